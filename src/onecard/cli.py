@@ -1,0 +1,50 @@
+"""The command `onecard`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from onecard import launch
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "run": (launch.main, "run a training script on several ranks"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns the exit status.
+
+    >>> main(["--help"])  # doctest: +ELLIPSIS
+    usage: onecard COMMAND ...
+    ...
+    0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"onecard {_version()}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        print(f"onecard: there is no command {arguments[0]!r}\n{_help()}", file=sys.stderr)
+        return 2
+    return COMMANDS[arguments[0]][0](arguments[1:])
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<8} {about}" for name, (_, about) in COMMANDS.items())
+    return (
+        "usage: onecard COMMAND ...\n\nTrain on any mesh what was written for one card.\n\n"
+        f"commands:\n{commands}\n\noptions:\n  --help     show this; `onecard COMMAND --help` for a command\n"
+        "  --version  show the version"
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("onecard")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"

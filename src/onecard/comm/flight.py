@@ -1,0 +1,209 @@
+"""The flight board: what each rank of one host is communicating right now, readable from outside and after its death.
+
+Each rank owns one small memory-mapped file and overwrites one record in it, at the cost of a few stores. Nothing is
+sent and nothing is synchronised, so a rank that hangs or is killed leaves the truth behind. The idea is that of
+PyTorch's NCCL flight recorder, reduced to the last entry and independent of the backend.
+
+Collectives report like this::
+
+    if flight.board is not None:
+        flight.board.enter("all_reduce", group_ranks, nbytes)
+    ...
+    if flight.board is not None:
+        flight.board.leave()
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Board", "Entry", "board", "describe", "overtaken", "rank_text", "read"]
+
+_MAGIC = b"onecard1"
+_HEAD = struct.Struct("=8sQQQd?I48s")  # magic, seq, group_seq, nbytes, time, inside, group size, name
+_STATE = struct.Struct("=d?")  # time, inside: what `leave` rewrites
+_STATE_AT = struct.calcsize("=8sQQQ")
+_SIZE = 64 * 1024  # a sparse file: room for groups of 16 000 ranks, and one page in use
+
+board: Board | None = None
+"""The board of this process, or None (the normal case) when nobody watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The last collective that a rank entered.
+
+    `seq` counts the collectives of the rank (0: it entered none yet), `group_seq` those on this very group of ranks;
+    `time` is `time.monotonic()`, in seconds, of the last change and comparable between the processes of one host.
+    """
+
+    seq: int = 0
+    group_seq: int = 0
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+    nbytes: int = 0
+    inside: bool = False
+    time: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.group_seq} of {rank_text(self.ranks)}"
+
+
+class Board:
+    """The writing end of one rank's board.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mine = Board.create(f"{folder}/rank0")
+    ...     mine.enter("all_reduce", (0, 1), 4096)
+    ...     print(read(f"{folder}/rank0"))
+    ...     mine.close()
+    all_reduce #1 of ranks 0, 1
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._seq = 0
+        self._written: Sequence[int] | None = None
+        self._names: dict[str, bytes] = {}
+        self.counts: dict[tuple[int, ...], int] = {}
+        self.inside = False
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Board:
+        """Creates (or empties) the file `path` and returns a board that writes to it. Raises OSError."""
+        with open(path, "w+b") as file:
+            file.truncate(_SIZE)
+            memory = mmap.mmap(file.fileno(), _SIZE)
+        memory[: len(_MAGIC)] = _MAGIC
+        return cls(memory)
+
+    def enter(self, name: str, ranks: Sequence[int], nbytes: int) -> None:
+        """Notes that this rank enters collective `name` with the group `ranks` (global ranks) and `nbytes` bytes."""
+        group = ranks if type(ranks) is tuple else tuple(ranks)
+        self._seq += 1
+        count = self.counts[group] = self.counts.get(group, 0) + 1
+        if group is not self._written:
+            self._write_group(group)
+        encoded = self._names.get(name)
+        if encoded is None:
+            encoded = self._names[name] = name.encode()[:48]
+        self.inside = True
+        _HEAD.pack_into(
+            self._memory, 0, _MAGIC, self._seq, count, nbytes, time.monotonic(), True, len(group), encoded
+        )
+
+    def leave(self) -> None:
+        """Notes that the collective entered last is complete on this rank."""
+        self.inside = False
+        _STATE.pack_into(self._memory, _STATE_AT, time.monotonic(), False)
+
+    def close(self) -> None:
+        """Unmaps the file; what was written stays readable."""
+        self._memory.close()
+
+    def _write_group(self, group: tuple[int, ...]) -> None:
+        room = (_SIZE - _HEAD.size) // 4
+        struct.pack_into(f"={min(len(group), room)}I", self._memory, _HEAD.size, *group[:room])
+        self._written = group
+
+
+def read(path: str | os.PathLike[str]) -> Entry:
+    """Reads the board at `path`, from any process. Raises OSError, or ValueError when the file is not a board."""
+    data = Path(path).read_bytes()
+    for _ in range(10):  # until two reads agree: the owner may be writing
+        again = Path(path).read_bytes()
+        if again == data:
+            break
+        data = again
+    if len(data) != _SIZE or data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"{os.fspath(path)} is not a flight board; Board.create(path) makes one")
+    _, seq, group_seq, nbytes, when, inside, size, name = _HEAD.unpack_from(data)
+    ranks = struct.unpack_from(f"={min(size, (_SIZE - _HEAD.size) // 4)}I", data, _HEAD.size)
+    return Entry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when)
+
+
+def rank_text(ranks: Sequence[int]) -> str:
+    """Names ranks briefly.
+
+    >>> rank_text((0, 1, 2, 3)), rank_text((0, 2)), rank_text((5,))
+    ('ranks 0-3', 'ranks 0, 2', 'rank 5')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[int, ...], int]]) -> list[int]:
+    """Returns the ranks that can never join the collective in which `entry` waits.
+
+    `finished` maps each rank that has ended to its `Board.counts`: a rank that ended after fewer collectives on the
+    group than the one waited for will not come any more, so the wait is a certain deadlock.
+
+    >>> overtaken(Entry(5, 3, "all_reduce", (0, 1), 4, True), {1: {(0, 1): 2}})
+    [1]
+    >>> overtaken(Entry(5, 3, "all_reduce", (0, 1), 4, True), {1: {(0, 1): 3}})
+    []
+    """
+    if not entry.inside:
+        return []
+    return [r for r in entry.ranks if r in finished and finished[r].get(entry.ranks, 0) < entry.group_seq]
+
+
+def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:
+    """Says which ranks wait in which collective, which rank is missing from it, and where that rank is instead.
+
+    `boards` maps each global rank of this host to its entry; `now` (`time.monotonic()`) adds how long ago.
+
+    >>> waits = Entry(7, 7, "all_reduce", (0, 1), 64, True)
+    >>> print(describe({0: waits, 1: Entry(6, 6, "all_gather", (0, 1), 64, False)}))
+    rank 0 waits in all_reduce #7 of ranks 0, 1 (64 bytes)
+      missing: rank 1, which is in no collective; it last left all_gather #6 of ranks 0, 1
+    """
+    waits: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
+    for rank, entry in sorted(boards.items()):
+        if entry.inside:
+            waits.setdefault((entry.ranks, entry.group_seq, entry.name), []).append(rank)
+    if not waits:
+        return "no rank waits in a collective"
+    return "\n".join(line for inside in waits.values() for line in _describe_wait(inside, boards, now))
+
+
+def _describe_wait(inside: list[int], boards: Mapping[int, Entry], now: float | None) -> list[str]:
+    entry = boards[inside[0]]
+    verb = "waits" if len(inside) == 1 else "wait"
+    sizes = sorted({boards[rank].nbytes for rank in inside})
+    size = f"{sizes[0]} bytes" if len(sizes) == 1 else f"sizes differ: {_sizes(inside, boards)}"
+    since = "" if now is None else f", for {now - min(boards[rank].time for rank in inside):.1f} s"
+    lines = [f"{rank_text(inside)} {verb} in {entry} ({size}{since})"]
+    for rank in entry.ranks:
+        if rank not in inside:
+            lines.append(f"  missing: rank {rank}, which {_whereabouts(entry, boards.get(rank), now)}")
+    return lines
+
+
+def _sizes(ranks: Sequence[int], boards: Mapping[int, Entry]) -> str:
+    return ", ".join(f"{boards[rank].nbytes} bytes on rank {rank}" for rank in ranks)
+
+
+def _whereabouts(wanted: Entry, entry: Entry | None, now: float | None) -> str:
+    if entry is None:
+        return "is not watched from here (another host, or it never started)"
+    if entry.seq == 0:
+        return "has entered no collective yet"
+    if entry.inside:
+        differs = entry.ranks == wanted.ranks and entry.group_seq == wanted.group_seq
+        return f"waits in {entry}" + (" instead" if differs else "")
+    ago = "" if now is None else f", {now - entry.time:.1f} s ago"
+    return f"is in no collective; it last left {entry}{ago}"

@@ -1,0 +1,97 @@
+"""Process groups of mesh axes: made at first use, cached, one for each line of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from onecard.comm import world
+from onecard.errors import CommunicationError
+from onecard.mesh import ProcessMesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The ranks along one mesh axis through this process; ``index`` is this process's place among them.
+
+    ``process_group`` is None in a group of one, which never sends anything.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: Any
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+
+@lru_cache(maxsize=None)
+def _process_group(ranks: tuple[int, ...]) -> Any:
+    if len(ranks) == 1:
+        return None
+    if ranks == tuple(range(world.world_size())):
+        return dist.group.WORLD
+    # Only the members make it, so that ranks outside a mesh need not know of it.
+    return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
+
+
+_groups: dict[tuple[ProcessMesh, int], Group] = {}
+
+
+def group(mesh: ProcessMesh, axis: int) -> Group:
+    """This process's group along one axis of a mesh.
+
+    Raises:
+        CommunicationError: the mesh names ranks that the world does not have.
+    """
+    found = _groups.get((mesh, axis))
+    if found is None:
+        check_world(mesh)
+        world.init()
+        ranks = tuple(mesh.neighbours(axis))
+        found = Group(ranks, ranks.index(world.rank()), _process_group(ranks))
+        _groups[mesh, axis] = found
+    return found
+
+
+def check_world(mesh: ProcessMesh) -> None:
+    """Raise a CommunicationError if the mesh names ranks that this world does not have."""
+    size = world.world_size()
+    missing = [rank for rank in mesh.process_ids if rank >= size]
+    if missing:
+        need = max(mesh.process_ids) + 1
+        raise CommunicationError(
+            f"{mesh!r} names rank(s) {missing}, but this world has {size} process(es) (ranks 0 to {size - 1}). "
+            f"Run the program as: onecard run --nproc_per_node {need} script.py"
+        )
+
+
+def forget() -> None:
+    """Forget every cached group (after the process group is destroyed, as tests do)."""
+    _groups.clear()
+    _process_group.cache_clear()
+    _device_mesh.cache_clear()
+
+
+def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
+    """The torch ``DeviceMesh`` with the same ranks and axis names. Every rank of the world must call it."""
+    check_world(mesh)
+    world.init()
+    return _device_mesh(mesh)
+
+
+@lru_cache(maxsize=None)
+def _device_mesh(mesh: ProcessMesh) -> DeviceMesh:
+    return DeviceMesh(world.device().type, torch.tensor(mesh.mesh), mesh_dim_names=tuple(mesh.dim_names))
+
+
+def from_device_mesh(device_mesh: DeviceMesh) -> ProcessMesh:
+    """The ProcessMesh with the ranks and axis names of a torch ``DeviceMesh``."""
+    return ProcessMesh.from_device_mesh(device_mesh)

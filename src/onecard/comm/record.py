@@ -1,0 +1,60 @@
+"""Who watches the messages: observers are told of each step before it runs, with the operator that needs it.
+
+Nothing is built when nobody watches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from onecard.reshard import Step
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_ENGINE = "/torch/"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One step that is about to run.
+
+    Attributes:
+        step: what is sent, between which layouts.
+        operator: the operator (or call) that needs it; ``operand``: which of its tensors.
+        shape: of the whole tensor.
+        reason: why the rule needs the new layout.
+        source: the user's line, "file:line".
+        explicit: whether the program asked for it (``reshard``, ``full_tensor``).
+        tensors: how many tensors travel in it together.
+    """
+
+    step: Step
+    operator: str
+    operand: str
+    shape: tuple[int, ...]
+    reason: str
+    source: str
+    explicit: bool
+    tensors: int = 1
+
+
+observers: list[Callable[[Message], None]] = []
+
+
+def user_line() -> str:
+    """The innermost line on the stack that is neither onecard's nor PyTorch's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and _ENGINE not in name and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def tell(message: Message) -> None:
+    """Show a message to every observer; one may raise to forbid it."""
+    for observer in list(observers):
+        observer(message)

@@ -1,0 +1,67 @@
+"""The world: this process's rank, the default process group and the device. Made at first use, from the environment.
+
+With no launcher a process is a world of one and never opens a socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onecard import mesh as _mesh
+from onecard.errors import CommunicationError
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
+
+
+def rank() -> int:
+    """This process's rank in the world."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes the program runs on."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    """Where this process's local tensors live: its GPU under NCCL, else the CPU."""
+    if torch.cuda.is_available() and os.environ.get("ONECARD_BACKEND", "nccl") == "nccl":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def init() -> None:
+    """Join the process group that the launcher's environment describes; nothing to do in a world of one.
+
+    Called by itself at the first collective. A group that the program has made already is used as it is.
+
+    Raises:
+        CommunicationError: WORLD_SIZE says more than one, but the rendezvous cannot be reached.
+    """
+    if dist.is_initialized() or world_size() == 1:
+        return
+    place = device()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    backend = os.environ.get("ONECARD_BACKEND", "nccl" if place.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as fault:
+        raise CommunicationError(
+            f"rank {rank()} of {world_size()} cannot join its process group ({backend}): {fault}. "
+            "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
+        ) from fault
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_mesh.rank_source = rank

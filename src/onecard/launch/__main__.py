@@ -1,0 +1,7 @@
+"""`python -m onecard.launch`."""
+
+import sys
+
+from onecard.launch import main
+
+sys.exit(main())

@@ -1,0 +1,205 @@
+"""The elastic agent of torch with our rendezvous (no port open to the world), our log files and our way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from onecard.launch._options import LaunchError, Options, Target, endpoint
+from onecard.launch._screen import Screen
+
+GRACE = 5  # seconds between the signal that asks ranks to end and the one that makes them
+MEETING_TIME = timedelta(minutes=15)
+WORKER = Path(__file__).with_name("_worker.py")
+
+
+class Rendezvous(RendezvousHandler):
+    """A fixed set of machines meets at a TCPStore that machine 0 serves on one address only.
+
+    torch's own TCPStore would listen on all interfaces, whatever host it is given; a listening socket that is handed
+    to it is the way around.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._store: TCPStore | None = None
+        self.host, self.port = endpoint(options.master) if options.master else ("127.0.0.1", 0)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            self._store = self._serve() if self._options.node_rank == 0 else self._join()
+        return RendezvousInfo(
+            PrefixStore(self.get_run_id(), self._store),
+            self._options.node_rank,
+            self._options.nnodes,
+            RendezvousStoreInfo(self.host, self.port),
+        )
+
+    def _serve(self) -> TCPStore:
+        listener = _listen(self.host, self.port)
+        self.port = listener.getsockname()[1]
+        return TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _join(self) -> TCPStore:
+        try:
+            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=MEETING_TIME)
+        except Exception as error:
+            raise LaunchError(f"machine 0 does not answer at {self.host}:{self.port}: {error}") from error
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "onecard"
+
+    def get_run_id(self) -> str:
+        return "onecard"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen at {host}:{port}: {error.strerror}. --master names an address of machine 0 and a free port"
+        ) from error
+    listener.listen(2048)
+    return listener
+
+
+@dataclass
+class Workplace:
+    """The files of one launch: logs for the user, notes of failures for us."""
+
+    log_dir: Path
+    notes: Path  # a private folder, gone after the launch
+    environment: Mapping[str, str]
+    screen: Screen | None = None
+    ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
+
+    def log(self, rank: int) -> Path:
+        return self.log_dir / f"rank{rank}.log"
+
+    def note(self, rank: int) -> Path:
+        return self.notes / f"rank{rank}.json"
+
+    def prepare(self, local_rank: int, environment: dict[str, str]) -> None:
+        """Sets the environment of one rank that is about to start, and its log file."""
+        rank, attempt = int(environment["RANK"]), environment["TORCHELASTIC_RESTART_COUNT"]
+        self.ranks[local_rank] = rank
+        self.note(rank).unlink(missing_ok=True)
+        output = str(self.log(rank).absolute())
+        if rank == 0:
+            self.screen = self.screen or Screen(self.log(0), self.notes)
+            output = self.screen.path
+        elif attempt == "0":
+            self.log(rank).write_bytes(b"")
+        if attempt != "0":
+            limit = environment["TORCHELASTIC_MAX_RESTARTS"]
+            with open(output, "a") as file:
+                file.write(f"--- restart {attempt} of {limit} ---\n")
+        environment.update(self.environment)
+        environment.update(
+            ONECARD_OUTPUT=output, ONECARD_ERROR_FILE=str(self.note(rank)), ONECARD_LAUNCHER_PID=str(os.getpid())
+        )
+        environment["TORCHELASTIC_ERROR_FILE"] = ""
+
+    def close(self) -> None:
+        if self.screen is not None:
+            self.screen.close()
+
+
+class _Logs(LogsSpecs):
+    """torch's hook before the ranks of an attempt start. The ranks open their log files themselves."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        super().__init__(str(workplace.log_dir))
+        self._workplace = workplace
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._workplace.log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for local_rank, environment in envs.items():
+            self._workplace.prepare(local_rank, environment)
+        inherit = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=inherit, stderrs=dict(inherit), error_files=dict.fromkeys(envs, os.devnull))
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent; it remembers which processes it started, so that all of them can be ended."""
+
+    def __init__(self, spec: WorkerSpec, workplace: Workplace) -> None:
+        super().__init__(spec, logs_specs=_Logs(workplace))
+        self.started: set[int] = set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self.started.update(pids.values())
+        return pids
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
+        super()._shutdown(death_sig, min(timeout, GRACE))
+
+    def kill(self) -> None:
+        """Ends whatever is left of the ranks and of what they started, at once."""
+        for pid in self.started:  # each leads its own process group
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def make_agent(options: Options, target: Target, nproc: int, workplace: Workplace) -> Agent:
+    """Returns an agent that runs `target` on `nproc` ranks of this machine when its `run` is called."""
+    kind = "module" if target.is_module else "script"
+    arguments = (str(WORKER), kind, target.name, *target.arguments)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=nproc,
+        rdzv_handler=Rendezvous(options),
+        entrypoint=sys.executable,
+        args=tuple(argument.replace("$", "$$") for argument in arguments),  # torch takes them for templates
+        max_restarts=options.max_restarts,
+        monitor_interval=0.05,
+    )
+    return Agent(spec, workplace)
+
+
+__all__ = ["Agent", "RunResult", "Workplace", "make_agent"]

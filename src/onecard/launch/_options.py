@@ -1,0 +1,158 @@
+"""The command line of the launcher: options, then a script or `-m module`, then whatever the script takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+USAGE = "onecard run [options] script.py [arguments of the script]"
+
+
+class LaunchError(Exception):
+    """The command line asks for something that cannot be; the message says what and what works."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a training script on several ranks, one process each.
+
+    Usage: onecard run [options] script.py [arguments], or with -m module in place of script.py. What follows the
+    script belongs to the script, unchanged.
+    """
+
+    nproc_per_node: int | None = None
+    """Ranks to start on this machine. By default one for each GPU, or 1 if there is none."""
+
+    gpus: Annotated[str | None, tyro.conf.arg(aliases=["--devices", "--device"], metavar="0,1,...")] = None
+    """GPUs to use, one rank on each. Without any GPU the list only says how many ranks to start, on the CPU."""
+
+    nnodes: int = 1
+    """Machines that take part. Start the same command on each, with its own --node_rank."""
+
+    node_rank: int = 0
+    """The number of this machine, from 0."""
+
+    master: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Where machine 0 listens for the others. On one machine: a free port of the loopback interface."""
+
+    log_dir: Path = Path("logs")
+    """Folder of the log files, one for each rank: rank0.log, rank1.log, ..."""
+
+    max_restarts: int = 0
+    """How often all ranks are started again after a failure."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each rank runs: a file, or a module if `is_module`, with its arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def parse(argv: Sequence[str]) -> tuple[Options, Target]:
+    """Splits and checks a command line. Raises LaunchError, or SystemExit as tyro does (help, wrong options).
+
+    >>> options, target = parse(["--nproc_per_node=2", "-m", "this", "--nproc_per_node", "8"])
+    >>> options.nproc_per_node, target.name, target.arguments
+    (2, 'this', ('--nproc_per_node', '8'))
+    """
+    ours, rest = split(argv)
+    options = tyro.cli(Options, args=ours, prog="onecard run")
+    _check(options)
+    return options, _target(rest)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divides a command line before the script, or before `-m`.
+
+    >>> split(["--gpus", "0,1", "train.py", "--gpus", "x"])
+    (['--gpus', '0,1'], ['train.py', '--gpus', 'x'])
+    """
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "-m":
+        lone = "=" in argv[at] or argv[at] in ("-h", "--help")
+        at += 1 if lone else 2  # every option of ours takes a value
+    return list(argv[:at]), list(argv[at:])
+
+
+def _target(rest: list[str]) -> Target:
+    is_module = rest[:1] == ["-m"]
+    rest = rest[1:] if is_module else rest
+    if not rest:
+        what = "-m needs the name of a module" if is_module else "there is no script to run"
+        raise LaunchError(f"{what}. Usage: {USAGE}")
+    name, arguments = rest[0], tuple(rest[1:])
+    if is_module:
+        _check_module(name)
+    elif not Path(name).is_file():
+        hint = f" (for a module write: onecard run -m {name})" if _module_exists(name) else ""
+        kind = "is a folder, not a script" if Path(name).is_dir() else "does not exist"
+        raise LaunchError(f"{name} {kind}; looked in {os.getcwd()}{hint}")
+    return Target(name, is_module, arguments)
+
+
+def _check_module(name: str) -> None:
+    if not _module_exists(name):
+        raise LaunchError(f"there is no module {name}, neither installed nor in {os.getcwd()}")
+
+
+def _module_exists(name: str) -> bool:
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path[:] = before
+
+
+def _check(options: Options) -> None:
+    if options.nproc_per_node is not None and options.nproc_per_node < 1:
+        raise LaunchError(f"--nproc_per_node is {options.nproc_per_node}; at least one rank is needed")
+    if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:
+        raise LaunchError(f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}; ranks go from 0 below it")
+    if options.nnodes > 1 and options.master is None:
+        raise LaunchError("several machines need an address to meet at: add --master HOST:PORT of machine 0")
+    if options.max_restarts < 0:
+        raise LaunchError(f"--max_restarts is {options.max_restarts}; 0 means none")
+    gpus = gpu_list(options)
+    if gpus and options.nproc_per_node not in (None, len(gpus)):
+        raise LaunchError(
+            f"--nproc_per_node is {options.nproc_per_node} but --gpus names {len(gpus)}; there is one rank on each GPU, "
+            "so give only one of the two"
+        )
+    if options.master is not None:
+        endpoint(options.master)
+
+
+def gpu_list(options: Options) -> list[int]:
+    """The numbers in `--gpus`, empty if it is not given. Raises LaunchError."""
+    if options.gpus is None:
+        return []
+    parts = [part.strip() for part in options.gpus.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise LaunchError(f"--gpus is {options.gpus!r}; write different numbers with commas between them: --gpus 0,1")
+    return [int(part) for part in parts]
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """Reads HOST:PORT. Raises LaunchError.
+
+    >>> endpoint("node0:29500"), endpoint("[::1]:29500")
+    (('node0', 29500), ('::1', 29500))
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise LaunchError(f"--master is {text!r}; write HOST:PORT, for example node0:29500")
+    return host, int(port)

@@ -1,0 +1,217 @@
+"""Layout: how a tensor lies on a mesh. For each tensor dim an ordered tuple of axes, plus the pending axes. Pure.
+
+Three written rules that everything else relies on:
+
+* **Sizes.** A dim of size ``n`` over an axis of ``k`` ranks is cut as ``torch.chunk`` cuts it: shards of
+  ``ceil(n / k)``, the last ones smaller or empty. Several axes on one dim apply the rule in their order, the
+  outermost axis first, each to what the one before it left.
+* **Values.** On an axis that is neither in a dim nor pending, all ranks hold equal values. On a pending axis the
+  value is the reduction (its operator) over the ranks' local tensors.
+* **Gradients.** The gradient of a value is one whole tensor like any other and may have any layout; that of a
+  replicated value often arrives pending. It is summed once: when an operator needs it whole (see
+  ``DistTensor.settle``), or in buckets when the optimizer reads the parameters' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from onecard.errors import LayoutError
+from onecard.mesh import ProcessMesh
+
+Axes = tuple[int, ...]
+_interned: dict[tuple[Any, ...], Layout] = {}
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Offset and length of one shard: the one rule for sizes that do not divide.
+
+    Example:
+        >>> [chunk(5, 4, i) for i in range(4)]
+        [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+class Layout:
+    """Where each part of a tensor is: ``dims[d]`` are the axes that cut dim ``d``, outermost first.
+
+    Interned: equal layouts are one object. Make one with ``Layout.of`` (from placements) or ``Layout.make``.
+
+    Attributes:
+        mesh: the ProcessMesh.
+        dims: for each tensor dim, the axes (indices into the mesh) that cut it, outermost first.
+        pending: (axis, operator) for each axis whose ranks hold summands; operators as in ``Partial``.
+
+    Example:
+        >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+        >>> layout = Layout.of(mesh, 2, [Shard(0), Shard(-1)])
+        >>> layout
+        dp=Shard(0), tp=Shard(1)
+        >>> layout.local_shape((6, 5), (0, 1)), layout.local_offset((6, 5), (0, 1))
+        ((3, 2), (0, 3))
+    """
+
+    __slots__ = ("_placements", "dims", "mesh", "pending")
+    mesh: ProcessMesh
+    dims: tuple[Axes, ...]
+    pending: tuple[tuple[int, str], ...]
+    _placements: tuple[Placement, ...]
+
+    @staticmethod
+    def make(mesh: ProcessMesh, dims: tuple[Axes, ...], pending: tuple[tuple[int, str], ...] = ()) -> Layout:
+        """The layout with these axes; no check (``Layout.of`` checks)."""
+        key = (mesh, dims, pending)
+        found = _interned.get(key)
+        if found is None:
+            found = object.__new__(Layout)
+            found.mesh, found.dims, found.pending = mesh, dims, pending
+            found._placements = _placements(found)
+            _interned[key] = found
+        return found
+
+    @staticmethod
+    def of(mesh: ProcessMesh, ndim: int, placements: Sequence[Placement]) -> Layout:
+        """The layout of a tensor with ``ndim`` dims under one placement for each mesh axis.
+
+        Raises:
+            LayoutError: too few or too many placements, or a dim that the tensor does not have.
+        """
+        placements = check_placements(mesh, placements)
+        dims: list[list[int]] = [[] for _ in range(ndim)]
+        pending = []
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                if not -ndim <= placement.dim < ndim:
+                    raise LayoutError(
+                        f"{placement} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
+                        + (f"so {-ndim} to {ndim - 1} are possible" if ndim else "so only Replicate() or Partial() fit")
+                    )
+                dims[placement.dim % ndim].append(axis)
+            elif isinstance(placement, Partial):
+                pending.append((axis, placement.reduce_op))
+        return Layout.make(mesh, tuple(map(tuple, dims)), tuple(pending))
+
+    @staticmethod
+    def replicated(mesh: ProcessMesh, ndim: int) -> Layout:
+        """The whole tensor on every rank."""
+        return Layout.make(mesh, ((),) * ndim)
+
+    @property
+    def ndim(self) -> int:
+        """Dims of the tensor."""
+        return len(self.dims)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis (cannot say the order of several axes on one dim; ``dims`` does)."""
+        return self._placements
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds the whole value."""
+        return not self.pending and not any(self.dims)
+
+    def dim_of(self, axis: int) -> int | None:
+        """The tensor dim that an axis cuts, or None."""
+        return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+
+    def settled(self) -> Layout:
+        """The same layout with every pending axis replicated."""
+        return Layout.make(self.mesh, self.dims) if self.pending else self
+
+    def bounds(self, shape: Sequence[int], dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Offset and length of the shard of one dim at a coordinate of the mesh."""
+        offset, length = 0, shape[dim]
+        for axis in self.dims[dim]:
+            start, length = chunk(length, self.mesh.shape[axis], coordinate[axis])
+            offset += start
+        return offset, length
+
+    def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Shape of the local tensor at a coordinate (by default this process; zeros for a rank outside the mesh)."""
+        place = self.mesh.coordinate() if coordinate is None else coordinate
+        if place is None:
+            return (0,) * len(shape)
+        return tuple(
+            self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims)
+        )
+
+    def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Index of the local tensor's first element in the whole tensor."""
+        place = self.mesh.coordinate() if coordinate is None else coordinate
+        if place is None:
+            return (0,) * len(shape)
+        return tuple(self.bounds(shape, d, place)[0] if axes else 0 for d, axes in enumerate(self.dims))
+
+    def local_slices(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """The part of the whole tensor that a rank holds, as an index."""
+        offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
+        return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.make, (self.mesh, self.dims, self.pending)
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={short(p)}" for name, p in zip(self.mesh.dim_names, self._placements, strict=True)]
+        swapped = [axes for axes in self.dims if list(axes) != sorted(axes)]
+        order = "".join(f", {'>'.join(self.mesh.dim_names[a] for a in axes)}" for axes in swapped)
+        return ", ".join(parts) + order
+
+
+def short(placement: Placement) -> str:
+    """A placement as a user writes it.
+
+    Example:
+        >>> short(Shard(0)), short(Replicate()), short(Partial())
+        ('Shard(0)', 'Replicate', 'Partial(sum)')
+    """
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f"Partial({placement.reduce_op})" if isinstance(placement, Partial) else "Replicate"
+
+
+def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements as a tuple, one for each mesh axis; or a LayoutError that shows the call that works."""
+    if not isinstance(mesh, ProcessMesh):
+        raise LayoutError(
+            f"want a ProcessMesh, not {type(mesh).__name__} ({mesh!r}): onecard.ProcessMesh([0, 1], dim_names=['x']); "
+            "a torch DeviceMesh converts with onecard.from_device_mesh(mesh)"
+        )
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    placements = tuple(placements)
+    for placement in placements:
+        if not isinstance(placement, Shard | Replicate | Partial):
+            raise LayoutError(
+                f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(), one for each mesh axis"
+            )
+    if len(placements) != mesh.ndim:
+        fill = [*map(short, placements), *["Replicate"] * mesh.ndim][: mesh.ndim]
+        call = ", ".join(p if p.endswith(")") else p + "()" for p in fill)
+        raise LayoutError(
+            f"{len(placements)} placement(s) {[short(p) for p in placements]} for a mesh with {mesh.ndim} axes "
+            f"{mesh.dim_names}: give one for each axis, for example [{call}]"
+        )
+    return placements
+
+
+def _placements(layout: Layout) -> tuple[Placement, ...]:
+    result: list[Placement] = [Replicate() for _ in range(layout.mesh.ndim)]
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            result[axis] = Shard(dim)
+    for axis, op in layout.pending:
+        result[axis] = Partial(op)
+    return tuple(result)

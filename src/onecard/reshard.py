@@ -1,0 +1,163 @@
+"""reshard: (Layout, Layout) -> the cheapest chain of Steps, with its bytes and seconds. Pure.
+
+A step is one collective (or a local slice) on one axis. The chain is found by Dijkstra's algorithm over the layouts
+that lie between the two; with one or two axes that is a handful of states, and every answer is cached.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from onecard.layout import Layout
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One mesh axis as the cost model sees it: a message costs ``latency + bytes / bandwidth`` (seconds, bytes/s).
+
+    Source: the alpha-beta model (Hockney, 1994).
+    """
+
+    latency: float = 30e-6
+    bandwidth: float = 5e9
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective on one axis.
+
+    Attributes:
+        kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice" or "fill" (the last two send nothing).
+        axis: the mesh axis whose ranks take part.
+        source, target: layouts before and after.
+        dim: the dim that is cut, joined or, for all_to_all, joined; ``to_dim`` the dim that all_to_all cuts.
+        op: the reduction.
+        bytes: what one rank sends, at most; ``seconds``: what the cost model expects.
+    """
+
+    kind: str
+    axis: int
+    source: Layout
+    target: Layout
+    dim: int = -1
+    to_dim: int = -1
+    op: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+LINK = Link()
+
+
+@lru_cache(maxsize=65536)
+def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The cheapest chain of steps from one layout of a tensor to another on the same mesh.
+
+    Args:
+        shape: the whole tensor's shape.
+        itemsize: bytes of an element.
+        source, target: the layouts.
+
+    Returns:
+        Steps in order; empty if the layouts are equal.
+
+    Example:
+        >>> from onecard.mesh import ProcessMesh
+        >>> from torch.distributed.tensor import Partial, Shard
+        >>> mesh = ProcessMesh([0, 1], ["x"])
+        >>> steps = plan((4, 8), 4, Layout.of(mesh, 2, [Partial()]), Layout.of(mesh, 2, [Shard(0)]))
+        >>> [(step.kind, step.bytes) for step in steps]
+        [('reduce_scatter', 64)]
+    """
+    counter = 0
+    heap: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, source, ())]
+    done: set[Layout] = set()
+    while heap:
+        seconds, length, _, layout, steps = heapq.heappop(heap)
+        if layout is target:
+            return steps
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in _moves(shape, itemsize, layout, target):
+            if step.target not in done:
+                counter += 1
+                heapq.heappush(heap, (seconds + step.seconds, length + 1, counter, step.target, (*steps, step)))
+    raise AssertionError(f"no chain from {source} to {target}")  # every layout can be gathered and cut again
+
+
+@lru_cache(maxsize=65536)
+def seconds(shape: Shape, itemsize: int, source: Layout, target: Layout) -> float:
+    """Estimated time of ``plan`` in seconds."""
+    return sum(step.seconds for step in plan(shape, itemsize, source, target))
+
+
+def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout) -> Iterator[Step]:
+    """The steps worth trying: those that take an axis away from where the goal does not want it, or put it there."""
+    pending = dict(layout.pending)
+    wanted = dict(goal.pending)
+    for axis in range(layout.mesh.ndim):
+        dim, goal_dim = layout.dim_of(axis), goal.dim_of(axis)
+        if axis in pending:
+            if wanted.get(axis) != pending[axis]:
+                yield _step(shape, itemsize, layout, "all_reduce", axis, _with(layout, axis), op=pending[axis])
+                if goal_dim is not None:
+                    cut = _with(layout, axis, dim=goal_dim)
+                    yield _step(shape, itemsize, layout, "reduce_scatter", axis, cut, dim=goal_dim, op=pending[axis])
+        elif dim is None:
+            if goal_dim is not None:
+                yield _step(shape, itemsize, layout, "slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
+            elif axis in wanted:
+                yield _step(shape, itemsize, layout, "fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis])
+        elif layout.dims[dim][-1] == axis and not _in_place(layout, goal, dim):
+            yield _step(shape, itemsize, layout, "all_gather", axis, _with(layout, axis), dim=dim)
+            if goal_dim is not None and goal_dim != dim:
+                cut = _with(layout, axis, dim=goal_dim)
+                yield _step(shape, itemsize, layout, "all_to_all", axis, cut, dim=dim, to_dim=goal_dim)
+
+
+def _in_place(layout: Layout, goal: Layout, dim: int) -> bool:
+    """Whether the axes on a dim already are what the goal has there, or its outer part."""
+    axes = layout.dims[dim]
+    return goal.dims[dim][: len(axes)] == axes
+
+
+def _with(layout: Layout, axis: int, dim: int | None = None, op: str = "") -> Layout:
+    """The layout with one axis taken away and put innermost on ``dim``, or made pending, or left replicated."""
+    dims = tuple(
+        (*(a for a in axes if a != axis), axis) if d == dim else tuple(a for a in axes if a != axis)
+        for d, axes in enumerate(layout.dims)
+    )
+    pending = tuple(p for p in layout.pending if p[0] != axis)
+    return Layout.make(layout.mesh, dims, tuple(sorted((*pending, (axis, op)))) if op else pending)
+
+
+def _largest(shape: Shape, layout: Layout) -> int:
+    """Elements of the largest shard (the first)."""
+    return prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
+
+
+def _step(
+    shape: Shape, itemsize: int, layout: Layout, kind: str, axis: int, target: Layout, dim: int = -1, to_dim: int = -1, op: str = ""
+) -> Step:
+    ranks = layout.mesh.shape[axis]
+    before, after = _largest(shape, layout) * itemsize, _largest(shape, target) * itemsize
+    sent = {
+        "all_reduce": 2 * (ranks - 1) * before // ranks,
+        "reduce_scatter": (ranks - 1) * after,
+        "all_gather": (ranks - 1) * before,
+        "all_to_all": (ranks - 1) * before // ranks,
+        "slice": 0,
+        "fill": 0,
+    }[kind]
+    if ranks == 1:
+        sent = 0
+    # A local copy is not free, or else chains would slice and fill for nothing.
+    cost = LINK.latency + sent / LINK.bandwidth if sent else 1e-7 + after / (10 * LINK.bandwidth)
+    return Step(kind, axis, layout, target, dim, to_dim, op, sent, cost)

@@ -1,0 +1,125 @@
+"""One call of an operator, seen through its schema: which arguments are tensors, which are static. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Path = tuple[int | str, int]  # (position or keyword, index in a list or -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What a schema says of an operator.
+
+    Attributes:
+        name: e.g. "add" (other namespaces than aten: "mylib::add"); overload: e.g. "Tensor".
+        arguments: names in order; ``positional`` of them may be given by position.
+        defaults: by name.
+        written: names of the arguments that the operator writes to.
+        out: names of the ``out=`` arguments among them.
+        views: whether a result shares memory with an operand without writing to it.
+    """
+
+    name: str
+    overload: str
+    arguments: tuple[str, ...]
+    positional: int
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    out: tuple[str, ...]
+    views: bool
+
+    @property
+    def functional(self) -> str:
+        """The name of the out-of-place form."""
+        return self.name[:-1] if self.written and self.name.endswith("_") else self.name
+
+
+@lru_cache(maxsize=None)
+def schema_of(func: torch._ops.OpOverload) -> Schema:
+    """The schema of an operator."""
+    raw = func._schema
+    namespace, _, name = raw.name.partition("::")
+    written = [a for a in raw.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return Schema(
+        name=name if namespace == "aten" else raw.name,
+        overload=raw.overload_name,
+        arguments=tuple(a.name for a in raw.arguments),
+        positional=sum(not a.kwarg_only for a in raw.arguments),
+        defaults={a.name: a.default_value for a in raw.arguments if a.has_default_value()},
+        written=tuple(a.name for a in written),
+        out=tuple(a.name for a in written if a.is_out),
+        views=any(r.alias_info is not None and not r.alias_info.is_write for r in raw.returns),
+    )
+
+
+class Call:
+    """A call whose tensors are meta tensors: what a row's function looks at.
+
+    Arguments read as attributes by their schema names, defaults filled in: ``call.dim``, ``call.self.shape``.
+
+    Attributes:
+        func: the operator; ``schema``: its schema.
+        operands: the tensors among the arguments, lists flattened, in schema order; ``out=`` tensors left out.
+        names: the schema name of each operand; ``paths``: where each stands in (args, kwargs).
+        results: the result tensors (meta), absent ones left out.
+    """
+
+    __slots__ = ("func", "names", "operands", "paths", "results", "schema", "values")
+
+    def __init__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.schema = schema_of(func)
+        self.values = dict(self.schema.defaults)
+        self.operands: list[Tensor] = []
+        self.names: list[str] = []
+        self.paths: list[Path] = []
+        self.results: list[Tensor] = []
+        for place, value in [*enumerate(args), *kwargs.items()]:
+            name = self.schema.arguments[place] if isinstance(place, int) else place
+            self.values[name] = value
+            if name not in self.schema.out:
+                self._collect(name, place, value)
+
+    def _collect(self, name: str, place: int | str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.operands.append(value)
+            self.names.append(name)
+            self.paths.append((place, -1))
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    self.operands.append(item)
+                    self.names.append(name)
+                    self.paths.append((place, i))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(f"{self.schema.name} has no argument {name!r}") from None
+
+    def index(self, name: str) -> int:
+        """The operand number of an argument, or -1 if it is absent."""
+        return self.names.index(name) if name in self.names else -1
+
+    def dims(self, value: Any, ndim: int | None = None) -> tuple[int, ...]:
+        """Dim numbers as a sorted tuple of non-negative ints; None and () mean all of them."""
+        rank = self.operands[0].dim() if ndim is None else ndim
+        listed = [value] if isinstance(value, int) else list(value or range(rank))
+        return tuple(sorted({d % rank for d in listed})) if rank else ()
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors of an operator's result in order, absent ones left out."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for item in result:
+            yield from tensors_in(item)

@@ -1,0 +1,261 @@
+"""decide: which layout each operand of one call must have, and which layouts its results then have. Pure.
+
+Eager dispatch, graph capture, the planner and the simulator all call this one function. It weighs, for each mesh
+axis, the uses that the operands already make of it: cut a factor, carry a pending sum through, or neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from onecard.layout import Axes, Layout, chunk
+from onecard.mesh import ProcessMesh
+from onecard.rules.rule import Bound, Shape
+
+# (shape, bytes an element, from, to) -> seconds
+Cost = Callable[[Shape, int, Layout, Layout], float]
+Sized = tuple[Shape, int]
+
+# Half of what it costs to settle a pending result counts now: the sum may still merge with another one, or never be needed.
+PENDING_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one mesh axis does in one call: cut ``factor``, or let ``carriers`` stay pending under ``op``, or nothing."""
+
+    factor: int | None = None
+    op: str = ""
+    carriers: frozenset[int] = frozenset()
+
+
+IDLE = Use()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The layouts a call runs under; ``uses`` says what each mesh axis does."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    uses: tuple[Use, ...]
+    seconds: float
+
+    def reason(self, bound: Bound) -> str:
+        """Why the rule needs these layouts, in words."""
+        return ", ".join(
+            f"{name} {_words(use, bound)}" for name, use in zip(self.operands[0].mesh.dim_names, self.uses, strict=True)
+        )
+
+
+def decide(
+    bound: Bound,
+    layouts: Sequence[Layout],
+    operands: Sequence[Sized],
+    results: Sequence[Sized],
+    cost: Cost,
+    fixed: Mapping[int, Layout] | None = None,
+) -> Decision | None:
+    """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
+
+    Args:
+        bound: the operator's rule bound to this call.
+        layouts: the operands' layouts, all on one mesh.
+        operands, results: shape and bytes of an element of each.
+        cost: seconds to change a layout.
+        fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
+
+    Returns:
+        The decision, or None if ``fixed`` cannot be met.
+    """
+    mesh = layouts[0].mesh
+    options = [_options(bound, layouts, axis) for axis in range(mesh.ndim)]
+    best: Decision | None = None
+    for uses in product(*options):
+        candidate = _try(bound, layouts, mesh, uses)
+        if candidate is None or not _keeps(candidate, layouts, fixed):
+            continue
+        seconds = _price(candidate, layouts, operands, results, cost)
+        if best is None or seconds < best.seconds:
+            best = Decision(candidate[0], candidate[1], uses, seconds)
+    return best
+
+
+def exactly(bound: Bound, layouts: Sequence[Layout]) -> tuple[Layout, ...] | None:
+    """The results' layouts if the call may run under just these operand layouts, else None (used by ``verify``)."""
+    mesh = layouts[0].mesh
+    for uses in product(*(_options(bound, layouts, axis) for axis in range(mesh.ndim))):
+        candidate = _try(bound, layouts, mesh, uses)
+        if candidate is not None and candidate[0] == tuple(layouts):
+            return candidate[1]
+    return None
+
+
+def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
+    """What an axis may do: anything that at least one operand already does with it, and nothing."""
+    uses: dict[Use, None] = {}
+    ops = set()
+    for dims, layout in zip(bound.operands, layouts, strict=True):
+        dim = layout.dim_of(axis)
+        if dim is not None:
+            factor = _factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
+            if factor in bound.free:
+                uses[Use(factor=factor)] = None
+        ops |= {op for a, op in layout.pending if a == axis}
+    for op in sorted(ops):
+        for carriers in _carriers(bound, layouts, axis, op):
+            uses[Use(op=op, carriers=carriers)] = None
+    uses[IDLE] = None
+    return list(uses)
+
+
+def _factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
+    """Which factor of a dim an axis cuts, given that the dim's axes cut its factors from the outside in."""
+    if not factors:
+        return None
+    at, left = 0, sizes[factors[0]]
+    for other in axes:
+        if left == 1 and at + 1 < len(factors):
+            at, left = at + 1, sizes[factors[at + 1]]
+        last = at + 1 == len(factors)
+        if not last and left % mesh.shape[other]:
+            return None
+        if other == axis:
+            return factors[at]
+        left = -(-left // mesh.shape[other])
+    return None
+
+
+def _carriers(bound: Bound, layouts: Sequence[Layout], axis: int, op: str) -> Iterator[frozenset[int]]:
+    """Sets of operands that may be pending together, so that the results are pending likewise."""
+    if bound.moves:
+        yield frozenset(range(len(layouts)))
+    if not bound.terms or not (op == "sum" or (op == "avg" and len(bound.terms) == 1)):
+        return
+    choices = []
+    for term in bound.terms:
+        pending = [i for i in term if (axis, op) in layouts[i].pending]
+        choices.append(pending or [term[0]])
+    for chosen in product(*choices):
+        yield frozenset(chosen)
+
+
+Candidate = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+
+
+def _try(bound: Bound, layouts: Sequence[Layout], mesh: ProcessMesh, uses: Sequence[Use]) -> Candidate | None:
+    """The layouts under these uses of the axes, or None if the shards would not line up."""
+    cut = _cut_order(bound, layouts, uses)
+    if any(not _divides(bound, factor, axes, mesh) for factor, axes in cut.items()):
+        return None
+    places = []
+    for dims in (*bound.operands, *bound.results):
+        placed = tuple(_place(dim, cut, bound.sizes, mesh) for dim in dims)
+        if any(axes is None for axes in placed):
+            return None
+        places.append(placed)
+    pending: list[list[tuple[int, str]]] = [[] for _ in places]
+    for axis, use in enumerate(uses):
+        if not _pend(bound, axis, use, pending):
+            return None
+    made = [Layout.make(mesh, dims, tuple(p)) for dims, p in zip(places, pending, strict=True)]  # type: ignore[arg-type]
+    split = len(bound.operands)
+    return tuple(made[:split]), tuple(made[split:])
+
+
+def _cut_order(bound: Bound, layouts: Sequence[Layout], uses: Sequence[Use]) -> dict[int, Axes]:
+    """For each cut factor its axes, outermost first: the order that an operand has already, else the mesh's."""
+    cut: dict[int, list[int]] = {}
+    for axis, use in enumerate(uses):
+        if use.factor is not None:
+            cut.setdefault(use.factor, []).append(axis)
+    for axes in cut.values():
+        if len(axes) > 1:
+            seen = [a for layout in layouts for dim in layout.dims for a in dim if a in axes]
+            axes.sort(key=lambda a: seen.index(a) if a in seen else len(seen) + a)
+    return {factor: tuple(axes) for factor, axes in cut.items()}
+
+
+def _divides(bound: Bound, factor: int, axes: Axes, mesh: ProcessMesh) -> bool:
+    if factor in bound.nonempty or factor in bound.even:
+        smallest = largest = bound.sizes[factor]
+        for axis in axes:
+            smallest = chunk(smallest, mesh.shape[axis], mesh.shape[axis] - 1)[1]
+            largest = chunk(largest, mesh.shape[axis], 0)[1]
+        if factor in bound.nonempty and smallest == 0:
+            return False
+        return factor not in bound.even or smallest == largest
+    return True
+
+
+def _place(factors: Axes, cut: Mapping[int, Axes], sizes: Sequence[int], mesh: ProcessMesh) -> Axes | None:
+    """The axes of one dim. An inner factor can be cut only where the factors outside it are down to one element."""
+    if len(factors) == 1:
+        return cut.get(factors[0], ())
+    axes: list[int] = []
+    closed = False
+    for at, factor in enumerate(factors):
+        mine = cut.get(factor, ())
+        if mine and closed:
+            return None
+        left = sizes[factor]
+        for axis in mine:
+            if left % mesh.shape[axis] and at + 1 < len(factors):
+                return None
+            left = -(-left // mesh.shape[axis])
+        axes += mine
+        closed = closed or left != 1
+    return tuple(axes)
+
+
+def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]]) -> bool:
+    """Write down which operands and results are pending on an axis; False if this use is impossible."""
+    split = len(bound.operands)
+    if use.op:
+        for i in (*use.carriers, *range(split, len(pending))):
+            pending[i].append((axis, use.op))
+        return True
+    if use.factor is None:
+        return True
+    has = [any(use.factor in dim for dim in dims) for dims in bound.operands]
+    lost = False
+    for r, dims in enumerate(bound.results):
+        if any(use.factor in dim for dim in dims) or not any(has[i] for i in bound.sources[r]):
+            continue
+        if not bound.reduce[r]:
+            return False
+        pending[split + r].append((axis, bound.reduce[r]))
+        lost = True
+    if lost:
+        # A summand without the factor (the bias of addmm) must be added once, not once a rank.
+        for term in bound.terms:
+            if not any(has[i] for i in term):
+                pending[term[0]].append((axis, "sum"))
+    return True
+
+
+def _keeps(candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout] | None) -> bool:
+    return not fixed or all(
+        candidate[1][i] is layout and candidate[0][i] is layouts[i] for i, layout in fixed.items()
+    )
+
+
+def _price(
+    candidate: Candidate, layouts: Sequence[Layout], operands: Sequence[Sized], results: Sequence[Sized], cost: Cost
+) -> float:
+    seconds = 0.0
+    for layout, target, (shape, size) in zip(layouts, candidate[0], operands, strict=True):
+        if layout is not target:
+            seconds += cost(shape, size, layout, target)
+    for layout, (shape, size) in zip(candidate[1], results, strict=True):
+        if layout.pending:
+            seconds += PENDING_SHARE * cost(shape, size, layout, layout.settled())
+    return seconds
+
+
+def _words(use: Use, bound: Bound) -> str:
+    if use.factor is not None:
+        return f"cuts {bound.names[use.factor]}"
+    return f"keeps a pending {use.op}" if use.op else "cuts nothing"

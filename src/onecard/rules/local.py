@@ -1,0 +1,80 @@
+"""What a row's ``local`` hook sees and may change: the call as one rank will run it. Built once for each cached decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from onecard.layout import chunk
+from onecard.rules.call import Call
+from onecard.rules.decide import Decision
+from onecard.rules.rule import Bound
+
+
+class Local:
+    """One rank's view of a decided call.
+
+    Attributes:
+        call: the whole call (meta tensors, static arguments).
+        replace: static arguments to change, by schema name; set them with ``set``.
+        run: what to run on the local tensors in place of the operator (same arguments), or None.
+    """
+
+    __slots__ = ("bound", "call", "coordinate", "decision", "replace", "run")
+
+    def __init__(self, call: Call, bound: Bound, decision: Decision, coordinate: tuple[int, ...]) -> None:
+        self.call, self.bound, self.decision, self.coordinate = call, bound, decision, coordinate
+        self.replace: dict[str, Any] = {}
+        self.run: Callable[..., Any] | None = None
+
+    def set(self, name: str, value: Any) -> None:
+        """Give a static argument another value on this rank."""
+        self.replace[name] = value
+
+    def cut(self, name: str) -> bool:
+        """Whether any axis cuts a factor."""
+        factor = self.bound.factor(name)
+        return factor is not None and any(use.factor == factor for use in self.decision.uses)
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Offset and length of this rank's part of a factor; the whole of it if it is not cut."""
+        factor = self.bound.factor(name)
+        if factor is None:
+            return 0, 1
+        offset, length = 0, self.bound.sizes[factor]
+        mesh = self.decision.operands[0].mesh
+        for axis in self._axes(factor):
+            start, length = chunk(length, mesh.shape[axis], self.coordinate[axis])
+            offset += start
+        return offset, length
+
+    def _axes(self, factor: int) -> tuple[int, ...]:
+        for dims, layout in zip(
+            (*self.bound.operands, *self.bound.results), (*self.decision.operands, *self.decision.results), strict=True
+        ):
+            for dim, axes in zip(dims, layout.dims, strict=True):
+                mine = tuple(a for a in axes if self.decision.uses[a].factor == factor)
+                if factor in dim and mine:
+                    return mine
+        return ()
+
+    def size(self, name: str) -> int:
+        """The whole size of a factor."""
+        factor = self.bound.factor(name)
+        return 1 if factor is None else self.bound.sizes[factor]
+
+    def operand_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The local shape of an operand."""
+        return self.decision.operands[index].local_shape(self.call.operands[index].shape, self.coordinate)
+
+    def operand_offset(self, index: int = 0) -> tuple[int, ...]:
+        """Where the local operand begins in the whole."""
+        return self.decision.operands[index].local_offset(self.call.operands[index].shape, self.coordinate)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The local shape of a result."""
+        return self.decision.results[index].local_shape(self.call.results[index].shape, self.coordinate)
+
+    def result_offset(self, index: int = 0) -> tuple[int, ...]:
+        """Where the local result begins in the whole."""
+        return self.decision.results[index].local_offset(self.call.results[index].shape, self.coordinate)

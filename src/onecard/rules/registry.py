@@ -1,0 +1,69 @@
+"""The table: operator name -> Row. Families register their rows at import; look-ups derive in-place and out= forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from onecard.rules.call import Call, schema_of
+from onecard.rules.rule import Form
+
+FormOf = Callable[[Call], Form | str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table says of an operator.
+
+    Attributes:
+        names: the operators, "sum" (every overload) or "sum.dim_IntList".
+        form: the rule, or a function from the call's static arguments and shapes to the rule (None: no rule applies).
+        local: hook that adapts one rank's call (shape arguments, masks, shifts); see ``rules.local``.
+        instead: runs the call as other operators when an operand arrives cut along a factor that must be whole.
+        values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
+    """
+
+    names: tuple[str, ...]
+    form: Form | FormOf
+    local: Callable[..., None] | None = None
+    instead: Callable[..., Any] | None = None
+    values: bool = False
+
+    def form_for(self, call: Call) -> Form | None:
+        """The rule for one call."""
+        found = self.form(call) if callable(self.form) else self.form
+        return Form(found) if isinstance(found, str) else found
+
+
+rows: dict[str, Row] = {}
+_TRAITS = {f.name for f in fields(Form)} - {"text"}
+
+
+def row(names: str, text: str | None = None, **options: Any) -> Any:
+    """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
+
+    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``values`` of ``Row``.
+    """
+    traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
+
+    def register(form: Form | FormOf) -> Any:
+        listed = tuple(names.split())
+        made = Row(listed, form, **options)
+        for name in listed:
+            if name in rows:
+                raise ValueError(f"a second row for {name!r}")
+            rows[name] = made
+        return form
+
+    return register(Form(text, **traits)) if text is not None else register
+
+
+def find(func: Any) -> Row | None:
+    """The row of an operator: by its overload, its name, or the name of its out-of-place form."""
+    schema = schema_of(func)
+    for name in dict.fromkeys((schema.name, schema.functional)):
+        found = rows.get(f"{name}.{schema.overload}") or rows.get(name)
+        if found is not None:
+            return found
+    return None

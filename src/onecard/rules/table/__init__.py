@@ -1,0 +1,13 @@
+"""The rows, by family. Importing this package fills the registry."""
+
+from importlib import import_module
+
+from onecard.rules.registry import rows
+
+NAMES = ("pointwise", "matmul")
+
+families: dict[str, list[str]] = {}
+for _name in NAMES:
+    _known = set(rows)
+    import_module(f"{__name__}.{_name}")
+    families[_name] = [op for op in rows if op not in _known]

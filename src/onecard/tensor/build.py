@@ -1,0 +1,166 @@
+"""build: one call -> Program. Finds the rule, binds it, decides, plans each operand's move, and applies the hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import reshard as planner
+from onecard.comm.groups import check_world
+from onecard.errors import DispatchError, RuleError
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+from onecard.rules.call import Call, Path, tensors_in
+from onecard.rules.decide import decide
+from onecard.rules.local import Local
+from onecard.rules.registry import Row, find
+from onecard.rules.rule import Bound, bind
+from onecard.tensor import fallback
+from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.program import Program
+from onecard.tensor.spec import Spec
+
+
+def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    """Decide one call.
+
+    Raises:
+        DispatchError: operands on two meshes, or a call that cannot keep one-card semantics.
+    """
+    program = Program(func)
+    operands = [t for t in _flat([*args, *kwargs.values()]) if isinstance(t, DistTensor)]
+    mesh, device = _common_mesh(func, operands)
+    metas, keywords = [_meta(a) for a in args], {k: _meta(v, k) for k, v in kwargs.items()}
+    call = Call(func, metas, keywords)
+    if call.schema.out:
+        program.expand = fallback.out_of_place(func, call)
+        return program
+    row = find(func)
+    try:
+        call.results = list(tensors_in(func(*metas, **keywords)))
+    except NotImplementedError:
+        row = None
+    bound = row and _bind(row, call)
+    if row is None or bound is None:
+        program.expand = fallback.without_rule(func)
+        return program
+    values = [_at(path, args, kwargs) for path in call.paths]
+    layouts = [v._spec.layout if isinstance(v, DistTensor) else Layout.replicated(mesh, v.dim()) for v in values]
+    layouts = [layout.settled() if i in bound.unread else layout for i, layout in enumerate(layouts)]
+    if row.instead is not None and cuts_whole(bound, layouts):
+        program.expand = row.instead
+        return program
+    _decide(program, call, row, bound, layouts, device)
+    return program
+
+
+def _decide(
+    program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device
+) -> None:
+    aliases = _aliases(call)
+    program.writes = tuple(path for path in aliases if path is not None)
+    decision = decide(
+        bound,
+        layouts,
+        [(tuple(t.shape), t.element_size()) for t in call.operands],
+        [(tuple(t.shape), t.element_size()) for t in call.results],
+        planner.seconds,
+        {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
+    )
+    if decision is None:
+        program.expand = fallback.copy_back(program.func)
+        return
+    program.reason = decision.reason(bound)
+    program.specs = tuple(Spec.like(l, t, device) for l, t in zip(decision.results, call.results, strict=True))
+    program.moves = tuple(
+        (path, target, name)
+        for i, (path, layout, target, name) in enumerate(
+            zip(call.paths, layouts, decision.operands, call.names, strict=True)
+        )
+        if layout is not target and i not in bound.unread
+    )
+    program.aliases = aliases if program.writes else ()
+    program.cut_off = call.schema.views and bool(program.moves)
+    coordinate = decision.operands[0].mesh.coordinate()
+    if row.local is not None and coordinate is not None:
+        local = Local(call, bound, decision, coordinate)
+        row.local(local)
+        program.run = local.run
+        order = call.schema.arguments
+        program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
+    returns = program.func._schema.returns
+    if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
+        busy = program.moves or program.replace or program.run or program.aliases
+        program.simple = not busy and program.specs[0].here and all(index < 0 for _, index in call.paths)
+        program.spec = program.specs[0]
+
+
+def _bind(row: Row, call: Call) -> Bound | None:
+    """The row's rule bound to this call; None if the row has no rule for it, or the rule does not fit."""
+    form = row.form_for(call)
+    if form is None:
+        return None
+    try:
+        return bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
+    except RuleError:
+        return None
+
+
+def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
+    """Whether an operand arrives cut along a factor that must be whole."""
+    return any(
+        axes and any(factor not in bound.free for factor in factors)
+        for dims, layout in zip(bound.operands, layouts, strict=True)
+        for factors, axes in zip(dims, layout.dims, strict=True)
+    )
+
+
+def _aliases(call: Call) -> tuple[Path | None, ...]:
+    """For each result tensor the argument that it is, for operators that write to their arguments."""
+    written = {}
+    for argument in call.func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written[frozenset(argument.alias_info.before_set)] = argument.name
+    aliases: list[Path | None] = []
+    for result in call.func._schema.returns:
+        info = result.alias_info
+        name = written.get(frozenset(info.before_set)) if info is not None and info.is_write else None
+        aliases.append(call.paths[call.names.index(name)] if name is not None else None)
+    if len(aliases) != len(call.results):
+        return (None,) * len(call.results)
+    return tuple(aliases)
+
+
+def _common_mesh(func: Any, operands: list[DistTensor]) -> tuple[ProcessMesh, torch.device]:
+    mesh = operands[0].mesh
+    for operand in operands[1:]:
+        if operand.mesh is not mesh:
+            raise DispatchError(
+                f"{func}: operands live on two meshes, {describe(operands[0])} on {mesh!r} and {describe(operand)} on "
+                f"{operand.mesh!r}. Bring them together first: onecard.reshard(x, mesh, placements)"
+            )
+    check_world(mesh)
+    return mesh, operands[0]._spec.device
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [item for v in values for item in (_flat(v) if isinstance(v, list | tuple) else [v])]
+
+
+def _meta(value: Any, name: str = "") -> Any:
+    if isinstance(value, DistTensor):
+        return value._spec.meta()
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_meta(item) for item in value)
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    place, index = path
+    value = args[place] if isinstance(place, int) else kwargs[place]
+    return value if index < 0 else value[index]

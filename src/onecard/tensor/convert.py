@@ -1,0 +1,305 @@
+"""Into and out of distributed tensors: shard_tensor, from_local, reshard, unshard, to and from torch DTensor.
+
+All are differentiable. None changes a value: only where its parts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from onecard import reshard as planner
+from onecard.comm import collectives, groups, world
+from onecard.comm.run import run as run_steps
+from onecard.errors import LayoutError, MeshError
+from onecard.layout import Layout, check_placements
+from onecard.mesh import ProcessMesh
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.spec import Spec, contiguous_stride
+
+
+def shard_tensor(
+    data: Any,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None = None,
+    requires_grad: bool | None = None,
+    src: int | None = None,
+) -> DistTensor:
+    """Lay a whole tensor out on a mesh; each rank keeps its part.
+
+    Args:
+        data: the whole value (tensor, Parameter, array or nested list). Every rank passes the same; with ``src`` only
+            that rank's is used, the others pass one of the same shape and dtype.
+        mesh: where it lives.
+        placements: one for each mesh axis.
+        dtype: of the result; that of ``data`` if left out.
+        requires_grad: of the result; that of ``data`` if left out. A Parameter gives a Parameter. For any other tensor
+            that requires grad the result stays connected to it.
+        src: the rank whose value counts.
+
+    Returns:
+        A DistTensor of the whole shape.
+
+    Raises:
+        LayoutError: placements that do not fit the mesh or the tensor.
+        CommunicationError: the mesh names ranks that the world does not have.
+
+    Source: ``paddle.distributed.shard_tensor``.
+
+    Example:
+        >>> mesh = ProcessMesh([0], ["x"])
+        >>> x = shard_tensor([[1.0, 2.0], [3.0, 4.0]], mesh, [torch.distributed.tensor.Shard(0)])
+        >>> x.shape, x.placements
+        (torch.Size([2, 2]), (Shard(dim=0),))
+    """
+    if isinstance(data, DistTensor):
+        return reshard(data, mesh, placements)
+    placements = check_placements(mesh, placements)
+    groups.check_world(mesh)
+    tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
+    if dtype is not None:
+        tensor = tensor.to(dtype) if not isinstance(data, torch.nn.Parameter) else tensor.detach().to(dtype)
+    layout = Layout.of(mesh, tensor.dim(), placements)
+    if isinstance(data, torch.nn.Parameter):
+        made = _distribute(tensor.detach(), layout, src)
+        return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
+    if tensor.requires_grad and requires_grad is not False:
+        return _Shard.apply(tensor, layout, src)
+    made = _distribute(tensor.detach(), layout, src)
+    return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
+
+
+def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
+    """This rank's part of a value that every rank holds whole."""
+    device = world.device() if whole.device.type == "cpu" else whole.device
+    shape = whole.shape
+    spec = Spec.make(layout, shape, contiguous_stride(shape), whole.dtype, device)
+    if not spec.here:
+        return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)
+    if src is not None:
+        whole = _from_rank(whole.to(device), layout.mesh, src)
+    local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
+    pending = Layout.make(layout.mesh, layout.dims)
+    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
+    return wrap(run_steps(steps, local, shape), spec)
+
+
+def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
+    """One rank's value on every rank of the mesh: broadcast along each axis in turn."""
+    at = mesh.coordinate(src)
+    if at is None:
+        raise MeshError(f"src={src} is not in {mesh!r}; give one of its ranks {mesh.process_ids}")
+    whole = whole.clone(memory_format=torch.contiguous_format)
+    for axis in range(mesh.ndim):
+        collectives.broadcast(whole, groups.group(mesh, axis), at[axis])
+    return whole
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: Layout, src: int | None) -> Any:
+        return _distribute(whole, layout, src)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _whole(grad, "gradient of shard_tensor"), None, None
+
+
+def from_local(
+    local: Tensor,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> DistTensor:
+    """A DistTensor from the parts that the ranks already hold; nothing is copied or sent.
+
+    Args:
+        local: this rank's part.
+        mesh, placements: how the parts lie.
+        shape: the whole shape. Left out, every rank's part is taken to have this rank's shape; give it when sizes do
+            not divide.
+
+    Raises:
+        LayoutError: the part does not have the shape that the layout gives this rank.
+
+    Example:
+        >>> x = from_local(torch.ones(2, 3), ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
+        >>> x.shape
+        torch.Size([2, 3])
+    """
+    groups.check_world(mesh)
+    layout = Layout.of(mesh, local.dim(), placements)
+    if shape is None:
+        shape = [
+            size * torch.Size([mesh.shape[a] for a in axes]).numel()
+            for size, axes in zip(local.shape, layout.dims, strict=True)
+        ]
+    spec = Spec.make(layout, torch.Size(shape), contiguous_stride(torch.Size(shape)), local.dtype, local.device)
+    expected = layout.local_shape(shape)
+    if spec.here and tuple(local.shape) != expected:
+        raise LayoutError(
+            f"from_local: rank {world.rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
+            f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
+        )
+    return _FromLocal.apply(local, spec)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Spec) -> Any:
+        ctx.spec = spec
+        return wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
+
+
+def to_local(x: DistTensor) -> Tensor:
+    """This rank's part as a plain tensor that shares memory; its gradient is the gradient of the part."""
+    return _ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.spec = x._spec
+        return x._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spec = ctx.spec
+        return wrap(grad.contiguous(), spec.with_layout(spec.layout.settled()))
+
+
+def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+    """The same tensor under other placements on its mesh, by the cheapest chain of collectives.
+
+    Args:
+        x: a DistTensor (a plain tensor is laid out as by ``shard_tensor``).
+        mesh: its mesh.
+        placements: one for each mesh axis.
+
+    Returns:
+        A DistTensor with the same values. The gradient comes back in the layout that ``x`` has.
+
+    Raises:
+        LayoutError: placements that do not fit. MeshError: another mesh than that of ``x``.
+
+    Source: ``paddle.distributed.reshard``.
+
+    Example:
+        >>> mesh = ProcessMesh([0], ["x"])
+        >>> x = shard_tensor(torch.eye(2), mesh, [torch.distributed.tensor.Shard(0)])
+        >>> reshard(x, mesh, [torch.distributed.tensor.Replicate()]).placements
+        (Replicate(),)
+    """
+    if not isinstance(x, DistTensor):
+        return shard_tensor(x, mesh, placements)
+    layout = Layout.of(mesh, x.dim(), placements)
+    if mesh is not x.mesh:
+        raise MeshError(
+            f"reshard from {x.mesh!r} to {mesh!r}: changing the mesh is not possible yet; "
+            "use the mesh that the tensor lives on (x.mesh)"
+        )
+    if layout is x.layout:
+        return x
+    return _Reshard.apply(x, layout)
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.layout = x.layout.settled()
+        return _reshard(x, layout, "reshard")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
+        kept = tuple(p for p in grad.layout.pending if grad.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0]))
+        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
+
+
+def _idle(layout: Layout, axis: int) -> bool:
+    return layout.dim_of(axis) is None
+
+
+def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
+    local = _to_layout(x, layout, name)
+    if local is x._local:
+        local = local.detach()
+    return wrap(local, x._spec.with_layout(layout))
+
+
+def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
+    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x.layout else x._local
+
+
+def unshard(x: Tensor) -> Tensor:
+    """The whole tensor as a plain tensor on every rank of its mesh; differentiable. Plain tensors pass through.
+
+    Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
+    """
+    return _Unshard.apply(x) if isinstance(x, DistTensor) else x
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.spec = x._spec
+        return _whole(x, "full_tensor")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spec = ctx.spec
+        whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad  # type: ignore[attr-defined]
+        return _distribute(whole, spec.layout.settled())
+
+
+def _whole(x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, DistTensor):
+        return x
+    local = _to_layout(x, Layout.replicated(x.mesh, x.dim()), name)
+    return local.detach() if local is x._local else local
+
+
+def to_dtensor(x: DistTensor) -> DTensor:
+    """The torch DTensor with the same local tensor (no copy).
+
+    Raises:
+        LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
+    """
+    if any(list(axes) != sorted(axes) for axes in x.layout.dims):
+        raise LayoutError(f"[{x.layout}]: DTensor cannot say this order of axes; reshard first")
+    mesh = groups.to_device_mesh(x.mesh)
+    return DTensor.from_local(
+        to_local(x), mesh, x.placements, run_check=False, shape=x.shape, stride=contiguous_stride(x.shape)
+    )
+
+
+def from_dtensor(x: DTensor) -> DistTensor:
+    """The DistTensor with the local tensor of a torch DTensor (no copy)."""
+    mesh = ProcessMesh.from_device_mesh(x.device_mesh)
+    return from_local(x.to_local(), mesh, x.placements, shape=x.shape)
+
+
+def _methods() -> None:
+    DistTensor.to_local = to_local  # type: ignore[attr-defined]
+    DistTensor.full_tensor = unshard  # type: ignore[attr-defined]
+    DistTensor.to_dtensor = to_dtensor  # type: ignore[attr-defined]
+
+    def redistribute(self: DistTensor, placements: Sequence[Placement]) -> DistTensor:
+        """``reshard`` on the tensor's own mesh (the name that DTensor uses)."""
+        return reshard(self, self.mesh, placements)
+
+    DistTensor.redistribute = redistribute  # type: ignore[attr-defined]
+
+
+_methods()
+__all__ = ["from_dtensor", "from_local", "reshard", "shard_tensor", "to_dtensor", "to_local", "unshard"]
+

@@ -1,0 +1,99 @@
+"""The way in: every operator that reaches a DistTensor, below autograd. A cache look-up, then local work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.registry import find
+from onecard.tensor.build import build
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.program import Program
+
+# Operators that are not decided by a rule: (func, args, kwargs) -> result. Filled by special.py, foreach.py, chance.py.
+special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
+
+programs: dict[tuple[Any, ...], Program] = {}
+LIMIT = 50_000
+_by_value: dict[Any, bool] = {}
+
+
+def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run one operator on distributed (and plain) tensors.
+
+    The cache key holds the specs of tensors and the static arguments; floating-point arguments only where the operator's
+    rule depends on their value, so that a learning rate that changes each step does not miss.
+    """
+    key: list[Any] = [func]
+    local = []
+    for a in args:
+        kind = type(a)
+        if kind is DistTensor:
+            key.append(a._spec)
+            local.append(a._local)
+        elif kind is int or a is None:
+            key.append(a)
+            local.append(a)
+        else:
+            key.append(freeze(a, func))
+            local.append(a)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            key.append(freeze(a, func))
+        program = programs.get(tuple(key))
+        if program is not None and program.simple and not any(isinstance(a, DistTensor) for a in kwargs.values()):
+            return wrap(func(*local, **kwargs), program.spec)
+    else:
+        program = programs.get(tuple(key))
+        if program is not None and program.simple:
+            return wrap(func(*local), program.spec)
+    if program is None:
+        handler = special.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        program = _miss(tuple(key), func, args, kwargs or {})
+    return program(args, kwargs or {})
+
+
+def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Program:
+    if len(programs) >= LIMIT:
+        programs.clear()
+    program = programs[key] = build(func, args, kwargs)
+    return program
+
+
+def program_for(func: Any, args: Any, kwargs: Any) -> Program:
+    """The cached program of a call."""
+    key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
+    return programs.get(key) or _miss(key, func, args, kwargs)
+
+
+def freeze(value: Any, func: Any) -> Any:
+    """What of an argument decides: hashable, and different for 1, 1.0 and True."""
+    kind = type(value)
+    if kind is DistTensor:
+        return value._spec
+    if kind is float or kind is complex:
+        return (kind, value) if _matters(func) else kind
+    if kind is bool:
+        return (bool, value)
+    if kind is list or kind is tuple:
+        return tuple([freeze(item, func) for item in value])
+    if isinstance(value, Tensor):
+        return (Tensor, value.shape, value.stride(), value.dtype)
+    return value
+
+
+def _matters(func: Any) -> bool:
+    found = _by_value.get(func)
+    if found is None:
+        row = find(func)
+        found = _by_value[func] = row is not None and row.values
+    return found
+
+
+DistTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

@@ -1,0 +1,163 @@
+"""What to do where the table has no rule: out-of-place and copy, decompose, or gather, run, and say so once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_leaves, tree_map
+
+from onecard import reshard as planner
+from onecard.errors import DispatchError
+from onecard.layout import Layout
+from onecard.rules.call import Call, schema_of
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap
+from onecard.tensor.spec import Spec
+
+_warned: set[Any] = set()
+
+
+class GatheredOperatorWarning(UserWarning):
+    """An operator without a rule gathered its operands. It is right, but it communicates; a row makes it fast."""
+
+
+def out_of_place(func: Any, call: Call) -> Callable[..., Any]:
+    """Run an ``out=`` operator as its functional form, then copy each result into its place."""
+    functional = _functional(func)
+    names = call.schema.out
+
+    def expand(*args: Any, **kwargs: Any) -> Any:
+        outs = [kwargs.pop(name) for name in names]
+        results = functional(*args, **kwargs)
+        for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
+            if out.shape != result.shape:
+                raise DispatchError(f"{func}: out= is {describe(out)}, the result is {describe(result)}; make them alike")
+            write(out, result)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return expand
+
+
+def copy_back(func: Any) -> Callable[..., Any]:
+    """Run an in-place operator whose operand cannot keep its layout as its functional form, and copy the result back."""
+    functional = _functional(func)
+
+    def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(target, DistTensor) and target._spec.layout.pending:
+            # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
+            target.settle()
+            return func(target, *args, **kwargs)
+        write(target, functional(target, *args, **kwargs))
+        return target
+
+    return expand
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
+    if not isinstance(target, DistTensor):
+        whole = value.full_tensor() if isinstance(value, DistTensor) else value  # type: ignore[attr-defined]
+        target.copy_(whole)
+        return
+    local = value._become(target._spec.layout, "copy_", "src", "keeps the target's layout", explicit=False) if isinstance(
+        value, DistTensor
+    ) else value[target._spec.layout.local_slices(target.shape)]
+    target._local.copy_(local)
+
+
+def _functional(func: Any) -> Any:
+    schema = schema_of(func)
+    packet = getattr(torch.ops.aten, schema.functional, None)
+    wanted = [a for a in schema.arguments if a not in schema.out]
+    for overload in packet.overloads() if packet is not None else ():
+        candidate = getattr(packet, overload)
+        found = schema_of(candidate)
+        if not found.written and list(found.arguments) == wanted:
+            return candidate
+    raise DispatchError(f"{func} has no out-of-place form that onecard could run; use one that returns its result")
+
+
+def without_rule(func: Any) -> Callable[..., Any]:
+    """Run an operator that has no row: by its decomposition, else on gathered operands."""
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    decomposition = func.decompose if composite else decomposition_table.get(func)
+    if decomposition is None or schema_of(func).written:
+        return _gathered(func)
+
+    def expand(*args: Any, **kwargs: Any) -> Any:
+        result = decomposition(*args, **kwargs)
+        return gather(func, args, kwargs) if result is NotImplemented else result
+
+    return expand
+
+
+def _gathered(func: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: gather(func, args, kwargs)
+
+
+def gather(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on whole operands on every rank; results are replicated. Warns once for each operator."""
+    operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DistTensor)]
+    mesh, device = operands[0].mesh, operands[0]._spec.device
+    if func not in _warned:
+        _warned.add(func)
+        _warn(func, operands)
+    originals = {}
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, DistTensor):
+            return value
+        target = Layout.replicated(mesh, value.dim())
+        local = value._local
+        if value._spec.layout is not target:
+            local = value._become(target, schema_of(func).name, "operand", "no rule, so it must be whole", explicit=False)
+        originals[id(local)] = (value, local)
+        return local
+
+    local_args, local_kwargs = tree_map(whole, list(args)), tree_map(whole, kwargs)
+    if mesh.coordinate() is None:
+        raise DispatchError(f"{func} has no rule, so a rank outside {mesh!r} cannot know its result's shape")
+    result = func(*local_args, **local_kwargs)
+    for name in schema_of(func).written:
+        _write_back(func, name, args, kwargs, local_args, local_kwargs)
+
+    def rewrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)][0]
+        return wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
+
+    return tree_map(rewrap, result)
+
+
+def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> None:
+    """Copy what an operator wrote to gathered operands back into the operands themselves."""
+    place = schema_of(func).arguments.index(name)
+    given = args[place] if place < len(args) else kwargs.get(name)
+    local = local_args[place] if place < len(args) else local_kwargs.get(name)
+    if isinstance(given, DistTensor) and given._local is not local:
+        write(given, local)
+
+
+def _warn(func: Any, operands: list[DistTensor]) -> None:
+    sent = sum(
+        step.bytes
+        for t in operands
+        for step in planner.plan(
+            tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim())
+        )
+    )
+    schema = schema_of(func)
+    terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
+    warnings.warn(
+        f"{schema.name}.{schema.overload} has no sharding rule: its operands were gathered ({sent} bytes sent by this rank, "
+        f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
+        f'row("{schema.name}", "{terms} -> ...")',
+        GatheredOperatorWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,144 @@
+"""Program: everything decided about one call on this rank, built once for each cache key and then only run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import reshard as planner
+from onecard.comm import record
+from onecard.comm.run import run as run_steps
+from onecard.errors import DispatchError
+from onecard.layout import Layout
+from onecard.rules.call import Path, schema_of
+from onecard.tensor.dist_tensor import DistTensor, announce, wrap
+from onecard.tensor.spec import Spec
+
+Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
+
+
+class Program:
+    """One call, decided.
+
+    Attributes:
+        func: the operator to run on local tensors; ``run``: what to run in its place, or None.
+        specs: of the result tensors; ``spec``: the only one, if ``simple``.
+        simple: local tensors go in as they are and one new tensor comes out.
+        moves: operands whose layout must change first.
+        replace: arguments that differ on this rank: (position, name, value).
+        aliases: for each result, the path of the argument that it is (in-place operators), or None.
+        cut_off: this is a view on one card, but here its operand had to be moved first.
+        writes: operands that are written to.
+        expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
+    """
+
+    __slots__ = (
+        "aliases", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "run", "simple", "spec", "specs",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.name = schema_of(func).name
+        self.reason = ""
+        self.spec: Any = None
+        self.specs: tuple[Spec, ...] = ()
+        self.simple = False
+        self.moves: tuple[Move, ...] = ()
+        self.replace: tuple[tuple[int, str, Any], ...] = ()
+        self.aliases: tuple[Path | None, ...] = ()
+        self.writes: tuple[Path, ...] = ()
+        self.cut_off = False
+        self.run: Callable[..., Any] | None = None
+        self.expand: Callable[..., Any] | None = None
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.expand is not None:
+            return self.expand(*args, **kwargs)
+        for path in self.writes:
+            _check_writable(_at(path, args, kwargs), self.name)
+        if self.specs and not self.specs[0].here:
+            return self._elsewhere(args, kwargs)
+        local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
+        keywords = {name: _local(value) for name, value in kwargs.items()}
+        for path, target, name in self.moves:
+            self._put(local, keywords, path, self._move(_at(path, args, kwargs), target, name))
+        for position, name, value in self.replace:
+            if position < len(local):
+                local[position] = value
+            else:
+                keywords[name] = value
+        result = (self.run or self.func)(*local, **keywords)
+        if type(result) is Tensor and not self.aliases:
+            made = wrap(result, self.specs[0])
+            if self.cut_off:
+                made._cut_off = self.name
+            return made
+        return self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
+
+    def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
+        place, index = path
+        holder: Any = local if isinstance(place, int) else keywords
+        if index >= 0:
+            holder, place = holder[place], index
+        holder[place] = value
+
+    def _move(self, value: Any, target: Layout, name: str) -> Tensor:
+        if isinstance(value, DistTensor):
+            return value._become(target, self.name, name, self.reason, explicit=False)
+        whole = Layout.replicated(target.mesh, value.dim())
+        steps = planner.plan(tuple(value.shape), value.element_size(), whole, target)
+        if record.observers:
+            announce(steps, self.name, name, tuple(value.shape), self.reason, explicit=False)
+        return run_steps(steps, value, value.shape)
+
+    def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """On a rank outside the mesh: the same results, with empty local tensors."""
+        made: list[Any] = [wrap(torch.empty(0, dtype=s.dtype, device=s.device), s) for s in self.specs]
+        for i, path in enumerate(self.aliases):
+            if path is not None:
+                made[i] = _at(path, args, kwargs)
+        return made[0] if len(self.func._schema.returns) == 1 and len(made) == 1 else made
+
+    def _wrap(
+        self, result: Any, specs: Iterator[Spec], aliases: Iterator[Path | None], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        if isinstance(result, Tensor):
+            spec, path = next(specs), next(aliases)
+            if path is not None:
+                return _at(path, args, kwargs)
+            made = wrap(result, spec)
+            if self.cut_off:
+                made._cut_off = self.name
+            return made
+        if isinstance(result, list | tuple):
+            return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
+        return result
+
+
+def _at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    place, index = path
+    value = args[place] if isinstance(place, int) else kwargs[place]
+    return value if index < 0 else value[index]
+
+
+def _local(value: Any) -> Any:
+    """An argument with every DistTensor in it replaced by its local tensor; lists are copied."""
+    if isinstance(value, DistTensor):
+        return value._local
+    if isinstance(value, list | tuple):
+        return [_local(item) for item in value]
+    return value
+
+
+def _check_writable(value: Any, name: str) -> None:
+    origin = getattr(value, "_cut_off", "") if isinstance(value, DistTensor) else ""
+    if origin:
+        raise DispatchError(
+            f"{name}: writing into the result of {origin} would not reach the tensor it was taken from: on one card it is "
+            f"a view, but here {value._spec!r} had to be copied from other ranks. Write to a clone(), or reshard the "
+            f"original first so that {origin} cuts no dim: x = onecard.reshard(x, mesh, placements)"
+        )

@@ -1,0 +1,77 @@
+"""Spec: what every rank knows of a distributed tensor without asking: layout, whole shape, strides, dtype, device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onecard.layout import Layout
+
+_interned: dict[tuple[Any, ...], Spec] = {}
+
+
+class Spec:
+    """The description of a distributed tensor. Interned, so that it hashes and compares by identity.
+
+    Attributes:
+        layout: how it lies on its mesh.
+        shape, stride: of the whole tensor on one card.
+        dtype, device: of the local tensors.
+        here: whether this process is in the mesh.
+    """
+
+    __slots__ = ("device", "dtype", "here", "layout", "shape", "stride")
+    layout: Layout
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    here: bool
+
+    @staticmethod
+    def make(
+        layout: Layout, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Spec:
+        """The one spec with these properties."""
+        key = (layout, shape, stride, dtype, device)
+        found = _interned.get(key)
+        if found is None:
+            found = object.__new__(Spec)
+            found.layout, found.shape, found.stride, found.dtype, found.device = layout, shape, stride, dtype, device
+            found.here = layout.mesh.coordinate() is not None
+            _interned[key] = found
+        return found
+
+    @staticmethod
+    def like(layout: Layout, whole: torch.Tensor, device: torch.device) -> Spec:
+        """The spec of a tensor that is ``whole`` on one card."""
+        return Spec.make(layout, whole.shape, whole.stride(), whole.dtype, device)
+
+    def with_layout(self, layout: Layout) -> Spec:
+        """The same tensor, laid out otherwise."""
+        return Spec.make(layout, self.shape, self.stride, self.dtype, self.device)
+
+    def meta(self) -> torch.Tensor:
+        """The whole tensor without its data."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spec.make, (self.layout, self.shape, self.stride, self.dtype, self.device)
+
+    def __repr__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')} [{self.layout}]"
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape.
+
+    Example:
+        >>> contiguous_stride(torch.Size([2, 3, 4]))
+        (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

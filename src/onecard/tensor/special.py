@@ -1,0 +1,43 @@
+"""Operators that give Python values, or ask about the tensor itself: they need no rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onecard.errors import DispatchError
+from onecard.tensor.dispatch import special
+from onecard.tensor.dist_tensor import describe
+
+aten = torch.ops.aten
+
+
+def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
+    """item(): the value on every rank of the mesh."""
+    x = args[0]
+    if not x._spec.here:
+        raise DispatchError(
+            f".item() (or bool(), float()) of {describe(x)}: this rank is not in {x.mesh!r}, so it does not hold the value"
+        )
+    return func(x.detach().full_tensor())
+
+
+def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return args[0].shape == args[1].shape
+
+
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    a, b = args
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return args[0]._local.is_pinned()
+
+
+
+special[aten._local_scalar_dense.default] = _scalar
+special[aten.is_same_size.default] = _same_size
+special[aten.equal.default] = _equal
+special[aten.is_pinned.default] = _pinned

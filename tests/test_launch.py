@@ -1,0 +1,386 @@
+"""The launcher: what ranks get, where their output goes, which failure is shown, and that nothing survives it.
+
+Most tests call the launcher in a process from the harness' fork server, which has imported torch already.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import onecard.launch
+from onecard import cli, launch
+from onecard.launch._main import plan
+from onecard.launch._options import LaunchError, Options, parse
+from onecard.launch._screen import _PlainLog, plain_line
+from onecard.testing import run_ranks
+
+
+def launch_here(folder: Path, argv: list[str], terminal: bool = False) -> tuple[int, str]:
+    """Calls the launcher in this process; returns its exit status and all that it wrote."""
+    os.chdir(folder)
+    target = folder / f"output{dist.get_rank()}"
+    reader, writer = os.openpty() if terminal else (-1, os.open(target, os.O_WRONLY | os.O_CREAT))
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    status = cli.main(["run", *argv])
+    return status, os.read(reader, 65536).decode() if terminal else target.read_text()
+
+
+def launch_node(folder: Path, argv: list[str]) -> tuple[int, str]:
+    """Calls the launcher as one of several machines."""
+    return launch_here(folder, ["--node_rank", str(dist.get_rank()), *argv])
+
+
+def write(folder: Path, source: str, name: str = "program.py") -> str:
+    (folder / name).write_text(textwrap.dedent(source))
+    return name
+
+
+def start(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
+    """Starts the launcher as a shell does, in a process group of its own."""
+    command = [sys.executable, "-m", "onecard.launch", *options, write(folder, source)]
+    environment = os.environ | {"PYTHONPATH": str(Path(onecard.launch.__file__).parents[2])}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "(zombie)" not in Path(f"/proc/{pid}/status").read_text() if os.path.exists("/proc") else True
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    """Waits until `count` processes have noted themselves in `folder` as files pid*."""
+    deadline = time.monotonic() + 60
+    while len(found := [text for path in folder.glob("pid*") if (text := path.read_text())]) < count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return [int(text) for text in found]
+
+
+def survivors(pids: list[int]) -> list[int]:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+# What ranks get.
+
+
+def test_arguments_environment_and_logs(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import os, sys
+        print(sys.argv, __name__, __file__, sys.path[0])
+        print(" ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")))
+        print(*(name for name in os.environ if name.startswith("ONECARD")), file=sys.stderr)
+        """,
+    )
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank7.log").write_text("of an earlier run")
+    arguments = ["--gpus", "x y", "-m", "$$a", "${local_rank}", "--", ""]
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "2", program, *arguments])
+    logs = [path.read_text() for path in sorted((tmp_path / "logs").iterdir())]
+    assert status == 0 and output == logs[0]
+    first = f"{['program.py', *arguments]} __main__ program.py {tmp_path.resolve()}\n"
+    assert logs == [f"{first}0 0 2 1\n\n", f"{first}1 1 2 1\n\n"]
+
+
+ALL_REDUCE = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def listening(pid):
+        sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        rows = [line.split() for name in ("tcp", "tcp6") for line in list(open(f"/proc/net/{name}"))[1:]]
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+    dist.init_process_group("gloo")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    print("sum", x.tolist())
+    if os.path.exists("/proc/net/tcp"):
+        print("listening at", *(listening("self") | listening(os.getppid())))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_process_group_on_the_loopback_interface_only(tmp_path):
+    with start(tmp_path, ALL_REDUCE, "--nproc_per_node", "2") as process:
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    loopback = "\nlistening at 0100007F" if os.path.exists("/proc/net/tcp") else ""
+    assert output == f"sum [2.0, 2.0]{loopback}\n"
+    assert (tmp_path / "logs" / "rank1.log").read_text() == output
+
+
+def test_two_machines(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = write(tmp_path, ALL_REDUCE)
+    options = ["--nnodes", "2", "--master", f"127.0.0.1:{port}", program]
+    (status0, output0), (status1, output1) = run_ranks(launch_node, 2, tmp_path, options)
+    assert (status0, status1) == (0, 0)
+    assert output0.startswith("sum [2.0, 2.0]\n") and output1 == ""
+    assert (tmp_path / "logs" / "rank1.log").read_text().startswith("sum [2.0, 2.0]\n")
+
+
+def test_module_form_and_main_is_a_real_main(tmp_path):
+    write(
+        tmp_path,
+        """
+        import multiprocessing, sys
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(1) as pool:  # its process finds `square` in this file
+                print(sys.argv[1:], pool.map(square, [3]))
+        """,
+    )
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["-m", "program", "-m"])
+    assert (status, output) == (0, "['-m'] [9]\n")
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["program.py", "-m"])
+    assert (status, output) == (0, "['-m'] [9]\n")
+
+
+def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path):
+    program = write(
+        tmp_path,
+        r"""
+        import sys
+        print("\rstep 1\rstep 2", sys.stdout.isatty())
+        print("\x1b[32mgreen\x1b[0m", file=sys.stderr)
+        """,
+    )
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, [program], True)
+    assert status == 0 and "\x1b[32mgreen" in output and "step 1" in output
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "step 2 True\ngreen\n"
+
+
+def test_log_of_a_line_that_is_drawn_in_pieces(tmp_path):
+    log = _PlainLog(open(tmp_path / "log", "wb"))
+    for piece in (b"\r10", b" %\r20 %\x1b[", b"0m\r", b"\r", b"30 %\r\nnext\nlast"):
+        log.write(piece)
+    log.close()
+    assert (tmp_path / "log").read_text() == "30 %\nnext\nlast\n"
+    assert plain_line(b"a\rb\r\r") == b"b" and plain_line(b"\r") == b""
+
+
+# What fails.
+
+
+def test_the_first_failure_is_shown_last(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import torch
+        import torch.distributed as dist
+
+        def step():
+            if dist.get_rank() == 1:
+                raise ValueError("the root cause")
+            dist.all_reduce(torch.ones(1))
+
+        dist.init_process_group("gloo")
+        print("started")
+        step()
+        """,
+    )
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "3", "--log_dir", "deep/er", program])
+    assert status == 1
+    told = output[output.index("onecard: ") :]
+    assert told.startswith("onecard: rank 1 failed first, with exit code 1; its log is deep/er/rank1.log\n\nTraceback")
+    assert told.endswith("ValueError: the root cause\n") and told.count("Traceback") == 1
+    assert "in step" in told and "_worker.py" not in told and "runpy" not in told
+    assert told.rstrip().endswith((tmp_path / "deep/er/rank1.log").read_text().partition("started\n")[2].rstrip())
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "says"),
+    [
+        ("sys.exit(7)", 7, "rank 1 ended first, with exit code 7; its log is logs/rank1.log\n\nThe end of its log:\nI"),
+        ("os._exit(3)", 3, "rank 1 ended first, with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+        ("exec('1 +')", 1, "SyntaxError: invalid syntax"),
+    ],
+)
+def test_how_a_rank_ended(tmp_path, act, status, says):
+    program = write(
+        tmp_path,
+        f"""
+        import os, signal, sys, time
+        print("I am", os.environ["RANK"])
+        if os.environ["RANK"] == "1":
+            {act}
+        time.sleep(60)
+        """,
+    )
+    [(got, output)] = run_ranks(launch_here, 1, tmp_path, ["--gpus", "0,1", program])
+    assert got == status and says in output
+
+
+def test_restarts(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import os, sys
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("attempt", attempt)
+        sys.exit(attempt == "0")
+        """,
+    )
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node=2", "--max_restarts", "2", program])
+    expected = "attempt 0\n--- restart 1 of 2 ---\nattempt 1\n"
+    assert (status, output) == (0, expected)
+    assert [path.read_text() for path in sorted((tmp_path / "logs").iterdir())] == [expected, expected]
+
+
+STUBBORN = """
+    import os, signal, subprocess, time
+    {first}
+    child = subprocess.Popen(["sleep", "60"])
+    for name, pid in (("rank", os.getpid()), ("child", child.pid)):
+        with open("pid" + name + os.environ["RANK"], "w") as file:
+            file.write(str(pid))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
+    with start(tmp_path, STUBBORN.format(first=""), "--nproc_per_node", "2") as process:
+        pids = pids_in(tmp_path, 4)
+        assert all(map(alive, pids))
+        os.killpg(process.pid, number)  # as a terminal does
+        errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + number and f"{number.name}: all ranks were ended" in errors
+    assert not survivors(pids)
+
+
+def test_an_impatient_user_and_ranks_that_ignore_signals(tmp_path):
+    source = STUBBORN.format(first="[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]")
+    with start(tmp_path, source, "--nproc_per_node", "2") as process:
+        pids = pids_in(tmp_path, 4)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.3)
+        process.communicate(timeout=30)
+    assert process.returncode == 130 and not survivors(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal of Linux")
+def test_ranks_end_when_the_launcher_is_killed(tmp_path):
+    with start(tmp_path, STUBBORN.format(first=""), "--nproc_per_node", "2") as process:
+        pids_in(tmp_path, 4)
+        process.kill()
+        process.communicate(timeout=30)
+    ranks = [int(path.read_text()) for path in tmp_path.glob("pidrank*")]
+    left = survivors(ranks)
+    for path in tmp_path.glob("pidchild*"):  # out of reach of anyone once their rank is killed
+        os.kill(int(path.read_text()), signal.SIGKILL)
+    assert len(ranks) == 2 and not left
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no_such.py"], "no_such.py does not exist; looked in "),
+        (["json"], r"json does not exist; .*\(for a module write: onecard run -m json\)"),
+        (["."], "is a folder"),
+        ([], "no script to run"),
+        (["-m"], "name of a module"),
+        (["-m", "no.such.module"], "no module no.such.module"),
+        (["--nproc_per_node", "0", "program.py"], "at least one rank"),
+        (["--gpus", "0,0", "program.py"], "different numbers"),
+        (["--gpus", "all", "program.py"], "write different numbers"),
+        (["--gpus", "0,1", "--nproc_per_node", "3", "program.py"], "only one of the two"),
+        (["--nnodes", "2", "program.py"], "add --master"),
+        (["--nnodes", "2", "--node_rank", "2", "program.py"], "--node_rank is 2"),
+        (["--master", "node0", "program.py"], "write HOST:PORT"),
+        (["--max_restarts", "-1", "program.py"], "max_restarts"),
+    ],
+)
+def test_wrong_command_lines(argv, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "raise SystemExit(1)")
+    with pytest.raises(LaunchError, match=says):
+        parse(argv)
+    assert launch.main(argv) == 2 and capsys.readouterr().err.startswith("onecard: ")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_names_of_options(tmp_path):
+    program = str(tmp_path / write(tmp_path, ""))
+    for name in ("--gpus", "--devices", "--device"):
+        assert parse([name, "2,3", program])[0].gpus == parse([f"{name}=2,3", program])[0].gpus == "2,3"
+    assert parse(["--nproc-per-node", "4", program])[0].nproc_per_node == 4
+    with pytest.raises(SystemExit):
+        parse(["--no_such_option", "4", program])
+
+
+def test_an_address_that_is_not_ours(tmp_path):
+    program = write(tmp_path, "")
+    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--master", "192.0.2.1:29500", program])
+    assert status == 2 and "onecard: cannot listen at 192.0.2.1:29500" in output
+
+
+def test_a_log_dir_that_is_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").write_text("")
+    assert launch.main([write(tmp_path, "")]) == 2 and "logs" in capsys.readouterr().err
+
+
+def test_plan(monkeypatch, capsys):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    nproc, environment = plan(Options())
+    assert nproc == 1 and int(environment["OMP_NUM_THREADS"]) >= 1 and environment["GLOO_SOCKET_IFNAME"][:2] == "lo"
+    assert plan(Options(gpus="0,1,2"))[0] == 3
+    assert "no GPU here: --gpus 0,1,2 starts 3 ranks on the CPU" in capsys.readouterr().err
+    assert "GLOO_SOCKET_IFNAME" not in plan(Options(nnodes=2, master="node0:29500"))[1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in plan(Options())[1]
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    nproc, environment = plan(Options())
+    assert nproc == 4 and "CUDA_VISIBLE_DEVICES" not in environment
+    assert plan(Options(gpus="2,1"))[1]["CUDA_VISIBLE_DEVICES"] == "2,1"
+    with pytest.raises(LaunchError, match="there are 4, numbered from 0"):
+        plan(Options(gpus="4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert plan(Options(gpus="0,2"))[1]["CUDA_VISIBLE_DEVICES"] == "7,3"
+
+
+def test_cli(capsys):
+    assert cli.main(["--help"]) == 0 and "run a training script" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("onecard ")
+    assert cli.main(["walk"]) == 2 and "no command 'walk'" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "--help"])
+    assert end.value.code == 0 and "one for each GPU, or 1 if there is none" in capsys.readouterr().out.replace("\n", " ")

@@ -1,0 +1,359 @@
+"""The multi-rank harness: values come back, and each way to fail names its cause and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onecard.testing
+from onecard.testing import RankError, RankTimeout, assert_close, multirank, run_ranks
+from onecard.testing._job import Report
+from onecard.testing._report import Death, root_cause
+
+
+@dataclass
+class Pair:
+    """A class of a test module: the ranks must be able to open it."""
+
+    left: int
+    right: torch.Tensor
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "(zombie)" not in Path(f"/proc/{pid}/status").read_text() if os.path.exists("/proc") else True
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+# What works.
+
+
+@multirank(2)
+def test_gradients_meet_in_an_all_reduce():
+    x = torch.full((2,), float(dist.get_rank() + 1), requires_grad=True)
+    (x * x).sum().backward()
+    dist.all_reduce(x.grad)
+    assert_close(x.grad, torch.full((2,), 6.0))
+
+
+@multirank(2)
+@pytest.mark.parametrize("size", [1, 3])
+def test_parameters_and_fixtures_reach_the_ranks(size, tmp_path):
+    (tmp_path / f"{dist.get_rank()}").write_text("x" * size)
+    dist.barrier()
+    assert [len(path.read_text()) for path in tmp_path.iterdir()] == [size, size]
+
+
+class TestMethods:
+    @multirank(2)
+    def test_method(self):
+        assert isinstance(self, TestMethods) and dist.get_world_size() == 2
+
+
+@multirank(2)
+def test_a_skip_in_a_rank_skips_the_test():
+    pytest.skip("as it should be")
+
+
+@multirank(2)
+def values(pair):
+    names = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CHECK")}
+    assert torch.get_num_threads() == 1 and dist.get_backend() == "gloo"
+    return names, Pair(dist.get_rank(), pair.right * 2)
+
+
+def test_values_come_back_by_rank(monkeypatch):
+    monkeypatch.setenv("CHECK", "now")
+    zero, one = values(Pair(0, torch.ones(3, requires_grad=True)))
+    assert zero[0] == {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "CHECK": "now"}
+    assert one[0]["RANK"] == one[0]["LOCAL_RANK"] == "1"
+    assert one[1].left == 1 and torch.equal(one[1].right, torch.full((3,), 2.0))
+
+
+def print_rank():
+    print(f"hello from {dist.get_rank()}", file=sys.stderr)
+
+
+def test_output_of_ranks_is_shown(capsys):
+    run_ranks(print_rank, 2)
+    assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
+
+
+def do_nothing():
+    pass
+
+
+def test_later_runs_are_quick():
+    run_ranks(do_nothing, 2)
+    start = time.monotonic()
+    run_ranks(do_nothing, 2)
+    assert time.monotonic() - start < 2.0  # 0.1 s when nothing else runs; without the fork server 5 s
+
+
+# What fails, and how it is told.
+
+
+def fail_on_rank_1(where):
+    where.joinpath(str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        raise ValueError("the root cause")
+    dist.barrier()
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.iterdir()]
+
+
+def test_first_failing_rank_shows_its_own_traceback(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_on_rank_1, 3, tmp_path)
+    text = str(caught.value)
+    assert time.monotonic() - start < 10 and not isinstance(caught.value, RankTimeout)
+    assert text.startswith("fail_on_rank_1: rank 1 of 3 failed first\n\nTraceback")
+    assert 'raise ValueError("the root cause")' in text and "_rank.py" not in text
+    assert "ranks 0, 2 still ran and were ended" in text
+    assert caught.value.rank == 1
+    assert len(pids_in(tmp_path)) == 3 and not wait_until_gone(pids_in(tmp_path))
+
+
+def die_on_rank_1(how):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(("how", "code", "says"), [("kill", -9, "was killed by SIGKILL"), ("exit", 3, "exit code 3")])
+def test_a_dead_rank_is_the_cause_and_not_those_that_lost_it(how, code, says):
+    with pytest.raises(RankError, match=says) as caught:
+        run_ranks(die_on_rank_1, 2, how)
+    assert caught.value.rank == 1 and caught.value.exitcode == code
+
+
+def miss_a_collective():
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(8))
+
+
+def test_a_hang_is_cut_off_with_stacks_and_the_missing_rank():
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(miss_a_collective, 2, timeout=1.0)
+    text = str(caught.value)
+    assert "ranks 0, 1 did not finish within 1 s" in text
+    assert "rank 0 waits in all_reduce #2 of ranks 0, 1 (32 bytes, for " in text
+    assert "missing: rank 1, which is in no collective; it last left all_reduce #1 of ranks 0, 1" in text
+    zero, one = text.split("--- stack of rank ")[1:]
+    assert "all_reduce" in zero and "in miss_a_collective" in zero and "_watch" not in text
+    here = Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(here) if "time.sleep(60)" in text)
+    assert f"line {line} in miss_a_collective" in one
+
+
+def return_early():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(4))
+
+
+def test_a_rank_that_has_returned_is_missed_long_before_the_time_out():
+    start = time.monotonic()
+    with pytest.raises(RankTimeout, match="others wait for rank 1, which has already returned"):
+        run_ranks(return_early, 2, timeout=50.0)
+    assert time.monotonic() - start < 10
+
+
+def spin():
+    while True:
+        pass
+
+
+def stop_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("function", [spin, stop_itself])
+def test_no_rank_can_refuse_to_end(function):
+    with pytest.raises(RankTimeout):
+        run_ranks(function, 1, timeout=0.5)
+
+
+def start_a_child(where):
+    child = subprocess.Popen(["sleep", "60"])
+    where.joinpath("pid").write_text(str(child.pid))
+    raise ValueError("leaves a child")
+
+
+def test_children_of_ranks_end_with_them(tmp_path):
+    with pytest.raises(RankError, match="leaves a child"):
+        run_ranks(start_a_child, 1, tmp_path)
+    assert not wait_until_gone(pids_in(tmp_path))
+
+
+def assert_wrong():
+    total = torch.tensor([1.0, 2.0]).sum()
+    assert total == 4
+
+
+def test_a_bare_assert_shows_its_values():
+    with pytest.raises(RankError, match=r"where total = tensor\(3\.\)"):
+        run_ranks(assert_wrong, 1)
+
+
+def warn():
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def test_a_warning_in_a_rank_is_an_error():
+    with pytest.raises(RankError, match="UserWarning: careful"):
+        run_ranks(warn, 1)
+
+
+def leave():
+    sys.exit(4)
+
+
+def test_sys_exit_is_a_failure():
+    with pytest.raises(RankError, match="SystemExit: 4"):
+        run_ranks(leave, 1)
+
+
+def return_a_lambda():
+    return lambda: 0
+
+
+def test_what_cannot_be_sent_is_said():
+    with pytest.raises(RankError, match="the return value of return_a_lambda cannot be sent"):
+        run_ranks(return_a_lambda, 1)
+    with pytest.raises(TypeError, match="an argument of print_rank cannot be sent"):
+        run_ranks(print_rank, 1, lambda: 0)
+    with pytest.raises(ValueError, match="define it at the top level"):
+        run_ranks(lambda: 0, 1)
+    with pytest.raises(ValueError, match="at least one rank"):
+        run_ranks(print_rank, 0)
+    with pytest.raises(TypeError, match=r"write @multirank\(2\)"):
+        multirank(print_rank)
+
+
+def test_root_cause_is_the_first_in_time_that_is_no_consequence():
+    early, late = Report("error", 1.0), Report("error", 2.0)
+    lost = Report("error", 0.5, consequence=True)
+    assert root_cause({0: late, 1: early, 2: lost}) == 1
+    assert root_cause({0: Death(-9, 3.0), 2: lost}) == 0
+    assert root_cause({0: lost}) == 0
+    assert root_cause({0: Report("done", 0.0)}) is None
+
+
+# A test run as a user has it: pytest's own importing, its output, Ctrl-C.
+
+USER_TEST = """
+    import os, time, pathlib, pytest, torch.distributed as dist
+    from onecard.testing import multirank
+
+    @multirank(2)
+    def test_bad():
+        assert dist.get_world_size() == 3
+
+    @multirank(2)
+    def test_good():
+        pass
+
+    @multirank(2)
+    def test_slow():
+        pathlib.Path(f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+        time.sleep(60)
+"""
+
+
+def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "test_user.py").write_text(textwrap.dedent(USER_TEST))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options, "deep/test_user.py"]
+    # Its own process group, as a shell would give it, so that an interrupt reaches the whole of it.
+    environment = os.environ | {"PYTHONPATH": str(Path(onecard.testing.__file__).parents[2])}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_in_a_file_outside_any_package(tmp_path):
+    with start_pytest(tmp_path, "--import-mode=importlib", "-k", "not slow") as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "1 failed, 1 passed, 1 deselected" in output
+    assert "test_bad: rank 0 of 2 failed first" in output or "test_bad: rank 1 of 2 failed first" in output
+    assert "assert dist.get_world_size() == 3" in output
+    assert "process.start" not in output  # not the harness' own code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_survives_its_parent(tmp_path, number):
+    with start_pytest(tmp_path, "-k", "slow") as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("pid?"))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.2)
+        pids = [int(path.read_text()) for path in tmp_path.glob("pid?")]
+        assert all(map(alive, pids))
+        os.kill(process.pid, number) if number == signal.SIGKILL else os.killpg(process.pid, number)
+        process.communicate(timeout=30)
+    assert not wait_until_gone(pids)
+    assert number == signal.SIGKILL or process.returncode == 2  # pytest: interrupted
+
+
+# Comparison.
+
+
+class Whole:
+    def full_tensor(self):
+        return torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "says"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), r"at \[1, 1\]: 5.0, expe"),
+        (torch.ones(2), torch.ones(3), r"shape \(2,\), expected \(3,\)"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float32"),
+        (torch.tensor([1.0, float("nan")]), torch.ones(2), r"at \[1\]: nan"),
+        (torch.tensor([1.0, 1.0]), torch.tensor([1.0, float("inf")]), "expected inf"),
+        (torch.tensor(1.00003), torch.tensor(1.0), "value is 1.00003"),
+        (torch.tensor([1e-9]), torch.tensor([2e-9]), "differs"),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 2j]), "largest difference 1,"),
+        (torch.tensor([True]), torch.tensor([False]), "True, expected False"),
+        ({"w": [torch.ones(1)]}, {"w": [torch.zeros(1)]}, r"value\['w'\]\[0\] differs"),
+        ({"w": 1}, {"b": 1}, "keys"),
+        ([1], [1, 2], "length 1, expected 2"),
+        (None, 1.0, "None"),
+        (Whole(), torch.tensor([1.0, 3.0]), r"at \[1\]"),
+    ],
+)
+def test_assert_close_names_the_difference(actual, expected, says):
+    with pytest.raises(AssertionError, match=says):
+        assert_close(actual, expected)
+
+
+def test_assert_close_accepts_rounding_only():
+    base = torch.tensor([1000.0, 1e-4])
+    assert_close(base * (1 + 5e-6), base)
+    assert_close(base + torch.tensor([0.0, 4e-3]), base)  # relative to its neighbours
+    assert_close(Whole(), torch.tensor([1.0, 2.0]))
+    assert_close([float("nan"), {"a": None}, 3], (float("nan"), {"a": None}, 3))
