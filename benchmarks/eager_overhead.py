@@ -2,8 +2,8 @@
 
     python benchmarks/eager_overhead.py
 
-The group sends nothing and the kernels are tiny, so that the time is that of the dispatch. Plain torch, torch DTensor and
-onecard run in turn in one thread of one process; medians over rounds.
+The group sends nothing and the kernels are tiny, so that the time is that of the dispatch. Plain torch, torch DTensor
+and onecard run in turn in one thread of one process; medians over rounds.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def libraries() -> dict[str, Place]:
     mesh = oc.ProcessMesh(range(N_RANKS), ["x"])
     return {
         "torch": lambda tensor, placement: tensor,
-        "DTensor": lambda tensor, placement: distribute_tensor(tensor, device_mesh, [placement]).detach(),
-        "onecard": lambda tensor, placement: oc.shard_tensor(tensor, mesh, [placement]).detach(),
+        "DTensor": lambda tensor, placement: distribute_tensor(tensor, device_mesh, [placement]),
+        "onecard": lambda tensor, placement: oc.shard_tensor(tensor, mesh, [placement]),
     }
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__file__).parent)]
 
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
-
 from onecard.testing import run_ranks  # noqa: E402
 
 Name = Literal["onecard", "megatron", "dtensor"]
@@ -91,9 +90,8 @@ def adamw(parameters: object) -> torch.optim.Optimizer:
 
 
 def build_onecard(gpt: GPT) -> Variant:
-    from placements import shard_model
-
     import onecard as oc
+    from placements import shard_model
 
     model = shard_model(gpt, oc.ProcessMesh(range(N_RANKS), ["tp"]))
     return Variant(lambda x, y: next_byte_loss(model(x), y), oc.shard_optimizer(adamw(model.parameters())))
@@ -107,9 +105,10 @@ def build_megatron(gpt: GPT) -> Variant:
 
 
 def build_dtensor(gpt: GPT) -> Variant:
-    from peers.dtensor_tp import parallelize, parameter_groups
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
+
+    from peers.dtensor_tp import parallelize, parameter_groups
 
     model = parallelize(gpt, init_device_mesh("cpu", (N_RANKS,), mesh_dim_names=("tp",)))
     return Variant(lambda x, y: next_byte_loss(model(x), y), adamw(parameter_groups(model)), loss_parallel)
@@ -202,26 +201,28 @@ def disagreements(losses: dict[str, list[float]]) -> list[str]:
 def time_table(seconds: dict[str, list[float]]) -> Table:
     """Median seconds of each variant's step, and onecard's as a multiple of it."""
     table = Table("variant", "ms a step, median", "least", "most", "onecard / it", title="Time")
-    own = statistics.median(seconds["onecard"]) if "onecard" in seconds else float("nan")
+    own = statistics.median(seconds["onecard"]) if "onecard" in seconds else None
     for name, values in seconds.items():
         median = statistics.median(values)
         milliseconds = [f"{x * 1e3:.1f}" for x in (median, min(values), max(values))]
-        table.add_row(name, *milliseconds, f"{own / median:.3f}")
+        table.add_row(name, *milliseconds, multiple(own, median))
     return table
 
 
 def memory_table(memory: dict[str, tuple[float, float]]) -> Table:
     """Peak resident memory of the larger rank, and onecard's as a multiple of it; also without the empty process."""
-    table = Table(
-        "variant", "peak MB", "onecard / it", "of it above the start", "onecard / it", title="Memory of a rank"
-    )
-    own_before, own_peak = memory.get("onecard", (float("nan"), float("nan")))
-    for name, (before, peak) in memory.items():
-        grown = peak - before
-        table.add_row(
-            name, f"{peak:.0f}", f"{own_peak / peak:.3f}", f"{grown:.0f}", f"{(own_peak - own_before) / grown:.3f}"
-        )
+    columns = ("variant", "peak MB", "onecard / it", "of it above the start", "onecard / it")
+    table = Table(*columns, title="Memory of a rank")
+    before, peak = memory.get("onecard", (None, None))
+    own_growth = None if before is None or peak is None else peak - before
+    for name, (its_before, its_peak) in memory.items():
+        growth = its_peak - its_before
+        table.add_row(name, f"{its_peak:.0f}", multiple(peak, its_peak), f"{growth:.0f}", multiple(own_growth, growth))
     return table
+
+
+def multiple(own: float | None, other: float) -> str:
+    return "-" if own is None else f"{own / other:.3f}"
 
 
 def main(args: BenchArgs) -> int:

@@ -69,11 +69,6 @@ class TestMethods:
 
 
 @multirank(2)
-def test_a_skip_in_a_rank_skips_the_test():
-    pytest.skip("as it should be")
-
-
-@multirank(2)
 def values(pair):
     names = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CHECK")}
     assert torch.get_num_threads() == 1 and dist.get_backend() == "gloo"
@@ -277,6 +272,10 @@ USER_TEST = """
         pass
 
     @multirank(2)
+    def test_skipped():
+        pytest.skip("as a rank asks")
+
+    @multirank(2)
     def test_slow():
         pathlib.Path(f"pid{dist.get_rank()}").write_text(str(os.getpid()))
         time.sleep(60)
@@ -297,7 +296,7 @@ def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
 def test_in_a_file_outside_any_package(tmp_path):
     with start_pytest(tmp_path, "--import-mode=importlib", "-k", "not slow") as process:
         output = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and "1 failed, 1 passed, 1 deselected" in output
+    assert process.returncode == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in output
     assert "test_bad: rank 0 of 2 failed first" in output or "test_bad: rank 1 of 2 failed first" in output
     assert "assert dist.get_world_size() == 3" in output
     assert "process.start" not in output  # not the harness' own code

@@ -15,7 +15,7 @@ from torch import Tensor
 VALIDATION_SHARE = 20  # one file in so many is held out
 # Installed packages, tests and generated tables are not the library's prose.
 EXCLUDED_FOLDERS = frozenset(
-    "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
+    ["site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"]
 )
 
 

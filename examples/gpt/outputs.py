@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from model import GPT, GPTConfig, generate
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from meshes import rank_and_world_size
+from model import GPT, GPTConfig, generate
 
 if TYPE_CHECKING:
     from train import StepRecord, TrainArgs
@@ -146,7 +146,7 @@ def sample_text(weights: Path, config: GPTConfig, n_bytes: int, seed: int) -> st
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")
 
 
-def summarise(args: TrainArgs, records: Sequence[StepRecord], report: oc.Report | None) -> None:
+def summarise(args: TrainArgs, records: Sequence[StepRecord]) -> None:
     """Print the closing summary."""
     if not is_first_rank():
         return
@@ -160,19 +160,21 @@ def summarise(args: TrainArgs, records: Sequence[StepRecord], report: oc.Report 
     for path in sorted(args.out.glob("*.*")):
         table.add_row(path.stem, str(path))
     say(table)
-    if report is not None:
-        say(message_totals(report))
+    if records[-1].messages is not None:
+        say(message_totals(records[-1].messages))
 
 
 def message_totals(report: oc.Report) -> Table:
-    """The messages of one training step, summed by collective and axis."""
+    """The messages of one training step, summed by collective and axis. Cutting a tensor at hand sends nothing."""
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for message in report.messages:
-        total = totals[message.collective, message.axis]
-        total[0] += 1
-        total[1] += message.bytes
-        total[2] += message.seconds
+        step = message.step
+        if step.kind not in ("slice", "fill"):
+            total = totals[step.kind, step.source.mesh.dim_names[step.axis]]
+            total[0] += 1
+            total[1] += step.bytes
+            total[2] += step.seconds
     table = Table("collective", "axis", "messages", "kB", "estimated ms", title="Messages of one training step, rank 0")
-    for (collective, axis), (count, n_bytes, seconds) in sorted(totals.items()):
-        table.add_row(collective, axis, str(count), f"{n_bytes / 1e3:,.1f}", f"{seconds * 1e3:.2f}")
+    for (kind, axis), (count, n_bytes, seconds) in sorted(totals.items()):
+        table.add_row(kind, axis, str(count), f"{n_bytes / 1e3:,.1f}", f"{seconds * 1e3:.2f}")
     return table

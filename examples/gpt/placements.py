@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 
 import onecard as oc
 
-# A weight of nn.Linear is (out, in): Shard(0) divides its outputs (column parallel), Shard(1) its inputs (row parallel).
+# A weight of nn.Linear is (out, in): Shard(0) divides its outputs (column parallel), Shard(1) its inputs (row).
 # A parameter that is not named here is Replicate.
 TENSOR_PARALLEL = {
     "token_embedding.weight": oc.Shard(0),  # by vocabulary
@@ -38,7 +38,7 @@ def shard_parameters(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
     for short, parameter in list(layer.named_parameters(recurse=False)):
         matches = (where for suffix, where in TENSOR_PARALLEL.items() if f"{name}.{short}".endswith(suffix))
         placements = place(mesh, tp=next(matches, oc.Replicate()))
-        setattr(layer, short, nn.Parameter(oc.shard_tensor(parameter, mesh, placements)))
+        setattr(layer, short, oc.shard_tensor(parameter, mesh, placements))
 
 
 def shard_model(model: nn.Module, mesh: oc.ProcessMesh) -> nn.Module:

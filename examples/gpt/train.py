@@ -1,14 +1,17 @@
 """Train a byte-level GPT written for one card: on one process, or divided over a mesh of ranks.
 
-python examples/gpt/train.py --mesh single
-onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
-onecard run --nproc_per_node 4 examples/gpt/train.py --mesh dp=2,tp=2
+    python examples/gpt/train.py --mesh single
+    onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
+    onecard run --nproc_per_node 4 examples/gpt/train.py --mesh dp=2,tp=2
+
+The loop below is that of one card; `placements.py` is all that it takes to divide the model.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -57,7 +60,7 @@ class TrainArgs:
     """length of the generated sample"""
     corpus: Path | None = None
     """folder of .py files to train on instead of the standard library"""
-    device: str = "cpu"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """cpu or cuda"""
     out: Path = Path("runs/gpt")
 
@@ -75,13 +78,14 @@ class TrainArgs:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its number from 1, loss in nats per byte, learning rate, seconds since the start."""
+    """A training step, counted from 1: loss in nats per byte, learning rate, seconds since the start of the run."""
 
     step: int
     loss: float
     lr: float
     seconds: float
     validation_loss: float | None = None
+    messages: oc.Report | None = None
 
 
 def learning_rate(step: int, args: TrainArgs) -> float:
@@ -136,7 +140,7 @@ def distribute(batch: tuple[Tensor, ...], mesh: oc.ProcessMesh | None, args: Tra
 
 def run_steps(
     model: nn.Module, corpus: Corpus, mesh: oc.ProcessMesh | None, args: TrainArgs, n_steps: int
-) -> Iterator[tuple[StepRecord, oc.Report | None]]:
+) -> Iterator[StepRecord]:
     """Train for `n_steps` without validating, yielding each step; the last one with the messages it sent."""
     optimizer = make_optimizer(model, args)
     if mesh is not None:
@@ -148,7 +152,7 @@ def run_steps(
         recorded = mesh is not None and step == n_steps - 1
         with oc.explain() if recorded else nullcontext() as report:
             loss = train_step(model, optimizer, distribute(batch, mesh, args), lr, args.clip)
-        yield StepRecord(step + 1, loss, lr, time.perf_counter() - start), report
+        yield StepRecord(step + 1, loss, lr, time.perf_counter() - start, messages=report)
 
 
 def one_card_losses(model: nn.Module, corpus: Corpus, args: TrainArgs) -> list[float]:
@@ -156,12 +160,14 @@ def one_card_losses(model: nn.Module, corpus: Corpus, args: TrainArgs) -> list[f
 
     Every rank runs it, so that all reach the same verdict and none waits in silence.
     """
-    return [record.loss for record, _ in run_steps(copy.deepcopy(model), corpus, None, args, args.check)]
+    return [record.loss for record in run_steps(copy.deepcopy(model), corpus, None, args, args.check)]
 
 
 def main(args: TrainArgs) -> int:
     """Train, check, write the results; returns the exit code."""
     mesh = meshes.make_mesh(args.mesh)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     corpus = load_corpus(args.corpus)
     torch.manual_seed(args.seed)
     model = GPT(args.model).to(args.device)
@@ -172,9 +178,8 @@ def main(args: TrainArgs) -> int:
         model = shard_model(model, mesh)
 
     records: list[StepRecord] = []
-    report = None
     with outputs.progress(args.steps) as advance:
-        for record, report in run_steps(model, corpus, mesh, args, args.steps):
+        for record in run_steps(model, corpus, mesh, args, args.steps):
             if record.step % args.eval_every == 0 or record.step in (1, args.steps):
                 record = replace(record, validation_loss=validate(model, corpus, mesh, args))
             records.append(record)
@@ -182,7 +187,7 @@ def main(args: TrainArgs) -> int:
             if record.step == args.check and not outputs.check(reference, records, CHECK_TOLERANCE):
                 return 1
     outputs.write(model, args, records)
-    outputs.summarise(args, records, report)
+    outputs.summarise(args, records)
     return 0
 
 

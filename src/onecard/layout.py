@@ -79,6 +79,8 @@ class Layout:
     def of(mesh: ProcessMesh, ndim: int, placements: Sequence[Placement]) -> Layout:
         """The layout of a tensor with ``ndim`` dims under one placement for each mesh axis.
 
+        Paddle's dims mapping is understood as well: for each dim an axis name or None, ``[None, "mp"]``.
+
         Raises:
             LayoutError: too few or too many placements, or a dim that the tensor does not have.
         """
@@ -138,9 +140,7 @@ class Layout:
         place = self.mesh.coordinate() if coordinate is None else coordinate
         if place is None:
             return (0,) * len(shape)
-        return tuple(
-            self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims)
-        )
+        return tuple(self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims))
 
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Index of the local tensor's first element in the whole tensor."""
@@ -192,6 +192,8 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
     if isinstance(placements, Placement):
         placements = (placements,)
     placements = tuple(placements)
+    if placements and all(p is None or isinstance(p, str) for p in placements):
+        placements = _from_dims_mapping(mesh, placements)
     for placement in placements:
         if not isinstance(placement, Shard | Replicate | Partial):
             raise LayoutError(
@@ -205,6 +207,15 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
             f"{mesh.dim_names}: give one for each axis, for example [{call}]"
         )
     return placements
+
+
+def _from_dims_mapping(mesh: ProcessMesh, mapping: Sequence[Any]) -> tuple[Placement, ...]:
+    """Placements from Paddle's older notation: for each tensor dim the name of the axis that cuts it, or None."""
+    result: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    for dim, name in enumerate(mapping):
+        if name is not None:
+            result[mesh.axis(name)] = Shard(dim)
+    return tuple(result)
 
 
 def _placements(layout: Layout) -> tuple[Placement, ...]:

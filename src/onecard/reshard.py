@@ -114,7 +114,9 @@ def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout) -> Iterato
             if goal_dim is not None:
                 yield _step(shape, itemsize, layout, "slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
             elif axis in wanted:
-                yield _step(shape, itemsize, layout, "fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis])
+                yield _step(
+                    shape, itemsize, layout, "fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis]
+                )
         elif layout.dims[dim][-1] == axis and not _in_place(layout, goal, dim):
             yield _step(shape, itemsize, layout, "all_gather", axis, _with(layout, axis), dim=dim)
             if goal_dim is not None and goal_dim != dim:
@@ -144,7 +146,15 @@ def _largest(shape: Shape, layout: Layout) -> int:
 
 
 def _step(
-    shape: Shape, itemsize: int, layout: Layout, kind: str, axis: int, target: Layout, dim: int = -1, to_dim: int = -1, op: str = ""
+    shape: Shape,
+    itemsize: int,
+    layout: Layout,
+    kind: str,
+    axis: int,
+    target: Layout,
+    dim: int = -1,
+    to_dim: int = -1,
+    op: str = "",
 ) -> Step:
     ranks = layout.mesh.shape[axis]
     before, after = _largest(shape, layout) * itemsize, _largest(shape, target) * itemsize

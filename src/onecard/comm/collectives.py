@@ -6,6 +6,7 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,8 +82,9 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
         _wait("all_gather", group, send.nbytes, lambda: pg._allgather_base(gathered, send))
-    if largest * group.size != sum(sizes):
-        gathered = torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
+    if largest * group.size != sum(sizes) or group.order:
+        blocks = _by_place(gathered.split(largest), group)
+        gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
     return gathered.movedim(0, dim).contiguous() if dim else gathered
 
 
@@ -98,7 +100,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         return reduce_scatter(local.abs() ** power, group, dim, sizes, "sum") ** (1.0 / power)
     if pg is None:
         return local
-    if local.is_cuda and op in ("sum", "avg") and len(set(sizes)) == 1:
+    if local.is_cuda and op in ("sum", "avg") and len(set(sizes)) == 1 and not group.order:
         return _reduce_scatter_base(local, group, dim, sizes, op)
     parts = all_to_all_parts(local, group, dim, sizes)
     stacked = torch.stack(parts)
@@ -143,6 +145,7 @@ def all_to_all(
 
 
 def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group) -> list[Tensor]:
+    send, shapes = _by_rank(send, group), _by_rank(shapes, group)
     flat = torch.cat([part.reshape(-1) for part in send])
     counts = [shape.numel() for shape in shapes]
     result = like.new_empty(sum(counts))
@@ -150,7 +153,17 @@ def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, gr
     pg = group.process_group
     if result.numel() or flat.numel():
         _wait("all_to_all", group, flat.nbytes, lambda: pg.alltoall_base(result, flat, out_splits, in_splits))
-    return [part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)]
+    return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
+
+
+def _by_rank(parts: Sequence[Any], group: Group) -> list[Any]:
+    """Parts listed by place in the mesh, listed by rank of the process group."""
+    return [parts[place] for place in group.order] if group.order else list(parts)
+
+
+def _by_place(parts: Sequence[Any], group: Group) -> list[Any]:
+    """Parts listed by rank of the process group, listed by place in the mesh."""
+    return [parts[group.order.index(place)] for place in range(group.size)] if group.order else list(parts)
 
 
 def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
@@ -158,9 +171,19 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     pg = group.process_group
     if pg is not None and tensor.numel():
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = index, 0
+        options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
         _wait("broadcast", group, tensor.nbytes, lambda: pg.broadcast([tensor], options))
     return tensor
+
+
+def broadcast_object(value: Any, group: Group, index: int) -> Any:
+    """The Python value of the rank at ``index`` on every rank of the group. Pickled: between ranks of one program only."""
+    if group.process_group is None:
+        return value
+    data = pickle.dumps(value) if group.index == index else b""
+    size = broadcast(torch.tensor([len(data)]), group, index)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    return value if group.index == index else pickle.loads(broadcast(buffer, group, index).numpy().tobytes())
 
 
 def barrier(group: Group) -> None:

@@ -21,15 +21,18 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 __all__ = ["Board", "Entry", "board", "describe", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
-_HEAD = struct.Struct("=8sQQQd?I48s")  # magic, seq, group_seq, nbytes, time, inside, group size, name
+_CURRENT = len(_MAGIC)  # one byte after it: which of two slots holds the entry
+_HEAD = struct.Struct("=QQQd?I48s")  # seq, group_seq, nbytes, time, inside, group size, name; then the group
 _STATE = struct.Struct("=d?")  # time, inside: what `leave` rewrites
-_STATE_AT = struct.calcsize("=8sQQQ")
-_SIZE = 64 * 1024  # a sparse file: room for groups of 16 000 ranks, and one page in use
+_STATE_AT = struct.calcsize("=QQQ")
+_SLOT = 64 * 1024  # a sparse file: room for groups of 16 000 ranks, and a few pages in use
+_SLOTS = (64, 64 + _SLOT)
+_ROOM = (_SLOT - _HEAD.size) // 4
+_SIZE = 64 + 2 * _SLOT
 
 board: Board | None = None
 """The board of this process, or None (the normal case) when nobody watches."""
@@ -70,7 +73,8 @@ class Board:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._seq = 0
-        self._written: Sequence[int] | None = None
+        self._slot = 0
+        self._written: list[Sequence[int] | None] = [None, None]
         self._names: dict[str, bytes] = {}
         self.counts: dict[tuple[int, ...], int] = {}
         self.inside = False
@@ -89,43 +93,51 @@ class Board:
         group = ranks if type(ranks) is tuple else tuple(ranks)
         self._seq += 1
         count = self.counts[group] = self.counts.get(group, 0) + 1
-        if group is not self._written:
-            self._write_group(group)
         encoded = self._names.get(name)
         if encoded is None:
             encoded = self._names[name] = name.encode()[:48]
-        self.inside = True
+        # Into the slot that nobody reads; the switch is one byte, so that no reader ever sees half an entry.
+        slot = 1 - self._slot
+        if group is not self._written[slot]:
+            self._write_group(slot, group)
         _HEAD.pack_into(
-            self._memory, 0, _MAGIC, self._seq, count, nbytes, time.monotonic(), True, len(group), encoded
+            self._memory, _SLOTS[slot], self._seq, count, nbytes, time.monotonic(), True, len(group), encoded
         )
+        self._memory[_CURRENT] = self._slot = slot
+        self.inside = True
 
     def leave(self) -> None:
         """Notes that the collective entered last is complete on this rank."""
         self.inside = False
-        _STATE.pack_into(self._memory, _STATE_AT, time.monotonic(), False)
+        _STATE.pack_into(self._memory, _SLOTS[self._slot] + _STATE_AT, time.monotonic(), False)
 
     def close(self) -> None:
         """Unmaps the file; what was written stays readable."""
         self._memory.close()
 
-    def _write_group(self, group: tuple[int, ...]) -> None:
-        room = (_SIZE - _HEAD.size) // 4
-        struct.pack_into(f"={min(len(group), room)}I", self._memory, _HEAD.size, *group[:room])
-        self._written = group
+    def _write_group(self, slot: int, group: tuple[int, ...]) -> None:
+        struct.pack_into(f"={min(len(group), _ROOM)}I", self._memory, _SLOTS[slot] + _HEAD.size, *group[:_ROOM])
+        self._written[slot] = group
 
 
 def read(path: str | os.PathLike[str]) -> Entry:
     """Reads the board at `path`, from any process. Raises OSError, or ValueError when the file is not a board."""
-    data = Path(path).read_bytes()
-    for _ in range(10):  # until two reads agree: the owner may be writing
-        again = Path(path).read_bytes()
-        if again == data:
-            break
-        data = again
-    if len(data) != _SIZE or data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"{os.fspath(path)} is not a flight board; Board.create(path) makes one")
-    _, seq, group_seq, nbytes, when, inside, size, name = _HEAD.unpack_from(data)
-    ranks = struct.unpack_from(f"={min(size, (_SIZE - _HEAD.size) // 4)}I", data, _HEAD.size)
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size != _SIZE or file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError(f"{os.fspath(path)} is not a flight board; Board.create(path) makes one")
+        memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+    with memory:
+        for _ in range(100):
+            slot = memory[_CURRENT]
+            entry = _unpack(memory, _SLOTS[slot])
+            if memory[_CURRENT] == slot and _unpack(memory, _SLOTS[slot]).seq == entry.seq:
+                break  # else the owner was so quick as to come back to this slot meanwhile
+        return entry
+
+
+def _unpack(memory: mmap.mmap, start: int) -> Entry:
+    seq, group_seq, nbytes, when, inside, size, name = _HEAD.unpack_from(memory, start)
+    ranks = struct.unpack_from(f"={min(size, _ROOM)}I", memory, start + _HEAD.size)
     return Entry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when)
 
 

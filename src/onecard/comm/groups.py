@@ -19,12 +19,14 @@ from onecard.mesh import ProcessMesh
 class Group:
     """The ranks along one mesh axis through this process; ``index`` is this process's place among them.
 
-    ``process_group`` is None in a group of one, which never sends anything.
+    ``process_group`` is None in a group of one, which never sends anything. It counts its ranks in ascending order,
+    whatever the mesh says: ``order`` has, for each of its ranks, the place in ``ranks``; None if they agree.
     """
 
     ranks: tuple[int, ...]
     index: int
     process_group: Any
+    order: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -56,7 +58,9 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         check_world(mesh)
         world.init()
         ranks = tuple(mesh.neighbours(axis))
-        found = Group(ranks, ranks.index(world.rank()), _process_group(ranks))
+        ascending = tuple(sorted(ranks))
+        order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
+        found = Group(ranks, ranks.index(world.rank()), _process_group(ascending), order)
         _groups[mesh, axis] = found
     return found
 

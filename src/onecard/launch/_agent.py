@@ -176,8 +176,11 @@ class Agent(LocalElasticAgent):
         self.started.update(pids.values())
         return pids
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
-        super()._shutdown(death_sig, min(timeout, GRACE))
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        # Here and not by the argument of torch's method, which 2.11 does not have.
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, GRACE)
+        super()._shutdown(death_sig)
 
     def kill(self) -> None:
         """Ends whatever is left of the ranks and of what they started, at once."""

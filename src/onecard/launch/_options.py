@@ -27,10 +27,12 @@ class Options:
     script belongs to the script, unchanged.
     """
 
-    nproc_per_node: int | None = None
+    nproc_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Ranks to start on this machine. By default one for each GPU, or 1 if there is none."""
 
-    gpus: Annotated[str | None, tyro.conf.arg(aliases=["--devices", "--device"], metavar="0,1,...")] = None
+    gpus: Annotated[
+        str | None, tyro.conf.arg(aliases=["--devices", "--device"], metavar="0,1,...", help_behavior_hint="")
+    ] = None
     """GPUs to use, one rank on each. Without any GPU the list only says how many ranks to start, on the CPU."""
 
     nnodes: int = 1
@@ -39,7 +41,7 @@ class Options:
     node_rank: int = 0
     """The number of this machine, from 0."""
 
-    master: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    master: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None
     """Where machine 0 listens for the others. On one machine: a free port of the loopback interface."""
 
     log_dir: Path = Path("logs")
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
     (2, 'this', ('--nproc_per_node', '8'))
     """
     ours, rest = split(argv)
-    options = tyro.cli(Options, args=ours, prog="onecard run")
+    options = tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True)
     _check(options)
     return options, _target(rest)
 
@@ -128,8 +130,8 @@ def _check(options: Options) -> None:
     gpus = gpu_list(options)
     if gpus and options.nproc_per_node not in (None, len(gpus)):
         raise LaunchError(
-            f"--nproc_per_node is {options.nproc_per_node} but --gpus names {len(gpus)}; there is one rank on each GPU, "
-            "so give only one of the two"
+            f"--nproc_per_node is {options.nproc_per_node} but --gpus names {len(gpus)}, and there is one rank on each "
+            "GPU: give only one of the two"
         )
     if options.master is not None:
         endpoint(options.master)

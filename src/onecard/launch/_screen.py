@@ -13,21 +13,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+TERMINAL = 1  # standard output of the launcher
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 
 
 class Screen:
-    """A file that rank 0 opens by `path` and writes to; everything appears on the terminal and, as plain text, in `log`.
+    """A file that rank 0 opens by `path`; what it writes appears on the terminal and, as plain text, in `log`.
 
     The file is a pseudo-terminal where the launcher itself has a terminal, so that progress bars stay alive, else a
     named pipe.
     """
 
     def __init__(self, log: Path, folder: Path) -> None:
-        self._terminal = sys.stdout.fileno()
+        sys.stdout.flush()
         self._log = _PlainLog(open(log, "wb"))  # noqa: SIM115
         # One writing end stays open here: without it, reading ends at each moment when no rank has the file open.
-        self.path, self._read, self._hold = _open_pty(self._terminal) if sys.stdout.isatty() else _open_pipe(folder)
+        self.path, self._read, self._hold = _open_pty() if os.isatty(TERMINAL) else _open_pipe(folder)
         self._thread = threading.Thread(target=self._copy, name="onecard-screen", daemon=True)
         self._thread.start()
 
@@ -41,22 +42,23 @@ class Screen:
         with suppress(OSError):  # EIO: a pseudo-terminal that nobody has open any more
             while data := os.read(self._read, 65536):
                 self._log.write(data)
-                _write_all(self._terminal, data)
+                with suppress(BrokenPipeError):  # `| head` has seen enough; the rank runs on
+                    _show(data)
         os.close(self._read)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _show(data: bytes) -> None:
     while data:
         try:
-            data = data[os.write(descriptor, data) :]
+            data = data[os.write(TERMINAL, data) :]
         except BlockingIOError:
-            select.select([], [descriptor], [])
+            select.select([], [TERMINAL], [])
 
 
-def _open_pty(terminal: int) -> tuple[str, int, int]:
+def _open_pty() -> tuple[str, int, int]:
     reader, writer = os.openpty()
     with suppress(OSError):
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8)))
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, fcntl.ioctl(TERMINAL, termios.TIOCGWINSZ, bytes(8)))
     modes = termios.tcgetattr(writer)
     modes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once is enough
     termios.tcsetattr(writer, termios.TCSANOW, modes)

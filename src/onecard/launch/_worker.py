@@ -64,8 +64,8 @@ def _redirect(output: str) -> None:
     os.close(nothing)
     # Python chose its buffering and encoding for what it was started with.
     is_terminal = os.isatty(1)
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     if is_terminal:
         os.environ.setdefault("TERM", "xterm-256color")
 

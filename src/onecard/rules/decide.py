@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 
 from onecard.layout import Axes, Layout, chunk
 from onecard.mesh import ProcessMesh
@@ -83,14 +83,44 @@ def decide(
     return best
 
 
-def exactly(bound: Bound, layouts: Sequence[Layout]) -> tuple[Layout, ...] | None:
-    """The results' layouts if the call may run under just these operand layouts, else None (used by ``verify``)."""
+def exactly(bound: Bound, layouts: Sequence[Layout]) -> Decision | None:
+    """The decision if the call may run under just these operand layouts, else None (used by ``verify``)."""
     mesh = layouts[0].mesh
     for uses in product(*(_options(bound, layouts, axis) for axis in range(mesh.ndim))):
         candidate = _try(bound, layouts, mesh, uses)
         if candidate is not None and candidate[0] == tuple(layouts):
-            return candidate[1]
+            return Decision(candidate[0], candidate[1], uses, 0.0)
     return None
+
+
+def strategies(bound: Bound, mesh: ProcessMesh) -> Iterator[Decision]:
+    """Every way in which a call may run on a mesh, wherever its operands are now (for ``verify`` and planners).
+
+    Axes that cut the same factor are taken in each order.
+    """
+    for uses in product(_every_use(bound), repeat=mesh.ndim):
+        groups: dict[int, list[int]] = {}
+        for axis, use in enumerate(uses):
+            if use.factor is not None:
+                groups.setdefault(use.factor, []).append(axis)
+        for order in product(*(permutations(axes) for axes in groups.values())):
+            candidate = _arrange(bound, mesh, uses, dict(zip(groups, order, strict=True)))
+            if candidate is not None:
+                yield Decision(candidate[0], candidate[1], uses, 0.0)
+
+
+def _every_use(bound: Bound) -> list[Use]:
+    uses = {IDLE: None}
+    uses |= {Use(factor=factor): None for factor in sorted(bound.free)}
+    if bound.moves:
+        everything = frozenset(range(len(bound.operands))) - bound.unread
+        uses |= {Use(op=op, carriers=everything): None for op in ("sum", "max")}
+    if bound.terms:
+        for chosen in product(*bound.terms):
+            uses[Use(op="sum", carriers=frozenset(chosen))] = None
+            if len(bound.terms) == 1:
+                uses[Use(op="avg", carriers=frozenset(chosen))] = None
+    return list(uses)
 
 
 def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
@@ -131,7 +161,7 @@ def _factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], me
 def _carriers(bound: Bound, layouts: Sequence[Layout], axis: int, op: str) -> Iterator[frozenset[int]]:
     """Sets of operands that may be pending together, so that the results are pending likewise."""
     if bound.moves:
-        yield frozenset(range(len(layouts)))
+        yield frozenset(range(len(layouts))) - bound.unread
     if not bound.terms or not (op == "sum" or (op == "avg" and len(bound.terms) == 1)):
         return
     choices = []
@@ -147,7 +177,11 @@ Candidate = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
 def _try(bound: Bound, layouts: Sequence[Layout], mesh: ProcessMesh, uses: Sequence[Use]) -> Candidate | None:
     """The layouts under these uses of the axes, or None if the shards would not line up."""
-    cut = _cut_order(bound, layouts, uses)
+    return _arrange(bound, mesh, uses, _cut_order(bound, layouts, uses))
+
+
+def _arrange(bound: Bound, mesh: ProcessMesh, uses: Sequence[Use], cut: Mapping[int, Axes]) -> Candidate | None:
+    """The layouts under these uses, the axes on each factor in the order that ``cut`` gives."""
     if any(not _divides(bound, factor, axes, mesh) for factor, axes in cut.items()):
         return None
     places = []
@@ -237,9 +271,7 @@ def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]
 
 
 def _keeps(candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout] | None) -> bool:
-    return not fixed or all(
-        candidate[1][i] is layout and candidate[0][i] is layouts[i] for i, layout in fixed.items()
-    )
+    return not fixed or all(candidate[1][i] is layout and candidate[0][i] is layouts[i] for i, layout in fixed.items())
 
 
 def _price(

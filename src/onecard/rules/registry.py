@@ -61,9 +61,15 @@ def row(names: str, text: str | None = None, **options: Any) -> Any:
 
 def find(func: Any) -> Row | None:
     """The row of an operator: by its overload, its name, or the name of its out-of-place form."""
+    name = row_name(func)
+    return None if name is None else rows[name]
+
+
+def row_name(func: Any) -> str | None:
+    """The name under which the table has an operator's row, or None."""
     schema = schema_of(func)
     for name in dict.fromkeys((schema.name, schema.functional)):
-        found = rows.get(f"{name}.{schema.overload}") or rows.get(name)
-        if found is not None:
-            return found
+        for listed in (f"{name}.{schema.overload}", name):
+            if listed in rows:
+                return listed
     return None

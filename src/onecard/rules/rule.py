@@ -145,7 +145,8 @@ def _solve(form: Form, spread: list[list[tuple[str, ...]]], shapes: Sequence[Sha
             if len(dim) > 1:
                 open_dims.append((dim, size))
             elif dim != WHOLE and size != 1:
-                if dim[0] in known and sizes[dim[0]] != size:
+                # A dim of size one before this one may have been a broadcast one.
+                if dim[0] in known and sizes[dim[0]] not in (1, size):
                     raise RuleError(f"rule {form.text!r}: factor {dim[0]!r} is both {sizes[dim[0]]} and {size}")
                 sizes[dim[0]] = size
                 known.add(dim[0])
@@ -166,7 +167,9 @@ def _number(
     dims: list[tuple[str, ...]], shape: Shape, number: dict[str, int], sizes: dict[str, int]
 ) -> tuple[tuple[int, ...], ...]:
     return tuple(
-        () if len(dim) == 1 and (dim == WHOLE or size != sizes[dim[0]]) else tuple(number[n] for n in dim if n in number)
+        ()
+        if len(dim) == 1 and (dim == WHOLE or size != sizes[dim[0]])
+        else tuple(number[n] for n in dim if n in number)
         for dim, size in zip(dims, shape, strict=True)
     )
 

@@ -57,9 +57,7 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     return program
 
 
-def _decide(
-    program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device
-) -> None:
+def _decide(program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device) -> None:
     aliases = _aliases(call)
     program.writes = tuple(path for path in aliases if path is not None)
     decision = decide(

@@ -207,7 +207,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
             f"reshard from {x.mesh!r} to {mesh!r}: changing the mesh is not possible yet; "
             "use the mesh that the tensor lives on (x.mesh)"
         )
-    if layout is x.layout:
+    if layout is x._spec.layout:
         return x
     return _Reshard.apply(x, layout)
 
@@ -215,13 +215,13 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
 class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.layout = x.layout.settled()
+        ctx.layout = x._spec.layout.settled()
         return _reshard(x, layout, "reshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
-        kept = tuple(p for p in grad.layout.pending if grad.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0]))
+        kept = tuple(p for p in grad._spec.layout.pending if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0]))
         return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
 
 
@@ -237,7 +237,7 @@ def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
 
 
 def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
-    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x.layout else x._local
+    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x._spec.layout else x._local
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -274,8 +274,8 @@ def to_dtensor(x: DistTensor) -> DTensor:
     Raises:
         LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
     """
-    if any(list(axes) != sorted(axes) for axes in x.layout.dims):
-        raise LayoutError(f"[{x.layout}]: DTensor cannot say this order of axes; reshard first")
+    if any(list(axes) != sorted(axes) for axes in x._spec.layout.dims):
+        raise LayoutError(f"[{x._spec.layout}]: DTensor cannot say this order of axes; reshard first")
     mesh = groups.to_device_mesh(x.mesh)
     return DTensor.from_local(
         to_local(x), mesh, x.placements, run_check=False, shape=x.shape, stride=contiguous_stride(x.shape)
@@ -302,4 +302,3 @@ def _methods() -> None:
 
 _methods()
 __all__ = ["from_dtensor", "from_local", "reshard", "shard_tensor", "to_dtensor", "to_local", "unshard"]
-

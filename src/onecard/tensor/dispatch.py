@@ -13,10 +13,11 @@ from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.program import Program
 
-# Operators that are not decided by a rule: (func, args, kwargs) -> result. Filled by special.py, foreach.py, chance.py.
-special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
+# Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
+# and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
+builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
-programs: dict[tuple[Any, ...], Program] = {}
+programs: dict[tuple[Any, ...], Any] = {}
 LIMIT = 50_000
 _by_value: dict[Any, bool] = {}
 
@@ -52,21 +53,35 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         if program is not None and program.simple:
             return wrap(func(*local), program.spec)
     if program is None:
-        handler = special.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
         program = _miss(tuple(key), func, args, kwargs or {})
     return program(args, kwargs or {})
 
 
-def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Program:
+class Direct:
+    """A program that runs a handler: (func, args, kwargs) -> result."""
+
+    simple = False
+
+    def __init__(self, func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
+        self.func, self.handler = func, handler
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        return self.handler(self.func, args, kwargs)
+
+
+def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
+    """Run an operator by a handler, without a rule."""
+    builders[func] = lambda func, args, kwargs: Direct(func, handler)
+
+
+def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if len(programs) >= LIMIT:
         programs.clear()
-    program = programs[key] = build(func, args, kwargs)
+    program = programs[key] = builders.get(func, build)(func, args, kwargs)
     return program
 
 
-def program_for(func: Any, args: Any, kwargs: Any) -> Program:
+def program_for(func: Any, args: Any, kwargs: Any) -> Any:
     """The cached program of a call."""
     key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
     return programs.get(key) or _miss(key, func, args, kwargs)

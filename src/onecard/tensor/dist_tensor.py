@@ -18,6 +18,8 @@ from onecard.tensor.spec import Spec
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
+decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
+
 
 class DistTensor(Tensor):
     """One tensor on a mesh of processes. Operators, autograd, optimizers and modules use it like any tensor.
@@ -37,16 +39,17 @@ class DistTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> DistTensor:
-        self = _make(
-            cls, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, requires_grad=requires_grad
-        )
+        self = _make(cls, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, requires_grad=requires_grad)
         self._local, self._spec = local, spec
         return self
 
     @property
-    def layout(self) -> Layout:
-        """How the tensor lies on its mesh."""
-        return self._spec.layout
+    def layout(self) -> Any:
+        """How the tensor lies on its mesh: a ``Layout``.
+
+        PyTorch's own decompositions expect a ``torch.layout`` under this name; while one runs, they get that.
+        """
+        return torch.strided if decomposing else self._spec.layout
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -84,7 +87,9 @@ class DistTensor(Tensor):
             self._become(layout.settled(), "settle", "self", "asked for", explicit=True, force=True)
         return self
 
-    def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool, force: bool = False) -> Tensor:
+    def _become(
+        self, target: Layout, op: str, operand: str, reason: str, explicit: bool, force: bool = False
+    ) -> Tensor:
         """This rank's shard under another layout. A pending sum that is settled is kept, if no view would miss it."""
         spec = self._spec
         source = spec.layout
@@ -135,6 +140,9 @@ class DistTensor(Tensor):
 
     __str__ = __repr__
 
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""
         return self.detach().full_tensor().tolist()  # type: ignore[attr-defined]
@@ -164,7 +172,13 @@ def sole_owner(local: Tensor) -> bool:
 
 
 def announce(
-    steps: tuple[Step, ...], op: str, operand: str, shape: tuple[int, ...], reason: str, explicit: bool, tensors: int = 1
+    steps: tuple[Step, ...],
+    op: str,
+    operand: str,
+    shape: tuple[int, ...],
+    reason: str,
+    explicit: bool,
+    tensors: int = 1,
 ) -> None:
     """Tell the observers of steps that are about to run."""
     line = record.user_line()

@@ -15,6 +15,7 @@ from onecard import reshard as planner
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of
+from onecard.tensor import dist_tensor
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
 
@@ -35,7 +36,9 @@ def out_of_place(func: Any, call: Call) -> Callable[..., Any]:
         results = functional(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
             if out.shape != result.shape:
-                raise DispatchError(f"{func}: out= is {describe(out)}, the result is {describe(result)}; make them alike")
+                raise DispatchError(
+                    f"{func}: out= is {describe(out)}, the result is {describe(result)}; make them alike"
+                )
             write(out, result)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -63,9 +66,11 @@ def write(target: Tensor, value: Tensor) -> None:
         whole = value.full_tensor() if isinstance(value, DistTensor) else value  # type: ignore[attr-defined]
         target.copy_(whole)
         return
-    local = value._become(target._spec.layout, "copy_", "src", "keeps the target's layout", explicit=False) if isinstance(
-        value, DistTensor
-    ) else value[target._spec.layout.local_slices(target.shape)]
+    local = (
+        value._become(target._spec.layout, "copy_", "src", "keeps the target's layout", explicit=False)
+        if isinstance(value, DistTensor)
+        else value[target._spec.layout.local_slices(target.shape)]
+    )
     target._local.copy_(local)
 
 
@@ -81,22 +86,40 @@ def _functional(func: Any) -> Any:
     raise DispatchError(f"{func} has no out-of-place form that onecard could run; use one that returns its result")
 
 
+class _NoRule(Exception):
+    """A decomposition met an operator that has no row either: better gather the operator that the user called."""
+
+
 def without_rule(func: Any) -> Callable[..., Any]:
     """Run an operator that has no row: by its decomposition, else on gathered operands."""
     composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     decomposition = func.decompose if composite else decomposition_table.get(func)
-    if decomposition is None or schema_of(func).written:
-        return _gathered(func)
+    if schema_of(func).written:
+        decomposition = None
 
     def expand(*args: Any, **kwargs: Any) -> Any:
-        result = decomposition(*args, **kwargs)
-        return gather(func, args, kwargs) if result is NotImplemented else result
+        nonlocal decomposition
+        if decomposition is not None:
+            try:
+                result = _decompose(decomposition, args, kwargs)
+            except _NoRule:
+                result = NotImplemented
+            if result is not NotImplemented:
+                return result
+            decomposition = None
+        if dist_tensor.decomposing:
+            raise _NoRule
+        return gather(func, args, kwargs)
 
     return expand
 
 
-def _gathered(func: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: gather(func, args, kwargs)
+def _decompose(decomposition: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    dist_tensor.decomposing += 1
+    try:
+        return decomposition(*args, **kwargs)
+    finally:
+        dist_tensor.decomposing -= 1
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,7 +137,9 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         target = Layout.replicated(mesh, value.dim())
         local = value._local
         if value._spec.layout is not target:
-            local = value._become(target, schema_of(func).name, "operand", "no rule, so it must be whole", explicit=False)
+            local = value._become(
+                target, schema_of(func).name, "operand", "no rule, so it must be whole", explicit=False
+            )
         originals[id(local)] = (value, local)
         return local
 
@@ -148,9 +173,7 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     sent = sum(
         step.bytes
         for t in operands
-        for step in planner.plan(
-            tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim())
-        )
+        for step in planner.plan(tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim()))
     )
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))

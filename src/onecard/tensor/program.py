@@ -71,7 +71,7 @@ class Program:
                 local[position] = value
             else:
                 keywords[name] = value
-        result = (self.run or self.func)(*local, **keywords)
+        result = self.func(*local, **keywords) if self.run is None else _unalias(self.run(*local, **keywords), local)
         if type(result) is Tensor and not self.aliases:
             made = wrap(result, self.specs[0])
             if self.cut_off:
@@ -132,6 +132,13 @@ def _local(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_local(item) for item in value]
     return value
+
+
+def _unalias(result: Any, local: list[Any]) -> Any:
+    """What a hook returns, made a tensor of its own where it is an argument itself: two DistTensors never share one."""
+    if isinstance(result, Tensor):
+        return result.detach() if any(result is a for a in local) else result
+    return type(result)([_unalias(r, local) for r in result]) if isinstance(result, list | tuple) else result
 
 
 def _check_writable(value: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onecard.errors import DispatchError
-from onecard.tensor.dispatch import special
+from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import describe
 
 aten = torch.ops.aten
@@ -36,8 +36,7 @@ def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0]._local.is_pinned()
 
 
-
-special[aten._local_scalar_dense.default] = _scalar
-special[aten.is_same_size.default] = _same_size
-special[aten.equal.default] = _equal
-special[aten.is_pinned.default] = _pinned
+handle(aten._local_scalar_dense.default, _scalar)
+handle(aten.is_same_size.default, _same_size)
+handle(aten.equal.default, _equal)
+handle(aten.is_pinned.default, _pinned)

@@ -59,8 +59,8 @@ def _redirect(path: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # After the fork, Python's own streams may be pytest's or buffered for a terminal.
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _outcome(job: Job) -> Report:

@@ -91,7 +91,12 @@ def failure(what: str, nproc: int, ends: Mapping[int, Report | Death], boards: M
 
 
 def timeout(
-    what: str, seconds: float, waiting: Sequence[int], boards: Mapping[int, Entry], stacks: Mapping[int, str], now: float
+    what: str,
+    seconds: float,
+    waiting: Sequence[int],
+    boards: Mapping[int, Entry],
+    stacks: Mapping[int, str],
+    now: float,
 ) -> RankTimeout:
     """Builds the error of a run that hung: who waits for whom, then where each rank is."""
     parts = [f"{what}: {rank_text(waiting)} did not finish within {seconds:g} s"]

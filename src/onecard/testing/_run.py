@@ -56,8 +56,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as folder:
         environment = dict(os.environ)
         jobs = [
-            Job(where, arguments, rank, nproc, folder, timeout, backend or "gloo", environment)
-            for rank in range(nproc)
+            Job(where, arguments, rank, nproc, folder, timeout, backend or "gloo", environment) for rank in range(nproc)
         ]
         crew = _Crew(where.qualname, jobs)
         try:

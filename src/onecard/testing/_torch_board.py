@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from onecard.comm import flight
 
-_NAMES = (
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
-    "broadcast_object_list gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter"
-).split()
+_NAMES = [
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "monitored_barrier", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter"),
+]
 
 
 def watch() -> None:

@@ -2,9 +2,74 @@
 
 from __future__ import annotations
 
+from onecard.rules.call import Call
 from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import names, signature, with_whole
 
 row("mm", "m k, k n -> m n", linear="self * mat2")
-row("addmm", "m n, m k, k n -> m n", linear="self + mat1 * mat2")
 row("bmm", "b m k, b k n -> b m n", linear="self * mat2")
-row("t", "a b -> b a", moves=True)
+row("mv", "m k, k -> m", linear="self * vec")
+row("dot", "k, k -> ()", linear="self * tensor")
+row("vdot", "k, k -> ()", linear="self * other")
+row("_int_mm", "m k, k n -> m n", linear="self * mat2")
+
+
+def _added(call: Call, dims: str, rest: str) -> str:
+    """The summand of addmm and its like broadcasts to the result: it has the last of the result's dims."""
+    full = dims.split()
+    summand = full[len(full) - call.self.dim() :]
+    return f"{' '.join(summand) or '()'}, {rest} -> {dims}"
+
+
+@row("addmm")
+def _addmm(call: Call) -> Form:
+    return Form(_added(call, "m n", "m k, k n"), linear="self + mat1 * mat2")
+
+
+@row("baddbmm")
+def _baddbmm(call: Call) -> Form:
+    return Form(_added(call, "b m n", "b m k, b k n"), linear="self + batch1 * batch2")
+
+
+@row("addbmm")
+def _addbmm(call: Call) -> Form:
+    return Form(_added(call, "m n", "b m k, b k n"), linear="self + batch1 * batch2")
+
+
+@row("addmv")
+def _addmv(call: Call) -> Form:
+    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec")
+
+
+@row("addr")
+def _addr(call: Call) -> Form:
+    return Form(_added(call, "m n", "m, n"), linear="self + vec1 * vec2")
+
+
+@row("_addmm_activation")
+def _addmm_activation(call: Call) -> Form:
+    # The activation is not linear, so the product inside it must not be pending.
+    return Form(_added(call, "m n", "m k, k n"), whole="k")
+
+
+@row("_trilinear")
+def _trilinear(call: Call) -> Form | None:
+    """Bilinear layers: three operands that broadcast along ``expand1..3``; the product is summed over ``sumdim``."""
+    rank = call.i1.dim() + len(call.expand1)
+    full = names(rank)
+    operands = [[d for i, d in enumerate(full) if i not in set(e)] for e in (call.expand1, call.expand2, call.expand3)]
+    result = [d for i, d in enumerate(full) if i not in set(call.sumdim)]
+    return Form(signature(operands, [result]), linear="i1 * i2 * i3", whole=full[call.unroll_dim])
+
+
+row("_cdist_forward")(lambda call: Form("... p k, ... r k -> ... p r", whole="k"))
+# Given the distances, each coordinate has its own gradient; that of a point sums over the other set's points.
+row("_cdist_backward")(lambda call: Form("... p r, ... p k, ... r k, ... p r -> ... p k", linear="grad"))
+
+
+@row("linalg_cross")
+def _cross(call: Call) -> Form:
+    rank = max(t.dim() for t in call.operands)
+    full = with_whole(names(rank), [call.dim % rank])
+    return Form(signature([full[rank - t.dim() :] for t in call.operands], [full]), linear="self * other")

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from onecard.rules.call import Call
+from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
+from onecard.rules.table._dims import names, signature, with_whole
+from onecard.rules.table._share import widens
+
+aten = torch.ops.aten
 
 
 def elementwise(call: Call) -> str:
@@ -12,13 +22,53 @@ def elementwise(call: Call) -> str:
     return f"{', '.join(['...'] * len(call.operands))} -> {', '.join(['...'] * len(call.results))}"
 
 
-row("""relu gelu sigmoid tanh exp log sqrt rsqrt reciprocal abs pow clamp where eq ne lt le gt ge
-    threshold_backward gelu_backward""")(elementwise)
+# ---- Nothing pending may enter
+
+_ONE = """
+    abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 floor frac frexp i0 lgamma
+    log log10 log1p log2 logit mvlgamma nan_to_num polygamma reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh
+    sqrt tan tanh trunc isinf isnan isposinf isneginf logical_not bitwise_not angle"""
+_TWO = """
+    atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod
+    gcd ge gt heaviside hypot igamma igammac lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum
+    minimum ne nextafter polar pow remainder xlogy float_power __and__ __or__ __xor__ __lshift__ __rshift__"""
+_THREE = "clamp clamp_max clamp_min threshold"
+_ACTIVATIONS = """
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish relu selu silu softplus
+    softshrink relu6 _prelu_kernel"""
+_SPECIAL = """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+    chebyshev_polynomial_w entr erfcx hermite_polynomial_h hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l
+    legendre_polynomial_p log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtri
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 xlog1py zeta"""
+
+for _names in (_ONE, _TWO, _THREE, "special_" + " special_".join(_SPECIAL.split())):
+    row(_names)(elementwise)
 
 
-@row("add sub")
+def _full_buffer(c: Local) -> None:
+    """CUDA's log_sigmoid leaves its buffer empty, the meta function says otherwise; nobody reads it there."""
+
+    def run(x: Tensor, *rest: Any) -> Any:
+        output, buffer = aten.log_sigmoid_forward(x, *rest)
+        return output, buffer if buffer.shape == x.shape else torch.empty_like(x)
+
+    if c.call.schema.name == "log_sigmoid_forward":
+        c.run = run
+
+
+row(_ACTIVATIONS, local=_full_buffer)(elementwise)
+
+
+# ---- Linear in something
+
+
+@row("add.Tensor sub.Tensor rsub.Tensor")
 def _add(call: Call) -> Form:
-    return Form(elementwise(call), linear="self + other" if len(call.operands) == 2 else "")
+    return Form(elementwise(call), linear="self + other")
+
+
+row("add.Scalar sub.Scalar rsub.Scalar")(elementwise)
 
 
 @row("mul")
@@ -26,10 +76,104 @@ def _mul(call: Call) -> Form:
     return Form(elementwise(call), linear="self * other")
 
 
-@row("div.Tensor div.Scalar")
+@row("div")
 def _div(call: Call) -> Form:
-    return Form(elementwise(call), linear="self")
+    rounds = call.values.get("rounding_mode") is not None
+    return Form(elementwise(call), linear="" if rounds else "self")
 
 
-row("neg", "... -> ...", linear="self")
-row("clone detach alias lift_fresh contiguous", "... -> ...", moves=True)
+@row("where.self")
+def _where(call: Call) -> Form:
+    return Form("..., ..., ... -> ...", linear="self + other")
+
+
+@row("lerp")
+def _lerp(call: Call) -> Form:
+    return Form(elementwise(call), linear="self + end")
+
+
+row("addcmul", "..., ..., ... -> ...", linear="self + tensor1 * tensor2")
+row("addcdiv", "..., ..., ... -> ...", linear="self + tensor1")
+row("complex", "..., ... -> ...", linear="real + imag")
+
+
+@row("masked_fill", values=True)
+def _masked_fill(call: Call) -> Form:
+    """Zero is the one number of which each rank may fill in all; a tensor is left to one rank."""
+    if call.schema.overload == "Tensor":
+        return Form("..., ..., () -> ...", linear="self + value")
+    return Form("..., ... -> ...", linear="self" if call.value == 0 else "")
+
+
+row("neg positive deg2rad rad2deg conj_physical", "... -> ...", linear="self")
+
+# Backward operators are linear in the gradient, which therefore may stay pending.
+_BACKWARD = """
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
+    log_sigmoid_backward logit_backward mish_backward _prelu_kernel_backward rrelu_with_noise_backward sigmoid_backward
+    silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward"""
+
+
+@row(_BACKWARD)
+def _backward(call: Call) -> Form:
+    return Form(elementwise(call), linear="grad_output")
+
+
+row("hardshrink_backward", "..., ... -> ...", linear="grad_out")
+
+
+@row("glu")
+def _glu(call: Call) -> str:
+    """The dim is cut into halves, so it stays whole."""
+    dims = with_whole(names(call.self.dim()), [call.dim % call.self.dim()])
+    return signature([dims], [dims])
+
+
+@row("glu_backward")
+def _glu_backward(call: Call) -> Form:
+    dims = with_whole(names(call.self.dim()), [call.dim % call.self.dim()])
+    return Form(signature([dims, dims], [dims]), linear="grad_output")
+
+
+# ---- Copies
+
+row("clone detach alias lift lift_fresh contiguous resolve_conj resolve_neg", "... -> ...", moves=True)
+row("zero", "... -> ...", moves=True)  # of zeros every reduction makes zero
+
+
+def _physical_conj(c: Local) -> None:
+    """Collectives send memory as it is, so a local tensor must not be conjugated by a mere flag."""
+    c.run = torch.conj_physical
+
+
+row("_conj", "... -> ...", linear="self", local=_physical_conj)
+
+
+@row("_to_copy")
+def _to_copy(call: Call) -> Form:
+    """Rounding each summand is not rounding their sum, so a pending tensor may only become wider."""
+    return Form("... -> ...", moves=widens(call.self.dtype, call.results[0].dtype))
+
+
+@row("copy")
+def _copy(call: Call) -> Form:
+    return Form(elementwise(call), moves=len(call.operands) == 2 and widens(call.src.dtype, call.self.dtype))
+
+
+@row("fill")
+def _fill(call: Call) -> Form:
+    unread = "" if call.schema.written else "self"  # a tensor that is written keeps its layout, so it is looked at
+    return Form(elementwise(call), unread=unread, linear="value" if unread and len(call.operands) == 2 else "")
+
+
+# ---- Elements against a list
+
+
+@row("bucketize.Tensor")
+def _bucketize(call: Call) -> str:
+    return "..., _ -> ..."
+
+
+@row("isin.Tensor_Tensor")
+def _isin(call: Call) -> str:
+    return signature([names(call.elements.dim()), ["_"] * call.test_elements.dim()], [names(call.elements.dim())])

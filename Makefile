@@ -1,0 +1,46 @@
+# Everything a newcomer needs: `make train`, `make test`. Only Python >= 3.11 with pip has to be there.
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/installed-$(TORCH_VERSION)
+
+.PHONY: train test lint bench docs clean
+
+train: $(STAMP)
+	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
+
+# One thread for each process: the tests start many, on few cores.
+test: export OMP_NUM_THREADS = 1
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@set -e; for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python "$$program"; done
+
+docs: $(STAMP)
+	$(BIN)/python -m onecard.rules.verify --markdown docs/rules.md
+
+clean:
+	rm -rf .venv logs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that the version asked for is the one that everything else settles with.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "onecard needs Python >= 3.11, and '$(PYTHON)' is `$(PYTHON) --version 2>&1`."; \
+		echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' has no venv or ensurepip, with which 'make' would set up its own environment."; \
+		echo "Debian and Ubuntu: apt install python3-venv. Or name another Python: make $(MAKECMDGOALS) PYTHON=..."; \
+		exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH_VERSION)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@rm -f .venv/installed-*
+	@touch $@

@@ -1,0 +1,16 @@
+"""The semi-automatic interface: mark a few tensors, keep the rest of the program."""
+
+from torch.optim.optimizer import _foreach_supported_types as _optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _utilities
+
+from onecard.parallel.data import ShardDataloader, shard_dataloader
+from onecard.parallel.layer import shard_layer, shard_op
+from onecard.parallel.optimizer import shard_optimizer
+from onecard.tensor import DistTensor
+
+# torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
+for _types in (_optimizers, _utilities):
+    if DistTensor not in _types:
+        _types.append(DistTensor)
+
+__all__ = ["ShardDataloader", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer"]

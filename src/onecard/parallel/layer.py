@@ -1,0 +1,145 @@
+"""shard_layer and shard_op: lay out a module's parameters, and the inputs and outputs of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate
+from torch.utils._pytree import tree_map
+
+from onecard.errors import LayoutError
+from onecard.mesh import ProcessMesh
+from onecard.tensor import DistTensor, reshard, shard_tensor
+
+ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
+
+
+def shard_layer(
+    module: nn.Module,
+    mesh: ProcessMesh,
+    shard_fn: ShardFn | None = None,
+    input_fn: Callable[[Any, ProcessMesh], Any] | None = None,
+    output_fn: Callable[[Any, ProcessMesh], Any] | None = None,
+) -> nn.Module:
+    """Lay out a module's parameters and buffers on a mesh, in place.
+
+    Args:
+        module: any module; its parameters hold the same whole values on every rank.
+        mesh: where it goes.
+        shard_fn: called as ``shard_fn(name, submodule, mesh)`` for the module (name "") and each submodule; it assigns
+            what it wants cut: ``submodule.weight = oc.shard_tensor(submodule.weight, mesh, [oc.Shard(0)])``. What it
+            leaves plain is replicated. A parameter that two modules share stays shared.
+        input_fn, output_fn: ``fn(inputs, mesh)`` and ``fn(outputs, mesh)``, run around each forward; they return what
+            takes the place of the positional inputs (a tuple) and of the output.
+
+    Returns:
+        The module.
+
+    Source: ``paddle.distributed.shard_layer``; ``distribute_module`` of PyTorch.
+
+    Example:
+        >>> layer = shard_layer(nn.Linear(2, 3), ProcessMesh([0], ["x"]))
+        >>> layer.weight.placements
+        (Replicate(),)
+    """
+    moved: dict[int, nn.Parameter] = {}
+    kept: list[Any] = []  # the plain parameters, so that no id in ``moved`` is used again
+    for name, submodule in list(module.named_modules()):
+        before = dict(submodule._parameters)
+        for key, param in before.items():
+            if param is not None and id(param) in moved:
+                setattr(submodule, key, moved[id(param)])
+        if shard_fn is not None:
+            shard_fn(name, submodule, mesh)
+        _replicate(submodule, mesh)
+        for key, param in before.items():
+            if param is not None and not isinstance(param, DistTensor):
+                kept.append(param)
+                moved[id(param)] = submodule._parameters[key]  # type: ignore[assignment]
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda _, inputs: _as_tuple(input_fn(inputs, mesh)))
+    if output_fn is not None:
+        module.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
+    return module
+
+
+def _replicate(module: nn.Module, mesh: ProcessMesh) -> None:
+    """Replicate the parameters and buffers of a module itself that are still plain."""
+    everywhere = [Replicate()] * mesh.ndim
+    for key, param in module._parameters.items():
+        if param is not None and not isinstance(param, DistTensor):
+            module._parameters[key] = shard_tensor(param, mesh, everywhere)  # type: ignore[assignment]
+    for key, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DistTensor):
+            module._buffers[key] = shard_tensor(buffer, mesh, everywhere)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def shard_op(
+    op: Callable[..., Any],
+    mesh: ProcessMesh,
+    in_placements: Sequence[Any] | None = None,
+    out_placements: Sequence[Any] | None = None,
+) -> Callable[..., Any]:
+    """A callable that runs ``op`` on inputs laid out as told, and lays out its outputs.
+
+    Args:
+        op: a function or module of tensors.
+        mesh: where it runs.
+        in_placements: one entry for each tensor among the positional arguments: placements, a dims mapping
+            (``[None, "mp"]``), or None to leave it as it is. Left out: plain tensors are replicated.
+        out_placements: likewise for the outputs.
+
+    Raises:
+        LayoutError: more entries than tensors.
+
+    Source: ``paddle.distributed.shard_op``.
+
+    Example:
+        >>> import torch
+        >>> mesh = ProcessMesh([0], ["mp"])
+        >>> shard_op(torch.matmul, mesh, [["mp", None], None])(torch.ones(2, 2), torch.ones(2, 2)).placements
+        (Shard(dim=0),)
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        laid_out = _lay_out(args, mesh, in_placements, "in_placements")
+        result = op(*laid_out, **kwargs)
+        if out_placements is None:
+            return result
+        if isinstance(result, Tensor):
+            return _lay_out((result,), mesh, _for_one(out_placements), "out_placements")[0]
+        return type(result)(_lay_out(tuple(result), mesh, out_placements, "out_placements"))
+
+    return run
+
+
+def _for_one(placements: Sequence[Any]) -> Sequence[Any]:
+    """``[Shard(0)]`` for a single output means ``[[Shard(0)]]``."""
+    plain = all(p is None or isinstance(p, str | Placement) for p in placements)
+    return [placements] if plain and any(p is not None for p in placements) else placements
+
+
+def _lay_out(values: tuple[Any, ...], mesh: ProcessMesh, placements: Sequence[Any] | None, what: str) -> list[Any]:
+    if placements is None:
+        return [tree_map(lambda v: _on_mesh(v, mesh), value) for value in values]
+    tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    if len(placements) > len(tensors):
+        raise LayoutError(
+            f"shard_op: {len(placements)} entries in {what} for {len(tensors)} tensor(s); give one for each"
+        )
+    result = list(values)
+    for i, wanted in zip(tensors, placements, strict=False):
+        result[i] = _on_mesh(values[i], mesh) if wanted is None else reshard(values[i], mesh, wanted)
+    return result
+
+
+def _on_mesh(value: Any, mesh: ProcessMesh) -> Any:
+    if isinstance(value, Tensor) and not isinstance(value, DistTensor):
+        return shard_tensor(value, mesh, [Replicate()] * mesh.ndim)
+    return value

@@ -1,0 +1,66 @@
+"""shard_optimizer: any torch optimizer on distributed parameters; gradients summed in buckets before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecard.errors import LayoutError
+from onecard.tensor.foreach import settle_all
+
+
+def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], Any] | None = None) -> Optimizer:
+    """Make a torch optimizer ready for distributed parameters, in place.
+
+    Its states follow their parameter's layout by themselves (they are made like it). What this adds: pending gradients
+    are summed together in a few large messages before each step, and ``shard_fn`` may lay out states otherwise.
+
+    Args:
+        optimizer: any of ``torch.optim``, foreach and fused included.
+        shard_fn: ``shard_fn(key, param, state) -> state``, called once for each state tensor of a parameter's shape
+            after the first step ("exp_avg", ...); it returns the state, resharded or not.
+
+    Returns:
+        The optimizer.
+
+    Source: ``paddle.distributed.shard_optimizer``; buckets as in DistributedDataParallel.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> shard_optimizer(torch.optim.SGD([weight], lr=0.1)).__class__.__name__
+        'SGD'
+    """
+
+    def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> None:
+        settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
+
+    optimizer.register_step_pre_hook(sum_gradients)
+    if shard_fn is not None:
+        optimizer.register_step_post_hook(_StateSharder(shard_fn))
+    return optimizer
+
+
+class _StateSharder:
+    """Lay out each new state once."""
+
+    def __init__(self, shard_fn: Callable[[str, Any, Any], Any]) -> None:
+        self.shard_fn = shard_fn
+        self.done: set[tuple[int, str]] = set()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.shape != param.shape or (id(param), key) in self.done:
+                    continue
+                self.done.add((id(param), key))
+                laid_out = self.shard_fn(key, param, value)
+                if not isinstance(laid_out, Tensor) or laid_out.shape != value.shape:
+                    raise LayoutError(
+                        f"shard_optimizer: shard_fn({key!r}, ...) returned {type(laid_out).__name__} "
+                        f"{list(getattr(laid_out, 'shape', []))}; it must return the state {list(value.shape)}, resharded"
+                    )
+                state[key] = laid_out

@@ -1,0 +1,100 @@
+"""What reductions and losses have in common: exact casts, means over a part of the elements, empty shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.local import Local
+
+
+def widens(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast keeps every value, so that reducing before it or after it is the same.
+
+    Example:
+        >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
+        (True, False)
+    """
+    if source.is_complex != target.is_complex or source.is_floating_point != target.is_floating_point:
+        return False
+    return (source is torch.bool) == (target is torch.bool) and torch.promote_types(source, target) is target
+
+
+def sums(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether summands of one dtype may be added up as another: the cast is exact, or widens an integer's range."""
+    return source is not torch.bool and widens(source, target)
+
+
+def kept(dims: list[str], reduced: tuple[int, ...], keepdim: bool) -> list[str]:
+    """The dims of a reduction's result.
+
+    Example:
+        >>> kept(["a", "b", "c"], (1,), False), kept(["a", "b", "c"], (1,), True)
+        (['a', 'c'], ['a', '_', 'c'])
+    """
+    if keepdim:
+        return ["_" if d in reduced else name for d, name in enumerate(dims)]
+    return [name for d, name in enumerate(dims) if d not in reduced]
+
+
+def share(c: Local, index: int = 0) -> float:
+    """Which part of an operand's elements this rank holds."""
+    whole = prod(c.call.operands[index].shape)
+    return prod(c.operand_shape(index)) / whole if whole else 1.0
+
+
+def share_of_factors(c: Local) -> float:
+    """Which part of all combinations of the rule's factors this rank works on: of elements after broadcasting."""
+    whole = prod(c.size(name) for name in c.bound.names)
+    return prod(c.span(name)[1] for name in c.bound.names) / whole if whole else 1.0
+
+
+def scaled(c: Local, part: float, index: int = 0) -> None:
+    """Make this rank's result ``part`` times what its operands give (zero for no elements, where a mean is NaN)."""
+    if part == 1:
+        return
+    func, shape, dtype = c.call.func, c.result_shape(index), c.call.results[index].dtype
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs) * part if part else args[0].new_zeros(shape, dtype=dtype)
+
+    c.run = run
+
+
+def if_empty(c: Local, fill: Callable[[torch.dtype], Any], operand: int = 0) -> None:
+    """Where this rank has no element to reduce, its result is what changes nothing in the reduction."""
+    shapes = [c.result_shape(i) for i in range(len(c.call.results))]
+    if prod(c.operand_shape(operand)) or not prod(c.call.operands[operand].shape):
+        return
+    made = [(shape, t.dtype) for shape, t in zip(shapes, c.call.results, strict=True)]
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Any:
+        results = tuple(
+            torch.full(shape, value, dtype=dtype, device=x.device)
+            for (shape, dtype), value in zip(made, _each(fill(made[0][1]), len(made)), strict=True)
+        )
+        return results[0] if len(results) == 1 else results
+
+    c.run = run
+
+
+def _each(value: Any, count: int) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,) * count
+
+
+def lowest(dtype: torch.dtype) -> Any:
+    """The number that changes no maximum."""
+    if dtype is torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Any:
+    """The number that changes no minimum."""
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -1,0 +1,256 @@
+"""Views: another shape or order of dims for the same elements. They stay views of the local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import names, signature
+
+aten = torch.ops.aten
+
+
+# ---- view: dims split and joined
+
+
+class _Pairing:
+    """Walks two shapes of equal element counts side by side and finds the factors that both are made of."""
+
+    def __init__(self, old: Sequence[int], new: Sequence[int]) -> None:
+        self.shapes = (tuple(old), tuple(new))
+        self.dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in old], [[] for _ in new])
+        self.sizes: dict[str, int] = {}
+        self.whole: list[str] = []
+
+    def form(self) -> Form:
+        if 0 in self.shapes[0]:
+            self._leading()
+        else:
+            self._walk()
+        texts = [", ".join([" ".join(f"({' '.join(f)})" if len(f) > 1 else (*f, "_")[0] for f in d) or "()"]) for d in self.dims]
+        return Form(" -> ".join(texts), whole=" ".join(self.whole), moves=True, sizes=self.sizes)
+
+    def _new(self, size: int, *places: tuple[int, int], whole: bool = False) -> None:
+        name = f"f{len(self.sizes)}"
+        self.sizes[name] = size
+        for side, dim in places:
+            self.dims[side][dim].append(name)
+        if whole:
+            self.whole.append(name)
+
+    def _leading(self) -> None:
+        """Nothing to pair among no elements, except the dims that stay where they are."""
+        for d, (a, b) in enumerate(zip(*self.shapes)):
+            if a != b:
+                return
+            self._new(a, (0, d), (1, d))
+
+    def _walk(self) -> None:
+        """Take the largest factor that both have on their outside; where there is none, the dims stay whole until they meet."""
+        queues = [[[d, size] for d, size in enumerate(shape) if size != 1] for shape in self.shapes]
+        a, b = queues
+        while a and b:
+            (i, left), (j, right) = a[0], b[0]
+            common = gcd(left, right)
+            if common in (left, right):
+                self._new(common, (0, i), (1, j))
+                a[0][1], b[0][1] = left // common, right // common
+            else:
+                if common > 1:
+                    self._new(common, (0, i), (1, j))
+                    a[0][1], b[0][1] = left // common, right // common
+                self._meet(a, b)
+            for queue in queues:
+                if queue and queue[0][1] == 1:
+                    queue.pop(0)
+
+    def _meet(self, a: list[list[int]], b: list[list[int]]) -> None:
+        """Dims that cut across each other: whole, up to the next place where both shapes have a boundary."""
+        done = [0, 0]
+        product = [1, 1]
+        while product[0] != product[1] or not done[0]:
+            side = 0 if product[0] <= product[1] else 1
+            dim, size = (a, b)[side][done[side]]
+            self._new(size, (side, dim), whole=True)
+            product[side] *= size
+            done[side] += 1
+        for queue, count in ((a, done[0]), (b, done[1])):
+            del queue[:count]
+
+
+def _local_view(x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
+    try:
+        return x.view(size)
+    except RuntimeError:
+        # A kernel may leave other strides than its meta function says, which decided that this view is possible.
+        return x.reshape(size)
+
+
+def _resize(c: Local) -> None:
+    c.set("size", list(c.result_shape()))
+    c.run = _local_view
+
+
+@row("view _unsafe_view _reshape_alias view_copy reshape", local=_resize)
+def _view(call: Call) -> Form | None:
+    if call.schema.overload == "dtype":
+        return _reinterpret(call)
+    return _Pairing(call.self.shape, call.results[0].shape).form()
+
+
+def _reinterpret(call: Call) -> Form | None:
+    return Form("... -> ...") if call.self.element_size() == call.dtype.itemsize else None
+
+
+# ---- dims that change places, come and go
+
+
+@row("t")
+def _t(call: Call) -> Form:
+    dims = names(call.self.dim())
+    return Form(signature([dims], [dims[::-1]]), moves=True)
+
+
+@row("transpose.int transpose_copy.int")
+def _transpose(call: Call) -> Form:
+    old = names(call.self.dim())
+    new = list(old)
+    if new:
+        new[call.dim0], new[call.dim1] = old[call.dim1], old[call.dim0]
+    return Form(signature([old], [new]), moves=True)
+
+
+@row("permute permute_copy")
+def _permute(call: Call) -> Form:
+    dims = names(call.self.dim())
+    return Form(signature([dims], [[dims[d] for d in call.dims]]), moves=True)
+
+
+def _expand_local(c: Local) -> None:
+    c.set("size", list(c.result_shape()))
+
+
+@row("expand expand_copy", local=_expand_local)
+def _expand(call: Call) -> Form:
+    old, shape = names(call.self.dim()), call.results[0].shape
+    new = ["_"] * (len(shape) - len(old)) + old
+    grown = [d for d, size in enumerate(call.self.shape) if size != shape[len(shape) - len(old) + d]]
+    for d in grown:
+        old[d] = new[len(shape) - len(old) + d] = "_"
+    return Form(signature([old], [new]), moves=True)
+
+
+def _squeezed(call: Call) -> list[int]:
+    """The dims that fall away: those of size one on one card, whatever their size on this rank."""
+    asked = call.dims(call.values.get("dim"))
+    return [d for d in asked if call.self.shape[d] == 1]
+
+
+def _squeeze_local(c: Local) -> None:
+    gone = _squeezed(c.call)
+    c.run = lambda x, *_: aten.squeeze.dims(x, gone)
+
+
+@row("squeeze squeeze_copy", local=_squeeze_local)
+def _squeeze(call: Call) -> Form:
+    gone = _squeezed(call)
+    old = names(call.self.dim())
+    return Form(signature([old], [[d for i, d in enumerate(old) if i not in gone]]), moves=True)
+
+
+@row("unsqueeze unsqueeze_copy")
+def _unsqueeze(call: Call) -> Form:
+    old = names(call.self.dim())
+    at = call.dim % (len(old) + 1)
+    return Form(signature([old], [[*old[:at], "_", *old[at:]]]), moves=True)
+
+
+row("view_as_real view_as_real_copy")(lambda call: Form("... -> ... _", moves=True))
+row("view_as_complex view_as_complex_copy")(lambda call: Form("... _ -> ...", moves=True))
+
+
+# ---- one tensor into several along a dim, which must be whole; several into one
+
+
+def _apart(call: Call, keep: bool) -> Form:
+    dims = names(call.self.dim())
+    dims[call.dim] = "_"
+    part = [d for i, d in enumerate(dims) if keep or i != call.dim % len(dims)]
+    return Form(signature([dims], [part] * len(call.results)), moves=True)
+
+
+row("split.Tensor split_with_sizes unsafe_split unsafe_split_with_sizes split_with_sizes_copy split_copy")(
+    lambda call: _apart(call, keep=True)
+)
+row("unbind unbind_copy")(lambda call: _apart(call, keep=False))
+
+
+@row("cat")
+def _cat(call: Call) -> Form:
+    rank = call.results[0].dim()
+    dims = names(rank)
+    dims[call.dim] = "_"
+    # torch.cat passes over empty one-dim tensors, whatever the others are.
+    return Form(signature([dims if t.dim() == rank else ["_"] for t in call.operands], [dims]), moves=True)
+
+
+@row("stack")
+def _stack(call: Call) -> Form:
+    dims = names(call.results[0].dim())
+    at = call.dim % len(dims)
+    part = dims[:at] + dims[at + 1 :]
+    return Form(signature([part] * len(call.operands), [[*dims[:at], "_", *dims[at + 1 :]]]), moves=True)
+
+
+# ---- turns and copies
+
+
+@row("flip")
+def _flip(call: Call) -> Form:
+    return _whole_along(call, [d % call.self.dim() for d in call.dims] if call.self.dim() else [])
+
+
+@row("roll")
+def _roll(call: Call) -> Form:
+    rank = call.self.dim()
+    return _whole_along(call, [d % rank for d in call.values["dims"]] if call.values["dims"] else list(range(rank)))
+
+
+def _whole_along(call: Call, whole: list[int]) -> Form:
+    dims = ["_" if d in whole else name for d, name in enumerate(names(call.self.dim()))]
+    return Form(signature([dims], [dims]), moves=True)
+
+
+@row("rot90")
+def _rot90(call: Call) -> Form:
+    turned = {d % call.self.dim() for d in call.values["dims"]}
+    dims = ["_" if d in turned else name for d, name in enumerate(names(call.self.dim()))]
+    return Form(signature([dims], [dims]), moves=True)
+
+
+@row("repeat")
+def _repeat(call: Call) -> Form:
+    rank, times = call.self.dim(), list(call.repeats)
+    more = len(times) - rank
+    # A repeated dim is its shards over and over, which no single cut describes.
+    dims = [name if times[more + d] == 1 else "_" for d, name in enumerate(names(rank))]
+    return Form(signature([dims], [["_"] * more + dims]), moves=True)
+
+
+@row("unfold unfold_copy")
+def _unfold(call: Call) -> Form:
+    dims = names(call.self.dim())
+    if not dims:
+        return Form("() -> _", moves=True)
+    dims[call.dimension] = "_"
+    return Form(signature([dims], [[*dims, "_"]]), moves=True)
+
+

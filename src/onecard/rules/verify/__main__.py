@@ -1,0 +1,67 @@
+"""``python -m onecard.rules.verify``: prove the rows of the table by brute force."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from onecard.rules.call import schema_of
+from onecard.rules.registry import row_name
+from onecard.rules.samples import samples
+from onecard.rules.table import families
+from onecard.rules.verify.report import calls_of_samples, show, verify_calls, write_markdown
+
+_MESHES = {"2": (2,), "3": (3,), "2x2": (2, 2)}
+
+
+@dataclass
+class Options:
+    """Prove the sharding rules by brute force, in this one process; exit status 1 if any is wrong."""
+
+    op: str = ""
+    """Only this operator, e.g. addmm."""
+    mesh: Annotated[tuple[Literal["2", "3", "2x2"], ...], tyro.conf.arg(metavar="{2,3,2x2} ...")] = ("2",)
+    """The meshes to prove on."""
+    family: str = ""
+    """Only the operators of this family, e.g. reduction."""
+    markdown: Path | None = None
+    """Write the list of operators and rules to this file."""
+    missed: bool = False
+    """List the operand layouts that a row forbids though they would be right."""
+
+
+def main(options: Options) -> int:
+    """Runs the proof and prints it; returns the exit status."""
+    console = Console()
+    known = {*families, *(sample.family for sample in samples())}
+    if options.family and options.family not in known:
+        console.print(f"there is no family {options.family!r}; families: {', '.join(sorted(known))}", style="red")
+        return 2
+    calls = [call for call in calls_of_samples() if _wanted(call.func, options)]
+    if not calls:
+        console.print(f"no sample calls {options.op or options.family!r}", style="red")
+        return 2
+    report = verify_calls(calls, [_MESHES[name] for name in options.mesh])
+    partial = bool(options.op or options.family)
+    if partial:
+        report.uncovered = [n for n in report.uncovered if n in families.get(options.family, ()) or n == options.op]
+    show(report, console, options.missed)
+    if options.markdown is not None:
+        write_markdown(report, options.markdown, ", ".join(options.mesh))
+    return 1 if report.wrong else 0
+
+
+def _wanted(func: object, options: Options) -> bool:
+    row = row_name(func)
+    if options.op and options.op not in (schema_of(func).name, schema_of(func).functional, row):  # type: ignore[arg-type]
+        return False
+    return not options.family or row in families.get(options.family, ())
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,133 @@
+"""Cut a whole tensor as a layout says, for every coordinate of a mesh; and check that local results make a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+
+Coordinate = tuple[int, ...]
+_TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def coordinates(mesh: ProcessMesh) -> list[Coordinate]:
+    """Every coordinate of a mesh."""
+    return list(product(*(range(size) for size in mesh.shape)))
+
+
+def split(whole: Tensor, layout: Layout, generator: torch.Generator) -> dict[Coordinate, Tensor]:
+    """The local tensor at every coordinate.
+
+    Where the layout is pending the ranks get random numbers whose reduction is ``whole``.
+    """
+    axes = [axis for axis, _ in layout.pending]
+    parts: dict[Coordinate, Tensor] = {(): whole}
+    for axis, op in layout.pending:
+        ranks = layout.mesh.shape[axis]
+        parts = {(*at, i): p for at, part in parts.items() for i, p in enumerate(summands(part, op, ranks, generator))}
+    return {
+        place: parts[tuple(place[a] for a in axes)][layout.local_slices(whole.shape, place)].clone()
+        for place in coordinates(layout.mesh)
+    }
+
+
+def summands(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
+    """Random tensors, one for each rank, that ``op`` reduces to ``whole``.
+
+    Example:
+        >>> parts = summands(torch.tensor([1.0, 5.0]), "max", 3, torch.Generator())
+        >>> torch.stack(parts).amax(0)
+        tensor([1., 5.])
+    """
+    if op == "avg":
+        return [part * ranks for part in summands(whole, "sum", ranks, generator)]
+    if whole.dtype is torch.bool:
+        parts = [whole & (_random(whole, generator) < 0) for _ in range(ranks - 1)]
+        return [*parts, whole.clone()]
+    if op == "sum":
+        parts = [_noise(whole, generator) for _ in range(ranks - 1)]
+        return [*parts, whole - sum(parts)] if parts else [whole]
+    sign = {"max": -1, "min": 1}[op]
+    owner = torch.randint(ranks, whole.shape, generator=generator)
+    return [torch.where(owner == i, whole, whole + sign * _noise(whole, generator).abs()) for i in range(ranks)]
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    noise = _random(like, generator)
+    return (noise if like.is_floating_point() or like.is_complex() else noise * 4).to(like.dtype)
+
+
+def mismatch(whole: Tensor, layout: Layout, local: Mapping[Coordinate, Tensor], values: bool = True) -> str:
+    """Why the ranks' local tensors are not ``whole`` laid out so; "" if they are.
+
+    Args:
+        whole: the result on one card.
+        layout: how the ranks are said to hold it.
+        local: the tensor at every coordinate.
+        values: False if only shapes and dtypes mean anything (``empty_like``).
+    """
+    if len({op for _, op in layout.pending} - {"avg"}) > 1 or {"max", "avg"} <= {op for _, op in layout.pending}:
+        return f"two reductions that do not commute are pending: {layout.pending}"
+    for place, tensor in local.items():
+        if tensor.dtype != whole.dtype:
+            return f"dtype {tensor.dtype} at {place}, want {whole.dtype}"
+        if tuple(tensor.shape) != layout.local_shape(whole.shape, place):
+            return f"shape {list(tensor.shape)} at {place}, want {list(layout.local_shape(whole.shape, place))}"
+    if not values:
+        return ""
+    for place, tensor in _joined(layout, local).items():
+        want = whole[layout.local_slices(whole.shape, place)]
+        if not close(tensor, want):
+            return f"values at {place}: {_brief(tensor)}, want {_brief(want)}"
+    return ""
+
+
+def _joined(layout: Layout, local: Mapping[Coordinate, Tensor]) -> dict[Coordinate, Tensor]:
+    """What the ranks hold once pending axes are reduced; on those axes only coordinate 0 is kept."""
+    joined = dict(local)
+    for axis, op in layout.pending:
+        groups: dict[Coordinate, list[Tensor]] = {}
+        for place, tensor in sorted(joined.items()):
+            groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(tensor)
+        joined = {place: reduce(parts, op) for place, parts in groups.items()}
+    return joined
+
+
+def reduce(parts: list[Tensor], op: str) -> Tensor:
+    """The reduction that a pending axis stands for ("norm2.0" joins 2-norms)."""
+    stacked = torch.stack(parts)
+    if stacked.dtype is torch.bool and op in ("sum", "max"):
+        return stacked.any(0)
+    if op.startswith("norm"):
+        power = float(op[4:])
+        return (stacked.abs() ** power).sum(0) ** (1 / power)
+    joined = {
+        "sum": lambda: stacked.sum(0),
+        "avg": lambda: stacked.sum(0) / len(parts),
+        "max": lambda: stacked.amax(0),
+        "min": lambda: stacked.amin(0),
+        "product": lambda: stacked.prod(0),
+    }[op]()
+    return joined.to(stacked.dtype)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding; NaN equals NaN."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = _TOLERANCE.get(a.dtype, 1e-9)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _brief(tensor: Tensor) -> str:
+    flat = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in tensor.flatten()[:4].tolist()]
+    return f"[{', '.join(flat)}{', ...' if tensor.numel() > 4 else ''}]"

@@ -1,0 +1,203 @@
+"""Trial: one call with its rule and its one-card result, run shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.errors import RuleError
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+from onecard.rules.call import Call, tensors_in
+from onecard.rules.decide import Decision, decide, strategies
+from onecard.rules.local import Local
+from onecard.rules.registry import Row
+from onecard.rules.rule import Bound, bind
+from onecard.rules.verify.capture import Captured, copied
+from onecard.rules.verify.split import Coordinate, coordinates, mismatch, split
+
+# Results whose values mean nothing.
+VALUELESS = frozenset({"empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+# A decision, and the layouts that the operands really have (others only where an operand is not read).
+Strategy = tuple[Decision, tuple[Layout, ...]]
+
+
+class Unfit(Exception):  # noqa: N818 - an answer, not an error
+    """The row has no rule for the call (``why`` is ""), or one that does not fit."""
+
+    def __init__(self, rule: str, why: str) -> None:
+        super().__init__(why)
+        self.rule, self.why = rule, why
+
+
+class Trial:
+    """One call with its rule, its one-card result, and what is needed to run it on shards.
+
+    Raises:
+        Unfit: the row has no rule for this call, or one that does not fit it.
+    """
+
+    def __init__(self, captured: Captured, row: Row, mesh: ProcessMesh, seed: int) -> None:
+        self.captured, self.row, self.mesh, self.seed = captured, row, mesh, seed
+        self.call, self.rule, self.bound = _bind(captured, row)
+        self.whole = copied(captured.args), copied(captured.kwargs)
+        self.operands = [_at(path, *self.whole) for path in self.call.paths]
+        after = copied(captured.args), copied(captured.kwargs)
+        self.results = [t.clone() for t in tensors_in(captured.func(*after[0], **after[1]))]
+        names = [n for n in self.call.schema.written if n not in self.call.schema.out]
+        self.written = [i for i, name in enumerate(self.call.names) if name in names]
+        self.after = {i: _at(self.call.paths[i], *after).clone() for i in self.written}
+        self.aliases = _aliases(self.call)
+        self.values = self.call.schema.name not in VALUELESS
+
+    def strategies(self) -> Iterator[Strategy]:
+        """What the rule allows here. A result that is an operand keeps that operand's layout."""
+        for decision in strategies(self.bound, self.mesh):
+            kept = all(decision.results[r] is decision.operands[i] for r, i in self.aliases.items())
+            pending = [i for i, layout in enumerate(decision.operands) if layout.pending]
+            ops = {op for i in pending for _, op in decision.operands[i].pending}
+            # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
+            masks = pending and all(self.operands[i].dtype is torch.bool for i in pending)
+            # A sum over one axis of a max over another has no one value.
+            if kept and not masks and len(ops) < 2:
+                yield decision, decision.operands
+                yield from self._unmoved(decision)
+
+    def _unmoved(self, decision: Decision) -> Iterator[Strategy]:
+        """An operand that is not read is never moved: it may have any layout, not only the one that the rule names."""
+        unread = sorted(self.bound.unread)
+        for others in product(*(one_axis_layouts(self.mesh, self.operands[i].dim()) for i in unread)):
+            layouts = list(decision.operands)
+            for i, layout in zip(unread, others, strict=True):
+                layouts[i] = layout
+            sized = [((), 1)] * len(layouts), [((), 1)] * len(self.results)
+            found = decide(self.bound, layouts, *sized, lambda shape, size, source, target: 1.0) if unread else None
+            if found is not None and all(
+                layout is want
+                for i, (layout, want) in enumerate(zip(layouts, found.operands, strict=True))
+                if i not in unread
+            ):
+                yield found, tuple(layouts)
+
+    def fault(self, strategy: Strategy) -> str:
+        """Why a strategy is wrong; "" if it is right."""
+        decision, given = strategy
+        try:
+            results, after = self.run(decision, self.row, given)
+        except Exception as error:  # whatever a kernel or a hook raises on a shard is a fault of the row
+            return f"{type(error).__name__} in a local run: {str(error).splitlines()[0] if str(error) else ''}"
+        for n, (whole, layout) in enumerate(zip(self.results, decision.results, strict=True)):
+            why = mismatch(whole, layout, results[n], self.values)
+            if why:
+                return f"result {n} as {layout}: {why}"
+        for i in self.written:
+            why = mismatch(self.after[i], decision.operands[i], after[i], self.values)
+            if why:
+                return f"{self.call.names[i]} after the call: {why}"
+        return ""
+
+    def run(
+        self, decision: Decision, row: Row | None, given: Sequence[Layout]
+    ) -> tuple[list[dict[Coordinate, Tensor]], dict[int, dict[Coordinate, Tensor]]]:
+        """Run the call at every coordinate on operands cut as ``given``.
+
+        Returns:
+            The results, and the written operands after the call: the local tensor at every coordinate.
+        """
+        # Not the seed of the samples: the summands of a tensor must not be that tensor.
+        generator = torch.Generator().manual_seed(self.seed + 7919)
+        shards = [split(t, lay, generator) for t, lay in zip(self.operands, given, strict=True)]
+        results: list[dict[Coordinate, Tensor]] = [{} for _ in self.results]
+        after: dict[int, dict[Coordinate, Tensor]] = {i: {} for i in self.written}
+        for place in coordinates(self.mesh):
+            locals_ = [shard[place] for shard in shards]
+            made = list(tensors_in(self._run_one(decision, row, place, locals_)))
+            if len(made) != len(results):
+                raise RuntimeError(f"{len(made)} local result(s), {len(results)} on one card")
+            for n, tensor in enumerate(made):
+                results[n][place] = tensor
+            for i in self.written:
+                after[i][place] = locals_[i]
+        return results, after
+
+    def _run_one(self, decision: Decision, row: Row | None, place: Coordinate, locals_: list[Tensor]) -> Any:
+        args, kwargs = list(self.whole[0]), dict(self.whole[1])
+        args = [list(a) if isinstance(a, list | tuple) else a for a in args]
+        kwargs = {k: list(v) if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        for (where, index), tensor in zip(self.call.paths, locals_, strict=True):
+            holder: Any = args if isinstance(where, int) else kwargs
+            if index >= 0:
+                holder[where][index] = tensor
+            else:
+                holder[where] = tensor
+        run = self.captured.func
+        if row is not None and row.local is not None:
+            local = Local(self.call, self.bound, decision, place)
+            row.local(local)
+            order = self.call.schema.arguments
+            for name, value in local.replace.items():
+                if order.index(name) < len(args):
+                    args[order.index(name)] = value
+                else:
+                    kwargs[name] = value
+            run = local.run or run
+        return run(*args, **kwargs)
+
+
+def one_axis_layouts(mesh: ProcessMesh, ndim: int) -> Iterator[Layout]:
+    """Replicated, and the first axis on each dim."""
+    yield Layout.replicated(mesh, ndim)
+    for dim in range(ndim):
+        yield Layout.make(mesh, tuple((0,) if d == dim else () for d in range(ndim)))
+
+
+def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
+    metas, keywords = [_meta(a) for a in captured.args], {k: _meta(v) for k, v in captured.kwargs.items()}
+    call = Call(captured.func, metas, keywords)
+    if call.schema.out:
+        raise Unfit("", "")  # out= forms are run as the functional form and a copy
+    try:
+        call.results = list(tensors_in(captured.func(*metas, **keywords)))
+    except NotImplementedError as fault:
+        raise Unfit("", f"no result shapes without data, so the row is never used: {fault}") from None
+    form = row.form_for(call)
+    if form is None:
+        raise Unfit("", "")
+    try:
+        bound = bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
+    except RuleError as fault:
+        raise Unfit(form.text, str(fault)) from None
+    return call, form.text, bound
+
+
+def _aliases(call: Call) -> dict[int, int]:
+    """Result number -> the operand that it is, for operators that write to their arguments."""
+    names = {}
+    for argument in call.func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            names[frozenset(argument.alias_info.before_set)] = argument.name
+    found = {}
+    for r, result in enumerate(call.func._schema.returns):
+        info = result.alias_info
+        name = names.get(frozenset(info.before_set)) if info is not None and info.is_write else None
+        if name is not None and call.index(name) >= 0:
+            found[r] = call.index(name)
+    return found
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_meta(item) for item in value)
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _at(path: tuple[int | str, int], args: Any, kwargs: Any) -> Any:
+    place, index = path
+    value = args[place] if isinstance(place, int) else kwargs[place]
+    return value if index < 0 else value[index]

@@ -1,0 +1,259 @@
+"""Operators on lists of tensors: torch's foreach and fused optimizer operators.
+
+A foreach operator is decided element by element, by the rows of the operator that it stands for, and then run once on
+the lists of local tensors. What its elements must send travels in buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import reshard as planner
+from onecard.comm import collectives, groups, record
+from onecard.errors import DispatchError
+from onecard.layout import Layout
+from onecard.rules.call import Path, schema_of
+from onecard.tensor import fallback
+from onecard.tensor.dispatch import Direct, builders, handle, program_for
+from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
+from onecard.tensor.program import Program
+
+aten = torch.ops.aten
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel; a tensor that fills a bucket alone is summed where it lies
+
+
+def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = True) -> None:
+    """Sum every pending tensor of a list in place, in buckets: one message for many small tensors.
+
+    Args:
+        tensors: DistTensors and others (left alone), on one or several meshes.
+        name: the operator that needs them, for ``explain``.
+    """
+    buckets: dict[Any, list[DistTensor]] = {}
+    for x in {id(t): t for t in tensors if isinstance(t, DistTensor)}.values():
+        layout = x._spec.layout
+        if layout.pending and x._spec.here:
+            buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
+    for members in buckets.values():
+        for bucket in _fill(members):
+            _settle_bucket(bucket, name, explicit)
+
+
+def _fill(members: list[DistTensor]) -> list[list[DistTensor]]:
+    buckets: list[list[DistTensor]] = [[]]
+    room = BUCKET_BYTES
+    for x in members:
+        if x._local.nbytes > room and buckets[-1]:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(x)
+        room -= x._local.nbytes
+    return buckets
+
+
+def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
+    layout = bucket[0]._spec.layout
+    if len(bucket) == 1:
+        x = bucket[0]
+        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit, force=True)
+        return
+    flat = torch.cat([x._local.reshape(-1) for x in bucket])
+    if record.observers:
+        one_dim = Layout.make(layout.mesh, ((),), layout.pending)
+        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled())
+        announce(steps, name, "self", tuple(flat.shape), "summed once, in a bucket", explicit, len(bucket))
+    for axis, op in layout.pending:
+        flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
+    for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
+        x._local = part.view(x._local.shape)
+        x._spec = x._spec.with_layout(x._spec.layout.settled())
+
+
+class ForeachProgram:
+    """A decided foreach call: one Program for each element, run together on the lists of local tensors."""
+
+    simple = False
+
+    def __init__(self, func: Any, element: Any, elements: list[Program | None]) -> None:
+        self.func, self.element, self.elements = func, element, elements
+        self.name = schema_of(func).name
+        self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
+        self.together = all(p is None or not (p.expand or p.run or p.replace) for p in elements)
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        if not self.together:
+            return self._one_by_one(args, kwargs)
+        settle = [_item(args, i, m[0]) for i, m in self.moves]
+        settle_all(
+            [x for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])], self.name, False
+        )
+        local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
+        for i, (path, target, name) in self.moves:
+            x = _item(args, i, path)
+            if isinstance(x, DistTensor) and x._spec.layout is target:
+                continue
+            moved = self.elements[i]._move(x, target, name)  # type: ignore[union-attr]
+            holder = local[path[0]]  # type: ignore[index]
+            if not isinstance(holder, list):
+                # One tensor for all elements: each needs it alike, or the elements run on their own.
+                local[path[0]] = moved  # type: ignore[index]
+            else:
+                holder[i] = moved
+        results = self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+        if results is None or not isinstance(results, list | tuple):
+            return results
+        return [
+            result if p is None else wrap(result, p.specs[0]) for result, p in zip(results, self.elements, strict=True)
+        ]
+
+    def _one_by_one(self, args: Any, kwargs: Any) -> Any:
+        results = []
+        for i in range(len(self.elements)):
+            element_args, element_kwargs = _element_args(self.element, [_pick(a, i) for a in args], kwargs)
+            results.append(self.element(*element_args, **element_kwargs))
+        return None if schema_of(self.func).written else results
+
+
+def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
+    """Decide a foreach call element by element."""
+    element = _element(func)
+    if element is None:
+        return Direct(func, fallback.gather)
+    programs: list[Program | None] = []
+    for i in range(len(next(a for a in args if isinstance(a, list | tuple)))):
+        element_args, element_kwargs = _element_args(element, [_pick(a, i) for a in args], kwargs)
+        distributed = any(isinstance(a, DistTensor) for a in (*element_args, *element_kwargs.values()))
+        programs.append(program_for(element, element_args, element_kwargs) if distributed else None)
+    program = ForeachProgram(func, element, programs)
+    if any(isinstance(args[m[0][0]], Tensor) for _, m in program.moves):  # type: ignore[index]
+        program.together = False
+    return program
+
+
+_RENAMED = {
+    ("maximum", "Scalar"): aten.clamp_min.default,
+    ("minimum", "Scalar"): aten.clamp_max.default,
+    ("maximum", "ScalarList"): aten.clamp_min.default,
+    ("minimum", "ScalarList"): aten.clamp_max.default,
+    ("norm", "Scalar"): aten.linalg_vector_norm.default,
+    ("pow", "ScalarAndTensor"): aten.pow.Scalar,
+    ("pow", "List"): aten.pow.Tensor_Tensor,
+    ("pow", "Scalar"): aten.pow.Tensor_Scalar,
+    ("pow", "ScalarList"): aten.pow.Tensor_Scalar,
+}
+_OVERLOADS = {"List": "Tensor", "Scalar": "Scalar", "ScalarList": "Scalar", "Tensor": "Tensor"}
+
+
+def _element(func: Any) -> Any:
+    """The operator on one element that a foreach operator stands for; None if there is none."""
+    schema = schema_of(func)
+    name, overload = schema.name.removeprefix("_foreach_"), schema.overload
+    renamed = _RENAMED.get((name, overload))
+    if renamed is not None:
+        return renamed
+    packet = getattr(aten, name, None)
+    wanted = (_OVERLOADS.get(overload, ""), "default", "Tensor")
+    overloads = packet.overloads() if packet is not None else []
+    return next((getattr(packet, w) for w in wanted if w in overloads), None)
+
+
+def _element_args(element: Any, given: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of one element: what the element's operator takes by keyword only moves there."""
+    schema = schema_of(element)
+    extra = [n for n in schema.arguments[schema.positional :] if n not in schema.out]
+    named = dict(zip(extra, given[schema.positional :], strict=False))
+    return given[: schema.positional], {**named, **{k: v for k, v in kwargs.items() if k in schema.arguments}}
+
+
+def _pick(value: Any, i: int) -> Any:
+    return value[i] if isinstance(value, list | tuple) else value
+
+
+def _item(args: Any, i: int, path: Path) -> Any:
+    return _pick(args[path[0]], i)  # type: ignore[index]
+
+
+def _local(value: Any) -> Any:
+    return value._local if isinstance(value, DistTensor) else value
+
+
+def _only_settles(x: Any, target: Layout) -> bool:
+    return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and x._spec.layout.settled() is target
+
+
+class FusedProgram:
+    """A fused optimizer step: gradients and states come to their parameter's layout, then one local kernel."""
+
+    simple = False
+
+    def __init__(self, func: Any) -> None:
+        self.func, self.name = func, schema_of(func).name
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        params = args[0]
+        lists = [a for a in args[1:] if isinstance(a, list | tuple)]
+        settle_all([x for a in lists for x in a if _settles_to(x, params)], self.name, explicit=False)
+        local = [[_local(p) for p in params]]
+        for a in args[1:]:
+            if isinstance(a, list | tuple):
+                local.append([self._fit(x, p) for x, p in zip(a, params, strict=False)])
+            else:
+                local.append(_local(a))
+        return self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+
+    def _fit(self, x: Any, param: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape != param.shape:
+            return _local(x)
+        target = param._spec.layout if isinstance(param, DistTensor) else None
+        if target is None:
+            return x.full_tensor() if isinstance(x, DistTensor) else x  # type: ignore[attr-defined]
+        if isinstance(x, DistTensor):
+            if x._spec.layout is target:
+                return x._local
+            if x.mesh is not target.mesh:
+                raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
+            return x._become(target, self.name, "grads", "follows its parameter", explicit=False)
+        return x[target.local_slices(x.shape)].contiguous()
+
+
+def _settles_to(x: Any, params: Any) -> bool:
+    return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and not any(x._spec.layout.dims)
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """GradScaler: unscale gradients in place; found_inf is one if any rank's part of any gradient is not finite."""
+    grads, found_inf, inv_scale = args
+    settle_all(grads, "unscale", explicit=False)
+    found, scale = _whole(found_inf), _whole(inv_scale)
+    func([_local(g) for g in grads], found, scale)
+    axes = {
+        (g.mesh, a) for g in grads if isinstance(g, DistTensor) and g._spec.here for dim in g._spec.layout.dims for a in dim
+    }
+    for mesh, axis in sorted(axes, key=lambda pair: (str(pair[0]), pair[1])):
+        found.copy_(collectives.all_reduce(found, groups.group(mesh, axis), "max"))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.settle()._local if isinstance(value, DistTensor) else value
+
+
+def _register() -> None:
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith(("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")):
+            continue
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        func = getattr(getattr(aten, packet), overload or "default")
+        if schema_of(func).out:
+            continue
+        builders[func] = (
+            build_foreach if packet.startswith("_foreach_") else lambda func, args, kwargs: FusedProgram(func)
+        )
+    func = aten._amp_foreach_non_finite_check_and_unscale_.default
+    handle(func, _unscale)
+
+
+_register()
