@@ -267,9 +267,10 @@ USER_TEST = """
     def test_bad():
         assert dist.get_world_size() == 3
 
-    @multirank(2)
-    def test_good():
-        pass
+    class TestGood:
+        @multirank(2)
+        def test_method(self):  # the ranks get `self` by the name of this module, which is on no path
+            assert type(self) is TestGood
 
     @multirank(2)
     def test_skipped():
@@ -285,8 +286,8 @@ USER_TEST = """
 def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "deep").mkdir()
     (folder / "deep" / "test_user.py").write_text(textwrap.dedent(USER_TEST))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options, "deep/test_user.py"]
-    # Its own process group, as a shell would give it, so that an interrupt reaches the whole of it.
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", *options, "deep/test_user.py"]
+    # -P: the folder is not on the import path. A process group of its own, as a shell would give it, so that an interrupt reaches the whole of it.
     environment = os.environ | {"PYTHONPATH": str(Path(onecard.testing.__file__).parents[2])}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True

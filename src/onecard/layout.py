@@ -14,6 +14,7 @@ Three written rules that everything else relies on:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
 
 Axes = tuple[int, ...]
+REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
+_REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 _interned: dict[tuple[Any, ...], Layout] = {}
 
 
@@ -195,10 +198,13 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
     if placements and all(p is None or isinstance(p, str) for p in placements):
         placements = _from_dims_mapping(mesh, placements)
     for placement in placements:
-        if not isinstance(placement, Shard | Replicate | Partial):
+        # A subclass (DTensor's masked or strided placements) means more than its base says.
+        if type(placement) not in (Shard, Replicate, Partial):
             raise LayoutError(
                 f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(), one for each mesh axis"
             )
+        if isinstance(placement, Partial) and not _REDUCTION.fullmatch(placement.reduce_op):
+            raise LayoutError(f"{placement!r}: want one of {', '.join(REDUCTIONS)}, or norm2.0 and the like")
     if len(placements) != mesh.ndim:
         fill = [*map(short, placements), *["Replicate"] * mesh.ndim][: mesh.ndim]
         call = ", ".join(p if p.endswith(")") else p + "()" for p in fill)
@@ -213,8 +219,12 @@ def _from_dims_mapping(mesh: ProcessMesh, mapping: Sequence[Any]) -> tuple[Place
     """Placements from Paddle's older notation: for each tensor dim the name of the axis that cuts it, or None."""
     result: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     for dim, name in enumerate(mapping):
-        if name is not None:
-            result[mesh.axis(name)] = Shard(dim)
+        if name is None:
+            continue
+        axis = mesh.axis(name)
+        if mapping.index(name) != dim:
+            raise LayoutError(f"{list(mapping)}: axis {name!r} cuts two dims; an axis can cut one")
+        result[axis] = Shard(dim)
     return tuple(result)
 
 

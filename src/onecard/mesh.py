@@ -139,17 +139,23 @@ class ProcessMesh:
         return [int(other) for other in self._grid[line]]
 
     def __getitem__(self, index: Any) -> ProcessMesh:
-        """A sub-mesh: by index along the first axis, or by axis name(s) around this process."""
-        if isinstance(index, str):
-            return self._around((index,))
-        if isinstance(index, tuple) and index and all(isinstance(name, str) for name in index):
-            return self._around(index)
+        """A sub-mesh: by index or slice along the leading axes, or by axis name(s) around this process.
+
+        An index takes its axis away; the last axis stays, so that a single rank is a mesh too.
+        """
+        wanted = index if isinstance(index, tuple) else (index,)
+        if wanted and all(isinstance(name, str) for name in wanted):
+            return self._around(wanted)
+        if not wanted or len(wanted) > self.ndim or not all(_is_index(item) for item in wanted):
+            raise MeshError(f"{self!r}[{index!r}]: want an index or a slice for each of the leading axes, or axis names")
         try:
-            part = self._grid[index]
+            part = self._grid[wanted]
         except IndexError as fault:
             raise MeshError(f"{self!r}[{index!r}]: {fault}") from None
-        names = self._names[self.ndim - np.ndim(part) :] if np.ndim(part) else self._names[-1:]
-        return ProcessMesh(np.atleast_1d(part), names)
+        if not part.size:
+            raise MeshError(f"{self!r}[{index!r}]: no rank is left")
+        kept = [name for i, name in enumerate(self._names) if i >= len(wanted) or isinstance(wanted[i], slice)]
+        return ProcessMesh(np.atleast_1d(part), kept or self._names[-1:])
 
     def _around(self, names: tuple[str, ...]) -> ProcessMesh:
         axes, place = [self.axis(name) for name in names], self.coordinate()
@@ -185,9 +191,14 @@ class ProcessMesh:
         return f"ProcessMesh({axes})\n{self._grid}"
 
 
+def _is_index(item: Any) -> bool:
+    return isinstance(item, slice | int | np.integer) and not isinstance(item, bool)
+
+
 def _read_grid(mesh: Any) -> np.ndarray:
     try:
-        grid = np.array(mesh)
+        # tolist: an array made straight from a torch tensor draws a warning from numpy.
+        grid = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
     except ValueError:
         raise MeshError(f"ProcessMesh({mesh!r}): rows have different lengths; a mesh is a full grid") from None
     if grid.ndim == 0 or grid.size == 0 or not np.issubdtype(grid.dtype, np.integer):

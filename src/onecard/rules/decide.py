@@ -18,13 +18,13 @@ from onecard.rules.rule import Bound, Shape
 Cost = Callable[[Shape, int, Layout, Layout], float]
 Sized = tuple[Shape, int]
 
-# Half of what it costs to settle a pending result counts now: the sum may still merge with another one, or never be needed.
+# Half of what it costs to settle a pending result counts now: the sum may still merge with another, or never be needed.
 PENDING_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What one mesh axis does in one call: cut ``factor``, or let ``carriers`` stay pending under ``op``, or nothing."""
+    """What one mesh axis does in one call: cut ``factor``, let ``carriers`` stay pending under ``op``, or nothing."""
 
     factor: int | None = None
     op: str = ""
@@ -115,6 +115,8 @@ def _every_use(bound: Bound) -> list[Use]:
     if bound.moves:
         everything = frozenset(range(len(bound.operands))) - bound.unread
         uses |= {Use(op=op, carriers=everything): None for op in ("sum", "max")}
+    if bound.keeps in ("max", "min"):  # numbers of any sign have no norms or factors that give them
+        uses[Use(op=bound.keeps, carriers=frozenset(range(len(bound.operands))))] = None
     if bound.terms:
         for chosen in product(*bound.terms):
             uses[Use(op="sum", carriers=frozenset(chosen))] = None
@@ -160,7 +162,7 @@ def _factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], me
 
 def _carriers(bound: Bound, layouts: Sequence[Layout], axis: int, op: str) -> Iterator[frozenset[int]]:
     """Sets of operands that may be pending together, so that the results are pending likewise."""
-    if bound.moves:
+    if bound.moves or bound.keeps == op:
         yield frozenset(range(len(layouts))) - bound.unread
     if not bound.terms or not (op == "sum" or (op == "avg" and len(bound.terms) == 1)):
         return
@@ -264,9 +266,8 @@ def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]
         lost = True
     if lost:
         # A summand without the factor (the bias of addmm) must be added once, not once a rank.
-        for term in bound.terms:
-            if not any(has[i] for i in term):
-                pending[term[0]].append((axis, "sum"))
+        for first in dict.fromkeys(term[0] for term in bound.terms if not any(has[i] for i in term)):
+            pending[first].append((axis, "sum"))
     return True
 
 

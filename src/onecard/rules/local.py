@@ -18,14 +18,16 @@ class Local:
         call: the whole call (meta tensors, static arguments).
         replace: static arguments to change, by schema name; set them with ``set``.
         run: what to run on the local tensors in place of the operator (same arguments), or None.
+        copies: ``run`` copies where one card has a view, so that writing to the result would miss the operand.
     """
 
-    __slots__ = ("bound", "call", "coordinate", "decision", "replace", "run")
+    __slots__ = ("bound", "call", "coordinate", "copies", "decision", "replace", "run")
 
     def __init__(self, call: Call, bound: Bound, decision: Decision, coordinate: tuple[int, ...]) -> None:
         self.call, self.bound, self.decision, self.coordinate = call, bound, decision, coordinate
         self.replace: dict[str, Any] = {}
         self.run: Callable[..., Any] | None = None
+        self.copies = False
 
     def set(self, name: str, value: Any) -> None:
         """Give a static argument another value on this rank."""

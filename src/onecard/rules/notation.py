@@ -1,4 +1,4 @@
-"""The notation of a sharding rule: text -> Signature. ``"m k, k n -> m n"`` names the factors of each operand and result.
+"""The notation of a sharding rule: text -> Signature. ``"m k, k n -> m n"`` names the factors of operands and results.
 
 Grammar::
 
@@ -7,22 +7,22 @@ Grammar::
     term      := dim* ["@" number+]        no dims: a scalar; "@0 2": this result is computed from operands 0 and 2 only
     dim       := factor | "(" factor+ ")" | "..." | "_"
 
-``(a b)`` is one dim made of two factors, ``a`` the outer one. ``...`` stands for leading dims that broadcast as numpy's do.
-``_`` is a dim of its own that is never cut.
+``(a b)`` is one dim made of two factors, ``a`` the outer one. ``...`` stands for leading dims that broadcast as numpy's
+do. ``_`` is a dim of its own that is never cut.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from onecard.errors import RuleError
 
 Dim = tuple[str, ...]
 ELLIPSIS: Dim = ("...",)
 WHOLE: Dim = ("_",)
-_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|_|\(|\)|@[ \d]+)")
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|_|\(|\)|@[ \d]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Signature:
     results: tuple[Term, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Signature:
     """Read a rule.
 
@@ -57,36 +57,33 @@ def parse(text: str) -> Signature:
         raise _fault(text, len(text), "expected '->' between operands and results")
     if "->" in right:
         raise _fault(text, len(left) + 2 + right.index("->"), "a second '->'")
-    operands = _terms(text, left, 0)
-    results = _terms(text, right, len(left) + 2)
-    for term in operands:
-        if term.sources is not None:
-            raise _fault(text, text.index("@"), "'@' belongs to a result, not to an operand")
+    operands = _terms(text, left, 0, None)
+    results = _terms(text, right, len(left) + 2, len(operands))
     known = {name for term in operands for dim in term.dims for name in dim}
     for term in results:
         for name in (name for dim in term.dims for name in dim):
             if name == "..." and name not in known:
                 raise _fault(text, text.rindex(name), "'...' in a result but in no operand")
-        if term.sources and max(term.sources) >= len(operands):
-            raise _fault(text, text.rindex("@"), f"'@' names operand {max(term.sources)} of {len(operands)}")
     return Signature(operands, results)
 
 
-def _terms(text: str, part: str, start: int) -> tuple[Term, ...]:
+def _terms(text: str, part: str, start: int, sources: int | None) -> tuple[Term, ...]:
+    """The terms of one side; ``sources``: how many operands there are for '@' to name (None: it does not belong here)."""
     if not part.strip():
         # "-> m" has no operand and "m ->" no result; a lone scalar operand is written "()" .
         return ()
     terms, at = [], start
     for piece in part.split(","):
-        terms.append(_term(text, piece, at))
+        terms.append(_term(text, piece, at, sources))
         at += len(piece) + 1
     return tuple(terms)
 
 
-def _term(text: str, piece: str, start: int) -> Term:
+def _term(text: str, piece: str, start: int, sources: int | None) -> Term:
     dims: list[Dim] = []
-    sources: tuple[int, ...] | None = None
+    named: tuple[int, ...] | None = None
     group: list[str] | None = None
+    seen: set[str] = set()
     at = 0
     while piece[at:].strip():
         match = _TOKEN.match(piece, at)
@@ -105,22 +102,32 @@ def _term(text: str, piece: str, start: int) -> Term:
                 dims.append(tuple(group))
             group = None
         elif token.startswith("@"):
-            sources = tuple(int(number) for number in token[1:].split())
-        elif group is not None:
-            if token in ("...", "_"):
-                raise _fault(text, where, f"'{token}' inside '( )'")
-            group.append(token)
+            named = _sources(text, token, where, sources)
         else:
-            dims.append((token,))
+            if group is not None and token in ("...", "_"):
+                raise _fault(text, where, f"'{token}' inside '( )'")
+            if token in seen:
+                raise _fault(text, where, f"{'' if token == '...' else 'factor '}'{token}' more than once in a term")
+            if token != "_":
+                seen.add(token)
+            if group is not None:
+                group.append(token)
+            else:
+                dims.append((token,))
     if group is not None:
         raise _fault(text, start + len(piece), "'(' is never closed")
-    if dims.count(ELLIPSIS) > 1:
-        raise _fault(text, start, "'...' more than once in a term")
-    names = [name for dim in dims for name in dim if name not in ("_", "...")]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise _fault(text, start + piece.rindex(twice), f"factor '{twice}' more than once in a term")
-    return Term(tuple(dims), sources)
+    return Term(tuple(dims), named)
+
+
+def _sources(text: str, token: str, where: int, operands: int | None) -> tuple[int, ...]:
+    numbers = tuple(int(number) for number in token[1:].split())
+    if operands is None:
+        raise _fault(text, where, "'@' belongs to a result, not to an operand")
+    if not numbers:
+        raise _fault(text, where, "'@' names no operand; write '@0' or '@0 2'")
+    if max(numbers) >= operands:
+        raise _fault(text, where, f"'@' names operand {max(numbers)} of {operands}")
+    return numbers
 
 
 def _fault(text: str, at: int, why: str) -> RuleError:
@@ -132,7 +139,7 @@ def names_of(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\.\.\.|\w+", text))
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_linear(text: str) -> tuple[tuple[str, ...], ...]:
     """``"self + mat1 * mat2"`` as a sum of products of operand names.
 

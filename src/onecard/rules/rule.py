@@ -25,6 +25,7 @@ class Form:
         whole: factors that must not be cut (``"k"``, or ``"..."``).
         linear: where a pending sum may enter, as a sum of products of the schema's names (``"self + mat1 * mat2"``).
         moves: the operator only moves elements, so a pending operand of any kind passes through it (all operands alike).
+        keeps: the reduction that a pending operand may be under and its results then are too (a maximum of maxima).
         reduce: what joins the results when a factor is missing from them: one operator of ``Partial``, or one a result.
         nonempty: factors of which every rank must have at least one element.
         even: factors that are cut only if all shards have equal sizes.
@@ -36,6 +37,7 @@ class Form:
     whole: str = ""
     linear: str = ""
     moves: bool = False
+    keeps: str = ""
     reduce: str | tuple[str, ...] = "sum"
     nonempty: str = ""
     even: str = ""
@@ -54,7 +56,7 @@ class Bound:
         terms: the linear expression as operand numbers; empty if nothing pending may enter.
         sources: for each result, the operands that it depends on.
         reduce: for each result, what joins it over a factor that it lacks.
-        moves, nonempty, even, unread: as in ``Form``.
+        moves, nonempty, even, unread, keeps: as in ``Form``.
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -69,6 +71,7 @@ class Bound:
     nonempty: frozenset[int]
     even: frozenset[int]
     unread: frozenset[int] = frozenset()
+    keeps: str = ""
 
     def factor(self, name: str) -> int | None:
         """The number of a factor by its name; None if it fell away (size one, or its operand is absent)."""
@@ -119,6 +122,7 @@ def bind(form: Form, operand_names: Sequence[str], operands: Sequence[Shape], re
         nonempty=_numbers(form.nonempty, number),
         even=_numbers(form.even, number),
         unread=frozenset(i for i, name in enumerate(operand_names) if name in names_of(form.unread)),
+        keeps=form.keeps,
     )
 
 

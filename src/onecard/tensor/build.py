@@ -39,12 +39,17 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         program.expand = fallback.out_of_place(func, call)
         return program
     row = find(func)
+    if row is None:
+        program.expand = fallback.without_rule(func)
+        return program
     try:
         call.results = list(tensors_in(func(*metas, **keywords)))
-    except NotImplementedError:
-        row = None
-    bound = row and _bind(row, call)
-    if row is None or bound is None:
+        bound = _bind(row, call)
+    except RuntimeError as fault:
+        if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
+            raise
+        bound = None  # no shapes without data
+    if bound is None:
         program.expand = fallback.without_rule(func)
         return program
     values = [_at(path, args, kwargs) for path in call.paths]
@@ -53,11 +58,13 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if row.instead is not None and cuts_whole(bound, layouts):
         program.expand = row.instead
         return program
-    _decide(program, call, row, bound, layouts, device)
+    _decide(program, call, row, bound, layouts, device, len(args))
     return program
 
 
-def _decide(program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device) -> None:
+def _decide(
+    program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device, given: int
+) -> None:
     aliases = _aliases(call)
     program.writes = tuple(path for path in aliases if path is not None)
     decision = decide(
@@ -87,12 +94,15 @@ def _decide(program: Program, call: Call, row: Row, bound: Bound, layouts: list[
         local = Local(call, bound, decision, coordinate)
         row.local(local)
         program.run = local.run
+        program.cut_off = program.cut_off or (call.schema.views and local.copies)
         order = call.schema.arguments
         program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
     returns = program.func._schema.returns
     if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
-        busy = program.moves or program.replace or program.run or program.aliases
-        program.simple = not busy and program.specs[0].here and all(index < 0 for _, index in call.paths)
+        busy = program.moves or program.run or program.aliases
+        plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
+        program.simple = not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
+        program.swaps = tuple((at, value) for at, _, value in program.replace)
         program.spec = program.specs[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onecard.rules.registry import find
 from onecard.tensor.build import build
-from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.program import Program
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
@@ -46,12 +46,16 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
             key.append(name)
             key.append(freeze(a, func))
         program = programs.get(tuple(key))
-        if program is not None and program.simple and not any(isinstance(a, DistTensor) for a in kwargs.values()):
-            return wrap(func(*local, **kwargs), program.spec)
+        if program is not None and program.simple:
+            for position, value in program.swaps:
+                local[position] = value
+            return program.wrap(func(*local, **kwargs), program.spec)
     else:
         program = programs.get(tuple(key))
         if program is not None and program.simple:
-            return wrap(func(*local), program.spec)
+            for position, value in program.swaps:
+                local[position] = value
+            return program.wrap(func(*local), program.spec)
     if program is None:
         program = _miss(tuple(key), func, args, kwargs or {})
     return program(args, kwargs or {})

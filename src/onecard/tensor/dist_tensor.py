@@ -165,6 +165,14 @@ def wrap(local: Tensor, spec: Spec) -> DistTensor:
     return self
 
 
+def wrap_view(local: Tensor, spec: Spec) -> DistTensor:
+    """``wrap`` for results of views: in inference mode autograd wants a view of an ordinary tensor to be ordinary."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return wrap(local, spec)
+    return wrap(local, spec)
+
+
 def sole_owner(local: Tensor) -> bool:
     """Whether no other tensor shares this one's memory (the storage handle made here counts as one user)."""
     storage = local.untyped_storage()

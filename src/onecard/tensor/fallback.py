@@ -178,7 +178,7 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
     warnings.warn(
-        f"{schema.name}.{schema.overload} has no sharding rule: its operands were gathered ({sent} bytes sent by this rank, "
+        f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by this rank, "
         f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
         f'row("{schema.name}", "{terms} -> ...")',
         GatheredOperatorWarning,

@@ -14,7 +14,7 @@ from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor.dist_tensor import DistTensor, announce, wrap
+from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
@@ -26,27 +26,32 @@ class Program:
     Attributes:
         func: the operator to run on local tensors; ``run``: what to run in its place, or None.
         specs: of the result tensors; ``spec``: the only one, if ``simple``.
-        simple: local tensors go in as they are and one new tensor comes out.
+        simple: local tensors go in as they are, ``swaps`` (position, value) in place of static arguments, and one new
+            tensor comes out.
         moves: operands whose layout must change first.
         replace: arguments that differ on this rank: (position, name, value).
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
         cut_off: this is a view on one card, but here its operand had to be moved first.
         writes: operands that are written to.
+        wrap: makes the result's DistTensor.
         expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
     """
 
     __slots__ = (
-        "aliases", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "run", "simple", "spec", "specs",
-        "writes",
+        "aliases", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "run", "simple", "spec", "specs", "swaps",
+        "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        self.name = schema_of(func).name
+        schema = schema_of(func)
+        self.name = schema.name
+        self.wrap = wrap_view if schema.views else wrap
         self.reason = ""
         self.spec: Any = None
         self.specs: tuple[Spec, ...] = ()
         self.simple = False
+        self.swaps: tuple[tuple[int, Any], ...] = ()
         self.moves: tuple[Move, ...] = ()
         self.replace: tuple[tuple[int, str, Any], ...] = ()
         self.aliases: tuple[Path | None, ...] = ()
@@ -73,7 +78,7 @@ class Program:
                 keywords[name] = value
         result = self.func(*local, **keywords) if self.run is None else _unalias(self.run(*local, **keywords), local)
         if type(result) is Tensor and not self.aliases:
-            made = wrap(result, self.specs[0])
+            made = self.wrap(result, self.specs[0])
             if self.cut_off:
                 made._cut_off = self.name
             return made
@@ -97,7 +102,7 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
-        made: list[Any] = [wrap(torch.empty(0, dtype=s.dtype, device=s.device), s) for s in self.specs]
+        made: list[Any] = [self.wrap(torch.empty(0, dtype=s.dtype, device=s.device), s) for s in self.specs]
         for i, path in enumerate(self.aliases):
             if path is not None:
                 made[i] = _at(path, args, kwargs)
@@ -110,7 +115,7 @@ class Program:
             spec, path = next(specs), next(aliases)
             if path is not None:
                 return _at(path, args, kwargs)
-            made = wrap(result, spec)
+            made = self.wrap(result, spec)
             if self.cut_off:
                 made._cut_off = self.name
             return made

@@ -15,12 +15,12 @@ One file for each family, named like the family's file in ``rules/table/``. Ever
 
 A sample takes no arguments and returns what its program computes (a tensor, or any nest of lists, tuples and dicts).
 Results that require gradients are driven backward with random cotangents, so the backward operators are captured too;
-``torch.random`` is seeded before each sample. ``verify`` records every ATen call below autograd that has a row (the same
-call with the same shapes, dtypes and static arguments only once) and proves each one.
+``torch.random`` is seeded before each sample. ``verify`` records every ATen call below autograd that has a row (calls
+with the same shapes, dtypes and static arguments only once) and proves each one.
 
-How to choose sizes: small and uneven (3, 4, 5, 6), so that on two and on three ranks some dims divide, some do not and some
-shards are empty (a dim of 1 or 2); at least one call with broadcasting or a dim of size 1; every branch of the row's
-function; float64 unless a kernel wants another dtype. Keep tensors under about 500 elements.
+How to choose sizes: small and uneven (3, 4, 5, 6), so that on two and on three ranks some dims divide, some do not and
+some shards are empty (a dim of 1 or 2); at least one call with broadcasting or a dim of size 1; every branch of the
+row's function; float64 unless a kernel wants another dtype. Keep tensors under about 500 elements.
 
 A row's sample must not depend on chance: dropout with p=0 and the like.
 """

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from onecard.rules.registry import rows
 
-NAMES = ("pointwise", "matmul", "movement", "factory")
+NAMES = ("pointwise", "matmul", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax", "loss")
 
 families: dict[str, list[str]] = {}
 for _name in NAMES:

@@ -47,5 +47,5 @@ def last(count: int, ndim: int) -> range:
 
 
 def can_sum(tensor: Tensor) -> bool:
-    """Whether a dtype can be put together by a sum to which all ranks but one give zero (bool and float8 have no sum)."""
+    """Whether a sum to which all ranks but one give zero can put the value together (bool and float8 have no sum)."""
     return tensor.dtype is not torch.bool and not (tensor.is_floating_point() and tensor.element_size() == 1)

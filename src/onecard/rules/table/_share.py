@@ -29,6 +29,16 @@ def sums(source: torch.dtype, target: torch.dtype) -> bool:
     return source is not torch.bool and widens(source, target)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; itself if it has it."""
+    return x if x.dtype is dtype else torch.ops.aten._to_copy(x, dtype=dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The tensor in the dtype in which kernels compute: 32 bits for 16."""
+    return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def kept(dims: list[str], reduced: tuple[int, ...], keepdim: bool) -> list[str]:
     """The dims of a reduction's result.
 

@@ -63,9 +63,9 @@ def _trilinear(call: Call) -> Form | None:
     return Form(signature(operands, [result]), linear="i1 * i2 * i3", whole=full[call.unroll_dim])
 
 
-row("_cdist_forward")(lambda call: Form("... p k, ... r k -> ... p r", whole="k"))
+row("_cdist_forward", "... p k, ... r k -> ... p r", whole="k")
 # Given the distances, each coordinate has its own gradient; that of a point sums over the other set's points.
-row("_cdist_backward")(lambda call: Form("... p r, ... p k, ... r k, ... p r -> ... p k", linear="grad"))
+row("_cdist_backward", "... p r, ... p k, ... r k, ... p r -> ... p k", linear="grad")
 
 
 @row("linalg_cross")

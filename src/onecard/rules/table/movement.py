@@ -21,6 +21,10 @@ aten = torch.ops.aten
 # ---- view: dims split and joined
 
 
+def _dim(factors: list[str]) -> str:
+    return f"({' '.join(factors)})" if len(factors) > 1 else (*factors, "_")[0]
+
+
 class _Pairing:
     """Walks two shapes of equal element counts side by side and finds the factors that both are made of."""
 
@@ -35,8 +39,8 @@ class _Pairing:
             self._leading()
         else:
             self._walk()
-        texts = [", ".join([" ".join(f"({' '.join(f)})" if len(f) > 1 else (*f, "_")[0] for f in d) or "()"]) for d in self.dims]
-        return Form(" -> ".join(texts), whole=" ".join(self.whole), moves=True, sizes=self.sizes)
+        old, new = ([_dim(factors) for factors in dims] for dims in self.dims)
+        return Form(signature([old], [new]), whole=" ".join(self.whole), moves=True, sizes=self.sizes)
 
     def _new(self, size: int, *places: tuple[int, int], whole: bool = False) -> None:
         name = f"f{len(self.sizes)}"
@@ -48,13 +52,13 @@ class _Pairing:
 
     def _leading(self) -> None:
         """Nothing to pair among no elements, except the dims that stay where they are."""
-        for d, (a, b) in enumerate(zip(*self.shapes)):
+        for d, (a, b) in enumerate(zip(*self.shapes, strict=False)):
             if a != b:
                 return
             self._new(a, (0, d), (1, d))
 
     def _walk(self) -> None:
-        """Take the largest factor that both have on their outside; where there is none, the dims stay whole until they meet."""
+        """Take the largest factor that both have on their outside; what is left then stays whole until they meet."""
         queues = [[[d, size] for d, size in enumerate(shape) if size != 1] for shape in self.shapes]
         a, b = queues
         while a and b:
@@ -131,7 +135,7 @@ def _transpose(call: Call) -> Form:
 @row("permute permute_copy")
 def _permute(call: Call) -> Form:
     dims = names(call.self.dim())
-    return Form(signature([dims], [[dims[d] for d in call.dims]]), moves=True)
+    return Form(signature([dims], [[dims[d] for d in call.values["dims"]]]), moves=True)
 
 
 def _expand_local(c: Local) -> None:
@@ -173,8 +177,8 @@ def _unsqueeze(call: Call) -> Form:
     return Form(signature([old], [[*old[:at], "_", *old[at:]]]), moves=True)
 
 
-row("view_as_real view_as_real_copy")(lambda call: Form("... -> ... _", moves=True))
-row("view_as_complex view_as_complex_copy")(lambda call: Form("... _ -> ...", moves=True))
+row("view_as_real view_as_real_copy", "... -> ... _", linear="self")
+row("view_as_complex view_as_complex_copy", "... _ -> ...", linear="self")
 
 
 # ---- one tensor into several along a dim, which must be whole; several into one
@@ -208,49 +212,3 @@ def _stack(call: Call) -> Form:
     at = call.dim % len(dims)
     part = dims[:at] + dims[at + 1 :]
     return Form(signature([part] * len(call.operands), [[*dims[:at], "_", *dims[at + 1 :]]]), moves=True)
-
-
-# ---- turns and copies
-
-
-@row("flip")
-def _flip(call: Call) -> Form:
-    return _whole_along(call, [d % call.self.dim() for d in call.dims] if call.self.dim() else [])
-
-
-@row("roll")
-def _roll(call: Call) -> Form:
-    rank = call.self.dim()
-    return _whole_along(call, [d % rank for d in call.values["dims"]] if call.values["dims"] else list(range(rank)))
-
-
-def _whole_along(call: Call, whole: list[int]) -> Form:
-    dims = ["_" if d in whole else name for d, name in enumerate(names(call.self.dim()))]
-    return Form(signature([dims], [dims]), moves=True)
-
-
-@row("rot90")
-def _rot90(call: Call) -> Form:
-    turned = {d % call.self.dim() for d in call.values["dims"]}
-    dims = ["_" if d in turned else name for d, name in enumerate(names(call.self.dim()))]
-    return Form(signature([dims], [dims]), moves=True)
-
-
-@row("repeat")
-def _repeat(call: Call) -> Form:
-    rank, times = call.self.dim(), list(call.repeats)
-    more = len(times) - rank
-    # A repeated dim is its shards over and over, which no single cut describes.
-    dims = [name if times[more + d] == 1 else "_" for d, name in enumerate(names(rank))]
-    return Form(signature([dims], [["_"] * more + dims]), moves=True)
-
-
-@row("unfold unfold_copy")
-def _unfold(call: Call) -> Form:
-    dims = names(call.self.dim())
-    if not dims:
-        return Form("() -> _", moves=True)
-    dims[call.dimension] = "_"
-    return Form(signature([dims], [[*dims, "_"]]), moves=True)
-
-

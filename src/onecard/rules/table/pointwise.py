@@ -31,11 +31,11 @@ _ONE = """
 _TWO = """
     atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod
     gcd ge gt heaviside hypot igamma igammac lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum
-    minimum ne nextafter polar pow remainder xlogy float_power __and__ __or__ __xor__ __lshift__ __rshift__"""
+    minimum ne nextafter polar pow remainder xlogy __lshift__ __rshift__"""
 _THREE = "clamp clamp_max clamp_min threshold"
 _ACTIVATIONS = """
-    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish relu selu silu softplus
-    softshrink relu6 _prelu_kernel"""
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish relu silu softplus
+    softshrink _prelu_kernel"""
 _SPECIAL = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
     chebyshev_polynomial_w entr erfcx hermite_polynomial_h hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l
@@ -63,12 +63,10 @@ row(_ACTIVATIONS, local=_full_buffer)(elementwise)
 # ---- Linear in something
 
 
-@row("add.Tensor sub.Tensor rsub.Tensor")
+@row("add sub rsub")
 def _add(call: Call) -> Form:
-    return Form(elementwise(call), linear="self + other")
-
-
-row("add.Scalar sub.Scalar rsub.Scalar")(elementwise)
+    """A number is no operand: every rank would add it, so then nothing may be pending."""
+    return Form(elementwise(call), linear="self + other" if len(call.operands) == 2 else "")
 
 
 @row("mul")
@@ -105,7 +103,7 @@ def _masked_fill(call: Call) -> Form:
     return Form("..., ... -> ...", linear="self" if call.value == 0 else "")
 
 
-row("neg positive deg2rad rad2deg conj_physical", "... -> ...", linear="self")
+row("neg deg2rad rad2deg _conj_physical", "... -> ...", linear="self")
 
 # Backward operators are linear in the gradient, which therefore may stay pending.
 _BACKWARD = """
@@ -137,7 +135,7 @@ def _glu_backward(call: Call) -> Form:
 
 # ---- Copies
 
-row("clone detach alias lift lift_fresh contiguous resolve_conj resolve_neg", "... -> ...", moves=True)
+row("clone detach alias lift lift_fresh", "... -> ...", moves=True)
 row("zero", "... -> ...", moves=True)  # of zeros every reduction makes zero
 
 

@@ -1,4 +1,4 @@
-"""prove: every strategy that a row allows for one call, run shard by shard in this process and compared with the whole."""
+"""prove: every strategy that a row allows for one call, run shard by shard and compared with the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut a whole tensor as a layout says, for every coordinate of a mesh; and check that local results make a whole one."""
+"""Cut a whole tensor as a layout says for every coordinate of a mesh; check that local results make a whole one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ VALUELESS = frozenset({"empty_like", "new_empty", "empty_strided", "new_empty_st
 Strategy = tuple[Decision, tuple[Layout, ...]]
 
 
-class Unfit(Exception):  # noqa: N818 - an answer, not an error
+class Unfit(Exception):
     """The row has no rule for the call (``why`` is ""), or one that does not fit."""
 
     def __init__(self, rule: str, why: str) -> None:
@@ -48,11 +48,20 @@ class Trial:
         self.operands = [_at(path, *self.whole) for path in self.call.paths]
         after = copied(captured.args), copied(captured.kwargs)
         self.results = [t.clone() for t in tensors_in(captured.func(*after[0], **after[1]))]
-        names = [n for n in self.call.schema.written if n not in self.call.schema.out]
-        self.written = [i for i, name in enumerate(self.call.names) if name in names]
-        self.after = {i: _at(self.call.paths[i], *after).clone() for i in self.written}
+        then = [_at(path, *after) for path in self.call.paths]
+        self.written = [
+            i for i, t in enumerate(then) if self.call.names[i] in self.call.schema.written or self._changed(i, t)
+        ]
+        self.after = {i: then[i].clone() for i in self.written}
         self.aliases = _aliases(self.call)
         self.values = self.call.schema.name not in VALUELESS
+
+    def _changed(self, i: int, after: Tensor) -> bool:
+        """Whether an operand was written to, whatever the schema says (native_batch_norm's running_mean)."""
+        before = self.operands[i]
+        if after.shape != before.shape or torch.equal(after, before):
+            return after.shape != before.shape
+        return not torch.equal(after.isnan(), before.isnan()) or not torch.equal(after.nan_to_num(), before.nan_to_num())
 
     def strategies(self) -> Iterator[Strategy]:
         """What the rule allows here. A result that is an operand keeps that operand's layout."""

@@ -1,0 +1,287 @@
+"""Reductions: each rank reduces its part, and what it gives is pending until somebody needs it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import names, signature
+from onecard.rules.table._share import cast, highest, if_empty, kept, lowest, scaled, share, sums, wide, widens
+
+aten = torch.ops.aten
+
+
+def reduction(call: Call, **traits: Any) -> Form:
+    """The reduced dims are missing from every result."""
+    dims = names(call.self.dim())
+    result = kept(dims, reduced_dims(call), bool(call.values.get("keepdim", False)))
+    return Form(signature([dims], [result] * len(call.results)), **traits)
+
+
+def reduced_dims(call: Call) -> tuple[int, ...]:
+    """Numbers of the dims that a call reduces."""
+    dim = call.values.get("dim")
+    if dim == [] and call.results[0].shape == call.self.shape:
+        return ()  # any, all and nansum take an empty list at its word; for the others it means all dims
+    return call.dims(dim)
+
+
+# ---- Sums
+
+
+@row("sum")
+def _sum(call: Call) -> Form:
+    return reduction(call, linear="self" if sums(call.self.dtype, call.results[0].dtype) else "")
+
+
+@row("nansum count_nonzero")
+def _sum_of_some(call: Call) -> Form:
+    return reduction(call)
+
+
+def _mean_of_part(c: Local) -> None:
+    """A mean over a part counts for as much as the part is of the whole."""
+    scaled(c, share(c) / share_of_result(c))
+
+
+def share_of_result(c: Local) -> float:
+    """Which part of the result's elements this rank holds (1 if that is none at all)."""
+    whole, part = prod(c.call.results[0].shape), prod(c.result_shape())
+    return part / whole if part else 1.0
+
+
+@row("mean", local=_mean_of_part)
+def _mean(call: Call) -> Form:
+    return reduction(call, linear="self" if widens(call.self.dtype, call.results[0].dtype) else "")
+
+
+@row("prod")
+def _prod(call: Call) -> Form:
+    return reduction(call, reduce="product", keeps="product" if widens(call.self.dtype, call.results[0].dtype) else "")
+
+
+# ---- Extremes
+
+
+def _lowest_if_empty(c: Local) -> None:
+    if_empty(c, lowest)
+
+
+def _highest_if_empty(c: Local) -> None:
+    if_empty(c, highest)
+
+
+def _extremes_if_empty(c: Local) -> None:
+    if_empty(c, lambda dtype: (highest(dtype), lowest(dtype)))
+
+
+@row("amax", local=_lowest_if_empty)
+def _amax(call: Call) -> Form:
+    return reduction(call, reduce="max", keeps="max")
+
+
+@row("amin", local=_highest_if_empty)
+def _amin(call: Call) -> Form:
+    return reduction(call, reduce="min", keeps="min")
+
+
+@row("aminmax", local=_extremes_if_empty)
+def _aminmax(call: Call) -> Form:
+    return reduction(call, reduce=("min", "max"))
+
+
+@row("any _is_any_true")
+def _any(call: Call) -> Form:
+    return reduction(call, reduce="max")
+
+
+@row("all _is_all_true")
+def _all(call: Call) -> Form:
+    return reduction(call, reduce="min")
+
+
+# ---- Extremes with their places: found by comparing with the extreme, so that only small maxima travel
+
+
+def _first_place(x: Tensor, extreme: Tensor, places: Tensor, dims: list[int], keepdim: bool, size: int) -> Tensor:
+    """The smallest place where the extreme stands (NaN counts as the extreme, as in the kernels)."""
+    hit = x == extreme
+    if x.is_floating_point():
+        hit = hit.logical_or_(x.isnan())
+    return torch.where(hit, places, torch.tensor(size, device=places.device)).amin(dims, keepdim=keepdim)
+
+
+def _along(dim: int, x: Tensor) -> Tensor:
+    """0, 1, 2, ... along a dim."""
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return torch.arange(x.shape[dim], device=x.device).view(shape)
+
+
+def _with_place(extreme: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        dim %= self.dim()
+        value = extreme(self, [dim], keepdim=True)
+        place = _first_place(self, value, _along(dim, self), [dim], keepdim, self.shape[dim])
+        return value if keepdim else value.squeeze(dim), place
+
+    return run
+
+
+def _place(extreme: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None:
+            dim %= self.dim()
+            value = extreme(self, [dim], keepdim=True)
+            return _first_place(self, value, _along(dim, self), [dim], keepdim, self.shape[dim])
+        dims = list(range(self.dim()))
+        places = torch.zeros_like(self, dtype=torch.int64)
+        for d in dims:
+            places = places + _along(d, self) * prod(self.shape[d + 1 :])
+        return _first_place(self, extreme(self, dims, keepdim=True), places, dims, keepdim, self.numel())
+
+    return run
+
+
+def _whole_dims(call: Call) -> Form:
+    """Every reduced dim whole; all other dims may be cut."""
+    dims = names(call.self.dim())
+    return reduction(call, whole=" ".join(dims[d] for d in reduced_dims(call)))
+
+
+def _extreme(call: Call, op: str) -> Form:
+    if call.schema.overload == "other":
+        return Form("..., ... -> ...")
+    return _whole_dims(call) if call.schema.overload == "dim" else reduction(call, reduce=op, keeps=op)
+
+
+@row("max", local=_lowest_if_empty, instead=_with_place(torch.amax))
+def _max(call: Call) -> Form:
+    return _extreme(call, "max")
+
+
+@row("min", local=_highest_if_empty, instead=_with_place(torch.amin))
+def _min(call: Call) -> Form:
+    return _extreme(call, "min")
+
+
+row("argmax", instead=_place(torch.amax))(_whole_dims)
+row("argmin", instead=_place(torch.amin))(_whole_dims)
+row("median nanmedian mode kthvalue")(_whole_dims)
+
+
+# ---- Variance: two passes, as one pass over squares would cancel
+
+
+def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean."""
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    size = prod(x.shape[d] for d in dims)
+    mean = wide(x).mean(dims, keepdim=True)
+    centred = wide(x) - mean
+    square = centred * centred if not x.is_complex() else centred.abs() ** 2
+    left = size - (1 if correction is None else correction)
+    var = square.sum(dims, keepdim=keepdim) / max(left, 0)
+    return var, mean if keepdim else mean.view([n for n, d in zip(x.shape, _reduced(x, dims), strict=True) if not d])
+
+
+def _reduced(x: Tensor, dims: list[int]) -> list[bool]:
+    listed = {d % x.dim() for d in dims} if x.dim() else set()
+    return [d in listed for d in range(x.dim())]
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _var(self: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return cast(_moments(self, dim, correction, keepdim)[0], _real(self.dtype))
+
+
+def _std(self: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return cast(_moments(self, dim, correction, keepdim)[0].sqrt(), _real(self.dtype))
+
+
+def _var_mean(
+    self: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    var, mean = _moments(self, dim, correction, keepdim)
+    return cast(var, _real(self.dtype)), cast(mean, self.dtype)
+
+
+def _std_mean(
+    self: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    var, mean = _moments(self, dim, correction, keepdim)
+    return cast(var.sqrt(), _real(self.dtype)), cast(mean, self.dtype)
+
+
+row("var.correction", instead=_var)(_whole_dims)
+row("std.correction", instead=_std)(_whole_dims)
+row("var_mean.correction", instead=_var_mean)(_whole_dims)
+row("std_mean.correction", instead=_std_mean)(_whole_dims)
+
+
+# ---- Norms: a norm of norms is a norm, so a pending norm passes through
+
+
+def _power(call: Call) -> float:
+    given = call.ord if "ord" in call.schema.arguments else call.values.get("p", 2)
+    return 2.0 if given is None else float(given)
+
+
+def _norm_fill(c: Local) -> None:
+    nothing = inf if _power(c.call) < 0 else 0.0
+    if_empty(c, lambda dtype: nothing)
+
+
+@row("linalg_vector_norm norm", local=_norm_fill, values=True)
+def _norm(call: Call) -> Form:
+    power = _power(call)
+    if power == 0:
+        return reduction(call)  # the count of what is not zero
+    if abs(power) == inf:
+        return reduction(call, reduce="max" if power > 0 else "min")
+    return reduction(call, reduce=f"norm{power}", keeps=f"norm{power}")
+
+
+# ---- Along a dim that stays as long as it is
+
+
+def _running(call: Call, **traits: Any) -> Form:
+    dims = names(call.self.dim())
+    whole = dims[call.dim % len(dims)] if dims else ""
+    return Form(signature([dims], [dims] * len(call.results)), whole=whole, **traits)
+
+
+@row("cumsum")
+def _cumsum(call: Call) -> Form:
+    return _running(call, linear="self" if sums(call.self.dtype, call.results[0].dtype) else "")
+
+
+row("cumprod logcumsumexp cummax cummin")(_running)
+
+
+# ---- logsumexp
+
+
+def _logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    x = wide(self) if self.is_floating_point() else cast(self, torch.get_default_dtype())
+    dims = list(dim) or list(range(x.dim()))
+    largest = x.amax(dims, keepdim=True)
+    largest = largest.masked_fill(largest.abs() == inf, 0.0)
+    total = (x - largest).exp_().sum(dims, keepdim=True).log() + largest
+    if not keepdim:
+        total = total.view([n for n, gone in zip(x.shape, _reduced(x, dims), strict=True) if not gone])
+    return cast(total, self.dtype if self.is_floating_point() else x.dtype)
+
+
+row("logsumexp", instead=_logsumexp)(_whole_dims)

@@ -1,0 +1,64 @@
+"""The house: imports go down only, one caller of collectives, files stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
+# Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
+LAYERS = [
+    "errors", "mesh", "layout", "rules", "reshard", "comm", "tensor", "parallel", "explain", "testing", "launch", "cli",
+]  # fmt: skip
+MAX_LINES = 380
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports_of(source: str):
+    """(module, line) of every import in a source text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def upward_imports(layer: str, source: str) -> list[str]:
+    found = []
+    for module, line in imports_of(source):
+        parts = module.split(".")
+        if parts[0] == "onecard" and len(parts) > 1 and parts[1] in LAYERS:
+            if LAYERS.index(parts[1]) > LAYERS.index(layer):
+                found.append(f"line {line}: {module}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    layer = layer_of(path)
+    if layer != "__init__":
+        assert layer in LAYERS, f"{layer} has no place in the order of layers"
+        assert upward_imports(layer, path.read_text()) == []
+
+
+def test_an_upward_import_is_seen():
+    assert upward_imports("layout", "from onecard.tensor import spec") == ["line 1: onecard.tensor.spec"]
+    assert upward_imports("tensor", "from onecard.layout import Layout") == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES, "split it, or find the idea that makes it shorter"
+
+
+def test_only_comm_calls_collectives():
+    """The pure layers never import torch.distributed's communication."""
+    allowed = {"comm", "testing", "launch"}
+    for path in FILES:
+        if layer_of(path) not in allowed:
+            used = [m for m, _ in imports_of(path.read_text()) if m.startswith("torch.distributed")]
+            assert all(m.startswith("torch.distributed.tensor.") for m in used), f"{path}: {used}"
