@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Group:
         return len(self.ranks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _process_group(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == 1:
         return None
@@ -91,7 +91,7 @@ def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
     return _device_mesh(mesh)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device_mesh(mesh: ProcessMesh) -> DeviceMesh:
     return DeviceMesh(world.device().type, torch.tensor(mesh.mesh), mesh_dim_names=tuple(mesh.dim_names))
 

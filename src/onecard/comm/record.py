@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from onecard.reshard import Step
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_ENGINE = "/torch/"
+_ENGINE = str(Path(torch.__file__).resolve().parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and _ENGINE not in name and not name.startswith("<"):
+        if not name.startswith(_PACKAGE) and not name.startswith(_ENGINE) and not name.startswith("<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

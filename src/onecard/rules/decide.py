@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
+from math import prod
 
 from onecard.layout import Axes, Layout, chunk
 from onecard.mesh import ProcessMesh
@@ -20,6 +21,9 @@ Sized = tuple[Shape, int]
 
 # Half of what it costs to settle a pending result counts now: the sum may still merge with another, or never be needed.
 PENDING_SHARE = 0.5
+# Seconds for one point of the factors' product (a multiply-add of a matrix product). Without it a large product would
+# gather its operands as soon as they are smaller than the result, and every rank would do all of the work.
+WORK = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def decide(
         bound: the operator's rule bound to this call.
         layouts: the operands' layouts, all on one mesh.
         operands, results: shape and bytes of an element of each.
-        cost: seconds to change a layout.
+        cost: seconds to change a layout; the time that a rank computes is added to it.
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
 
     Returns:
@@ -77,7 +81,7 @@ def decide(
         candidate = _try(bound, layouts, mesh, uses)
         if candidate is None or not _keeps(candidate, layouts, fixed):
             continue
-        seconds = _price(candidate, layouts, operands, results, cost)
+        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, uses, mesh)
         if best is None or seconds < best.seconds:
             best = Decision(candidate[0], candidate[1], uses, seconds)
     return best
@@ -286,6 +290,12 @@ def _price(
         if layout.pending:
             seconds += PENDING_SHARE * cost(shape, size, layout, layout.settled())
     return seconds
+
+
+def _work(bound: Bound, uses: Sequence[Use], mesh: ProcessMesh) -> float:
+    """Seconds that a rank computes."""
+    shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
+    return WORK * prod(bound.sizes) / shared
 
 
 def _words(use: Use, bound: Bound) -> str:

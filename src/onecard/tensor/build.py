@@ -20,7 +20,7 @@ from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
 from onecard.tensor import fallback
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.program import Program
+from onecard.tensor.program import Program, own_result
 from onecard.tensor.spec import Spec
 
 
@@ -93,13 +93,13 @@ def _decide(
     if row.local is not None and coordinate is not None:
         local = Local(call, bound, decision, coordinate)
         row.local(local)
-        program.run = local.run
+        program.call = own_result(local.run) if local.run is not None else program.func
         program.cut_off = program.cut_off or (call.schema.views and local.copies)
         order = call.schema.arguments
         program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
     returns = program.func._schema.returns
     if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
-        busy = program.moves or program.run or program.aliases
+        busy = program.moves or program.aliases
         plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
         program.simple = not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
         program.swaps = tuple((at, value) for at, _, value in program.replace)

@@ -49,13 +49,13 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         if program is not None and program.simple:
             for position, value in program.swaps:
                 local[position] = value
-            return program.wrap(func(*local, **kwargs), program.spec)
+            return program.wrap(program.call(*local, **kwargs), program.spec)
     else:
         program = programs.get(tuple(key))
         if program is not None and program.simple:
             for position, value in program.swaps:
                 local[position] = value
-            return program.wrap(func(*local), program.spec)
+            return program.wrap(program.call(*local), program.spec)
     if program is None:
         program = _miss(tuple(key), func, args, kwargs or {})
     return program(args, kwargs or {})

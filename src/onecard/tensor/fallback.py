@@ -12,7 +12,7 @@ from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard import reshard as planner
-from onecard.errors import DispatchError
+from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of
 from onecard.tensor import dist_tensor
@@ -102,7 +102,9 @@ def without_rule(func: Any) -> Callable[..., Any]:
         if decomposition is not None:
             try:
                 result = _decompose(decomposition, args, kwargs)
-            except _NoRule:
+            except OnecardError:
+                raise
+            except Exception:  # whatever stops a decomposition, the gathered call decides whether the call itself is wrong
                 result = NotImplemented
             if result is not NotImplemented:
                 return result

@@ -82,7 +82,7 @@ class ForeachProgram:
         self.func, self.element, self.elements = func, element, elements
         self.name = schema_of(func).name
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
-        self.together = all(p is None or not (p.expand or p.run or p.replace) for p in elements)
+        self.together = all(p is None or not (p.expand or p.call is not p.func or p.replace) for p in elements)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if not self.together:

@@ -24,7 +24,8 @@ class Program:
     """One call, decided.
 
     Attributes:
-        func: the operator to run on local tensors; ``run``: what to run in its place, or None.
+        func: the operator; ``call``: what runs on local tensors, the operator itself or what a row's hook puts in its
+            place.
         specs: of the result tensors; ``spec``: the only one, if ``simple``.
         simple: local tensors go in as they are, ``swaps`` (position, value) in place of static arguments, and one new
             tensor comes out.
@@ -38,7 +39,7 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "run", "simple", "spec", "specs", "swaps",
+        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "simple", "spec", "specs", "swaps",
         "wrap", "writes",
     )  # fmt: skip
 
@@ -57,7 +58,7 @@ class Program:
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
         self.cut_off = False
-        self.run: Callable[..., Any] | None = None
+        self.call: Callable[..., Any] = func
         self.expand: Callable[..., Any] | None = None
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -76,7 +77,7 @@ class Program:
                 local[position] = value
             else:
                 keywords[name] = value
-        result = self.func(*local, **keywords) if self.run is None else _unalias(self.run(*local, **keywords), local)
+        result = self.call(*local, **keywords)
         if type(result) is Tensor and not self.aliases:
             made = self.wrap(result, self.specs[0])
             if self.cut_off:
@@ -139,8 +140,19 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _unalias(result: Any, local: list[Any]) -> Any:
-    """What a hook returns, made a tensor of its own where it is an argument itself: two DistTensors never share one."""
+def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook's function, except that an argument that it returns becomes a tensor of its own.
+
+    Two DistTensors never hold the same local tensor: each could be settled in place.
+    """
+
+    def call(*local: Any, **keywords: Any) -> Any:
+        return _unalias(run(*local, **keywords), local)
+
+    return call
+
+
+def _unalias(result: Any, local: Sequence[Any]) -> Any:
     if isinstance(result, Tensor):
         return result.detach() if any(result is a for a in local) else result
     return type(result)([_unalias(r, local) for r in result]) if isinstance(result, list | tuple) else result

@@ -99,6 +99,10 @@ def _module_from_file(where: Where) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"cannot load {where.module} from {where.file}", name=where.module)
     module = importlib.util.module_from_spec(spec)
+    parent = where.module.rpartition(".")[0]
+    while parent:  # a pickle imports them on the way to its module
+        sys.modules.setdefault(parent, ModuleType(parent))
+        parent = parent.rpartition(".")[0]
     sys.modules[where.module] = module  # before it runs: dataclasses and pickles look their module up
     spec.loader.exec_module(module)
     return module

@@ -40,8 +40,10 @@ def multirank(
             try:
                 values = run_ranks(function, nproc, *args, timeout=timeout, backend=backend, **kwargs)
             except RankError as error:
-                _fail(error)
-            return None if all(value is None for value in values) else values
+                failure = error
+            else:
+                return None if all(value is None for value in values) else values
+            _fail(failure)  # outside of `except`, or pytest would show the error twice
 
         setattr(wrapper, RAW, function)
         return wrapper

@@ -20,6 +20,8 @@ SAMPLES = [
     lambda: real(1).view(()),
     lambda: real(0, 4).view(4, 0),
     lambda: real(4, 6).view(torch.int64),
+    lambda: real(4, 6).view(torch.int32),
+    lambda: aten.view_copy(real(4, 6), torch.int64),
     lambda: real(4, 3, 6).transpose(1, 2).reshape(4, 18),
     lambda: aten._unsafe_view(real(4, 6), [2, 2, 6]),
     lambda: aten._reshape_alias(real(4, 6), [24], [1]),
@@ -33,6 +35,11 @@ SAMPLES = [
     lambda: real(4, 1, 3).expand(2, 4, 5, 3),
     lambda: real(4, 3).expand(4, 3),
     lambda: real(4, 3).expand(-1, -1),
+    *[
+        lambda name=name, extra=extra: getattr(aten, f"{name}_copy")(real(4, 1, 6), *extra)
+        for name, extra in (("squeeze", ()), ("unsqueeze", (0,)), ("split", (3, 2)), ("unbind", (1,)))
+    ],
+    lambda: aten.view_as_complex_copy(aten.view_as_real_copy(aten.view_as_complex_copy(real(4, 3, 2)))).abs(),
     lambda: aten.expand_copy(real(1, 3), [4, 3]),
     lambda: real(4, 1, 2, 1).squeeze(),
     lambda: real(2, 1, 4).squeeze(1),

@@ -150,7 +150,7 @@ row("""reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d repl
 # ---- order
 
 
-@row("topk sort argsort")
+@row("topk sort")
 def _order(call: Call) -> Form:
     return _along(call, [call.dim])
 

@@ -42,7 +42,8 @@ def _select(call: Call) -> Form:
     old = names(call.self.dim())
     new = [d for i, d in enumerate(old) if i != call.dim % len(old)]
     old[call.dim] = "v" if can_sum(call.self) else "_"
-    return Form(signature([old], [new]), linear="self", moves=True)
+    # Not ``moves``: where the dim is cut, another kind of pending value would not survive the sum.
+    return Form(signature([old], [new]), linear="self")
 
 
 def _bounds(call: Call, size: int) -> tuple[int, int, int]:
@@ -83,9 +84,10 @@ def _is_all(call: Call, size: int) -> bool:
 def _slice(call: Call) -> Form:
     old = names(call.self.dim())
     new = list(old)
-    if not _is_all(call, call.self.shape[call.dim]):
+    everything = _is_all(call, call.self.shape[call.dim])
+    if not everything:
         old[call.dim], new[call.dim] = "v" if can_sum(call.self) else "_", "_"
-    return Form(signature([old], [new]), linear="self", moves=True)
+    return Form(signature([old], [new]), linear="self", moves=everything)
 
 
 def _sizes_local(c: Local) -> None:

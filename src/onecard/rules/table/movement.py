@@ -103,15 +103,18 @@ def _resize(c: Local) -> None:
     c.run = _local_view
 
 
-@row("view _unsafe_view _reshape_alias view_copy reshape", local=_resize)
-def _view(call: Call) -> Form | None:
-    if call.schema.overload == "dtype":
-        return _reinterpret(call)
+@row("view _unsafe_view _reshape_alias view_copy", local=_resize)
+def _view(call: Call) -> Form:
     return _Pairing(call.self.shape, call.results[0].shape).form()
 
 
-def _reinterpret(call: Call) -> Form | None:
-    return Form("... -> ...") if call.self.element_size() == call.dtype.itemsize else None
+@row("view.dtype view_copy.dtype")
+def _reinterpret(call: Call) -> Form:
+    # Elements of another size change the last dim's length.
+    dims = names(call.self.dim())
+    if call.self.element_size() != call.dtype.itemsize:
+        dims[-1] = "_"
+    return Form(signature([dims], [dims]))
 
 
 # ---- dims that change places, come and go
