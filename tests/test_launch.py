@@ -49,7 +49,8 @@ def write(folder: Path, source: str, name: str = "program.py") -> str:
 def start(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
     """Starts the launcher as a shell does, in a process group of its own."""
     command = [sys.executable, "-m", "onecard.launch", *options, write(folder, source)]
-    environment = os.environ | {"PYTHONPATH": str(Path(onecard.launch.__file__).parents[2])}
+    # TMPDIR: a launcher that is killed cannot clean up.
+    environment = os.environ | {"PYTHONPATH": str(Path(onecard.launch.__file__).parents[2]), "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
 

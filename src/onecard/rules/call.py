@@ -71,11 +71,12 @@ class Call:
         results: the result tensors (meta), absent ones left out.
     """
 
-    __slots__ = ("func", "names", "operands", "paths", "results", "schema", "values")
+    __slots__ = ("func", "given", "names", "operands", "paths", "results", "schema", "values")
 
     def __init__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func = func
         self.schema = schema_of(func)
+        self.given = (args, kwargs)
         self.values = dict(self.schema.defaults)
         self.operands: list[Tensor] = []
         self.names: list[str] = []
@@ -104,6 +105,11 @@ class Call:
             return self.values[name]
         except KeyError:
             raise AttributeError(f"{self.schema.name} has no argument {name!r}") from None
+
+    def meta_results(self) -> list[Tensor]:
+        """The result tensors without their data. Raises NotImplementedError where data decides their shapes."""
+        args, kwargs = self.given
+        return list(tensors_in(self.func(*args, **kwargs)))
 
     def index(self, name: str) -> int:
         """The operand number of an argument, or -1 if it is absent."""

@@ -13,7 +13,7 @@ from onecard.comm.groups import check_world
 from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.rules.call import Call, Path, tensors_in
+from onecard.rules.call import Call, Path
 from onecard.rules.decide import decide
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
@@ -33,24 +33,23 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     program = Program(func)
     operands = [t for t in _flat([*args, *kwargs.values()]) if isinstance(t, DistTensor)]
     mesh, device = _common_mesh(func, operands)
-    metas, keywords = [_meta(a) for a in args], {k: _meta(v, k) for k, v in kwargs.items()}
-    call = Call(func, metas, keywords)
+    call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
     if call.schema.out:
         program.expand = fallback.out_of_place(func, call)
         return program
     row = find(func)
     if row is None:
-        program.expand = fallback.without_rule(func)
+        program.expand = fallback.without_rule(func, call)
         return program
     try:
-        call.results = list(tensors_in(func(*metas, **keywords)))
+        call.results = call.meta_results()
         bound = _bind(row, call)
     except RuntimeError as fault:
         if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
             raise
         bound = None  # no shapes without data
     if bound is None:
-        program.expand = fallback.without_rule(func)
+        program.expand = fallback.without_rule(func, call)
         return program
     values = [_at(path, args, kwargs) for path in call.paths]
     layouts = [v._spec.layout if isinstance(v, DistTensor) else Layout.replicated(mesh, v.dim()) for v in values]
@@ -158,7 +157,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [item for v in values for item in (_flat(v) if isinstance(v, list | tuple) else [v])]
 
 
-def _meta(value: Any, name: str = "") -> Any:
+def _meta(value: Any) -> Any:
     if isinstance(value, DistTensor):
         return value._spec.meta()
     if isinstance(value, Tensor):

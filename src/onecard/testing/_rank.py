@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import reprlib
+import shutil
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ def main(job: Job, pipe: Connection) -> None:
     """Entry point of a rank process. Ends the process with status 0 after the parent's release."""
     os.setsid()  # its own process group: one signal ends it with all that it started, and Ctrl-C goes to the parent
     released = threading.Event()
-    threading.Thread(target=_watch, args=(pipe, released), name=WATCH, daemon=True).start()
+    threading.Thread(target=_watch, args=(job.folder, pipe, released), name=WATCH, daemon=True).start()
     _redirect(job.path("out"))
     # Kept referenced for the life of the process: faulthandler writes to the file's descriptor.
     stack = open(job.path("stack"), "w")  # noqa: SIM115
@@ -44,11 +45,12 @@ def main(job: Job, pipe: Connection) -> None:
     _close_group()
 
 
-def _watch(pipe: Connection, released: threading.Event) -> None:
+def _watch(folder: str, pipe: Connection, released: threading.Event) -> None:
     """Ends this rank and its children as soon as the parent has gone, however it went."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)  # the parent, had it been able to, would have removed it
         os.killpg(0, signal.SIGKILL)
     released.set()
 

@@ -50,5 +50,4 @@ SAMPLES = [
     lambda: torch.searchsorted(real(4, 6, grad=False).sort().values, real(4, 3, grad=False)),
     lambda: torch.searchsorted(real(6, grad=False).sort().values, real(4, 3, grad=False)),
     lambda: torch.searchsorted(real(6, grad=False).sort().values, 0.5),
-    lambda: torch.bucketize(real(4, 3, grad=False), torch.arange(-1.0, 2.0, dtype=torch.float64)),
 ]

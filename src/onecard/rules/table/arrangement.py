@@ -142,9 +142,12 @@ def _pad_form(call: Call) -> Form:
     return Form(text, linear=call.names[0], unread="self" if len(call.operands) == 2 else "", nonempty=free)
 
 
-row("""reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+row(
+    """reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward""", local=_pad_local)(_pad_form)
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward""",
+    local=_pad_local,
+)(_pad_form)
 
 
 # ---- order
@@ -163,11 +166,3 @@ def _searchsorted(call: Call) -> Form:
     places = ["_"] if line.dim() == 1 else [*values[:-1], "_"]
     operands = {"sorted_sequence": places, "sorter": places, "self": values}
     return Form(signature([operands[name] for name in call.names], [values]))
-
-
-@row("bucketize")
-def _bucketize(call: Call) -> Form:
-    values = names(call.results[0].dim())
-    return Form(signature([["_"] if name == "boundaries" else values for name in call.names], [values]))
-
-

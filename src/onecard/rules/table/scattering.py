@@ -142,5 +142,3 @@ def _masked_fill(call: Call) -> Form:
 
 row("masked_fill.Tensor", "..., ..., () -> ...")
 row("masked_scatter masked_scatter_backward")(_all_whole)
-
-
