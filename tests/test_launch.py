@@ -258,9 +258,12 @@ def test_restarts(tmp_path):
     program = write(
         tmp_path,
         """
-        import os, sys
+        import os, pathlib, sys, time
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         print("attempt", attempt)
+        pathlib.Path(f"attempt{attempt}rank" + os.environ["RANK"]).touch()
+        while len(list(pathlib.Path().glob(f"attempt{attempt}rank?"))) < 2:  # the first to fail ends the other
+            time.sleep(0.01)
         sys.exit(attempt == "0")
         """,
     )

@@ -117,6 +117,20 @@ def test_in_place_operators_keep_the_layout():
 
 
 @multirank(2)
+def test_overwriting_a_pending_sum():
+    for fill in (lambda x: x.fill_(5), lambda x: x.copy_(torch.full((4, 3), 5.0)), lambda x: x[:].fill_(5)):
+        x = oc.from_local(torch.ones(4, 3), mesh2(), [oc.Partial()]).clone()
+        fill(x)
+        assert_close(x, torch.full((4, 3), 5.0))
+    x = oc.from_local(torch.ones(4, 3), mesh2(), [oc.Partial()]).clone()
+    x[1].fill_(7)
+    x[2].add_(1)
+    assert_close(x, torch.tensor([[2.0], [7.0], [3.0], [2.0]]).expand(4, 3))
+    x.zero_()
+    assert_close(x, torch.zeros(4, 3))
+
+
+@multirank(2)
 def test_a_view_that_had_to_be_copied_refuses_writes():
     _, twin = pair()
     twin = twin.detach()

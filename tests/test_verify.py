@@ -159,7 +159,7 @@ CONTROLS = {
         aten.amax.default, (X43, [0]), Form("a b -> b"), Form("a b -> b", reduce="max"), (2,),
     ),
     "view: the inner factor is taken for the outer one": (
-        aten.view.default, (random(4, 4), [2, 2, 4]), Form("(b a) c -> a b c"), Form("_ c -> _ _ c"), (2,),
+        aten.view.default, (random(4, 4), [2, 2, 4]), Form("(b a) c -> a b c"), Form("_ _ -> _ _ _"), (2,),
     ),
     "embedding: a vocabulary shard without a mask": (
         aten.embedding.default, (random(5, 3), INDICES), Form("v d, a b -> a b d"),
@@ -167,7 +167,8 @@ CONTROLS = {
     ),
     "embedding: a mask off by one": (
         aten.embedding.default, (random(5, 3), INDICES),
-        Row((), Form("v d, a b -> a b d"), local=mask_off_by_one), Row((), Form("v d, a b -> a b d"), local=mask_right), (3,),
+        Row((), Form("v d, a b -> a b d"), local=mask_off_by_one),
+        Row((), Form("v d, a b -> a b d"), local=mask_right), (3,),
     ),
     "mean: a hook that knows one axis only": (
         aten.mean.dim, (random(3, 4), [1]), Row((), Form("a b -> a"), local=scaled_on_the_first_axis_only),
@@ -285,7 +286,7 @@ def tensors_and_layouts(draw):
     dtype = draw(st.sampled_from([torch.float64, torch.int64, torch.bool]))
     if dtype is not torch.float64 and op in ("avg", "min"):
         dtype = torch.float64
-    return (torch.from_numpy(np.random.default_rng(0).normal(size=shape) * 5)).to(dtype), layout
+    return torch.tensor(np.random.default_rng(0).normal(size=shape) * 5).to(dtype), layout
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ to say comes in the environment, and is taken out of it.
 
 import sys
 
-if not sys.flags.safe_path:
+if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this folder: it must not hide modules of the same name
 
 import json

@@ -6,7 +6,7 @@ axis, the uses that the operands already make of it: cut a factor, carry a pendi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
@@ -61,6 +61,7 @@ def decide(
     results: Sequence[Sized],
     cost: Cost,
     fixed: Mapping[int, Layout] | None = None,
+    kept: Collection[int] = (),
 ) -> Decision | None:
     """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
 
@@ -70,6 +71,7 @@ def decide(
         operands, results: shape and bytes of an element of each.
         cost: seconds to change a layout; the time that a rank computes is added to it.
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
+        kept: operands that must keep their layout, because the operator writes to them.
 
     Returns:
         The decision, or None if ``fixed`` cannot be met.
@@ -79,7 +81,7 @@ def decide(
     best: Decision | None = None
     for uses in product(*options):
         candidate = _try(bound, layouts, mesh, uses)
-        if candidate is None or not _keeps(candidate, layouts, fixed):
+        if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
             continue
         seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, uses, mesh)
         if best is None or seconds < best.seconds:
@@ -275,8 +277,13 @@ def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]
     return True
 
 
-def _keeps(candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout] | None) -> bool:
-    return not fixed or all(candidate[1][i] is layout and candidate[0][i] is layouts[i] for i, layout in fixed.items())
+def _keeps(
+    candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout], kept: Collection[int]
+) -> bool:
+    operands, results = candidate
+    return all(operands[i] is layouts[i] for i in (*fixed, *kept)) and all(
+        results[i] is layout for i, layout in fixed.items()
+    )
 
 
 def _price(

@@ -53,6 +53,10 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         return program
     values = [_at(path, args, kwargs) for path in call.paths]
     layouts = [v._spec.layout if isinstance(v, DistTensor) else Layout.replicated(mesh, v.dim()) for v in values]
+    if any(layouts[i].pending for i in bound.unread if call.names[i] in call.schema.written):
+        # Overwriting every summand would count the new value once a rank.
+        program.expand = fallback.copy_back(func)
+        return program
     layouts = [layout.settled() if i in bound.unread else layout for i, layout in enumerate(layouts)]
     if row.instead is not None and cuts_whole(bound, layouts):
         program.expand = row.instead
@@ -65,7 +69,8 @@ def _decide(
     program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device, given: int
 ) -> None:
     aliases = _aliases(call)
-    program.writes = tuple(path for path in aliases if path is not None)
+    kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
+    program.writes = tuple(call.paths[i] for i in kept)
     decision = decide(
         bound,
         layouts,
@@ -73,6 +78,7 @@ def _decide(
         [(tuple(t.shape), t.element_size()) for t in call.results],
         planner.seconds,
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
+        kept,
     )
     if decision is None:
         program.expand = fallback.copy_back(program.func)
@@ -86,7 +92,7 @@ def _decide(
         )
         if layout is not target and i not in bound.unread
     )
-    program.aliases = aliases if program.writes else ()
+    program.aliases = aliases if any(aliases) else ()
     program.cut_off = call.schema.views and bool(program.moves)
     coordinate = decision.operands[0].mesh.coordinate()
     if row.local is not None and coordinate is not None:

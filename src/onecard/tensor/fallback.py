@@ -16,7 +16,7 @@ from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor
-from onecard.tensor.dist_tensor import DistTensor, describe, wrap
+from onecard.tensor.dist_tensor import DistTensor, describe, sole_owner, wrap
 from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
@@ -50,7 +50,7 @@ def copy_back(func: Any) -> Callable[..., Any]:
     functional = _functional(func)
 
     def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(target, DistTensor) and target._spec.layout.pending:
+        if isinstance(target, DistTensor) and target._spec.layout.pending and sole_owner(target._local):
             # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
             target.settle()
             return func(target, *args, **kwargs)

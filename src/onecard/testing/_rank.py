@@ -119,7 +119,7 @@ def _set_environment(job: Job) -> None:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.nproc))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.nproc))
     torch.set_num_threads(1)  # ranks share the cores, and forked OpenMP pools are not to be trusted
-    if torch.cuda.device_count() > job.rank:
+    if "nccl" in job.backend:  # otherwise CUDA need not start, at half a second a rank
         torch.cuda.set_device(job.rank)
     warnings.simplefilter("error")
     for module in (r"torch\b.*", r"multiprocessing\b.*"):

@@ -4,8 +4,9 @@ from importlib import import_module
 
 from onecard.rules.registry import rows
 
-NAMES = ("pointwise", "matmul", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax", "loss")
-
+NAMES = (
+    "pointwise", "matmul", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax", "loss", "attention",
+)  # fmt: skip
 families: dict[str, list[str]] = {}
 for _name in NAMES:
     _known = set(rows)

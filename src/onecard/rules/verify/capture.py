@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,8 @@ def capture(program: Callable[[], Any], where: str = "", seed: int = 0) -> list[
     recorder = _Recorder(where)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with recorder:
+        with recorder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch thinks of a sample is not the question here
             results = [t for t in tree_leaves(program()) if isinstance(t, Tensor) and t.requires_grad]
             if results:
                 torch.autograd.backward(results, [torch.randn_like(t) for t in results])

@@ -13,7 +13,7 @@ from onecard.rules.verify.trial import Trial, one_axis_layouts
 
 LARGEST_SEARCH = 3000
 # Kernels that take any shape they are given and end the process on shards that do not fit together.
-_UNCHECKED = ("_reshape_alias", "reflection_pad", "replication_pad", "as_strided", "_scaled_dot_product", "_unsafe")
+_UNCHECKED = ("_reshape_alias", "reflection_pad", "replication_pad", "as_strided", "_scaled_dot_product", "_unsafe", "nll_loss2d")
 
 
 def search(trial: Trial) -> tuple[dict[str, str], set[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -113,6 +114,13 @@ def prove(call: Captured, mesh: ProcessMesh, missed: bool = True, seed: int = 0,
             result.wrong.append(_wrong(result, fault.why, None, seed))
         return result
     result.rule = trial.rule
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on one card the same call warned already
+        _try_all(result, trial, missed, seed, limit)
+    return result
+
+
+def _try_all(result: Result, trial: Trial, missed: bool, seed: int, limit: int) -> None:
     for strategy in _sampled(list(trial.strategies()), limit, seed):
         why = trial.fault(strategy)
         if why:
@@ -122,9 +130,8 @@ def prove(call: Captured, mesh: ProcessMesh, missed: bool = True, seed: int = 0,
     why = _instead_fault(trial)
     if why:
         result.wrong.append(_wrong(result, why, None, seed))
-    if missed and mesh.ndim == 1:
+    if missed and trial.mesh.ndim == 1:
         result.missed, result.refuted = search(trial)
-    return result
 
 
 def _sampled(found: list[Strategy], limit: int, seed: int) -> list[Strategy]:

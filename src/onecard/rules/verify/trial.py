@@ -61,7 +61,9 @@ class Trial:
         before = self.operands[i]
         if after.shape != before.shape or torch.equal(after, before):
             return after.shape != before.shape
-        return not torch.equal(after.isnan(), before.isnan()) or not torch.equal(after.nan_to_num(), before.nan_to_num())
+        return not torch.equal(after.isnan(), before.isnan()) or not torch.equal(
+            after.nan_to_num(), before.nan_to_num()
+        )
 
     def strategies(self) -> Iterator[Strategy]:
         """What the rule allows here. A result that is an operand keeps that operand's layout."""

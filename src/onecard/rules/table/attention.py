@@ -1,0 +1,122 @@
+"""Scaled dot-product attention: every kernel that torch chooses from. Batch and heads may be cut, sequences are whole.
+
+With grouped queries each key head serves ``g`` query heads side by side: queries have ``(h g)`` heads, keys ``h``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import term
+
+QUERY, KEY = ["b", "h", "_", "_"], ["b", "h", "_", "_"]
+GROUPED = ["b", "(h g)", "_", "_"]
+
+# How an operand, or a result of the backward operators, lies: as the queries, as the keys, or as the mask.
+_AS_KEY = ("key", "value")
+_AS_MASK = ("attn_mask", "attn_bias")
+_AS_QUERY = ("query", "grad_out", "grad_out_", "out", "logsumexp")
+
+
+def _heads(call: Call) -> list[str] | None:
+    """The queries' dims; None if the shapes are not those of (grouped) attention heads."""
+    q, k, v = call.query, call.key, call.value
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[1] != v.shape[1]:
+        return None
+    if q.shape[1] == k.shape[1]:
+        return QUERY
+    return GROUPED if k.shape[1] and q.shape[1] % k.shape[1] == 0 else None
+
+
+def _sizes(call: Call, query: list[str]) -> dict[str, int]:
+    heads = call.key.shape[1]
+    return {"h": heads, "g": call.query.shape[1] // heads} if query is GROUPED else {}
+
+
+def _fit(dims: list[str], tensor: Tensor) -> list[str]:
+    """The dims of a tensor that broadcasts to these, or that stops before the last ones (logsumexp)."""
+    return [name if size != 1 else "_" for name, size in zip(dims, tensor.shape, strict=False)]
+
+
+def _operand(name: str, tensor: Tensor, query: list[str]) -> str:
+    if name in _AS_KEY:
+        return term(_fit(KEY, tensor))
+    if name in _AS_MASK:
+        return term(_fit(query[4 - tensor.dim() :], tensor))
+    # Seeds, offsets and cumulative lengths of ragged batches.
+    return term(_fit(query, tensor) if name in _AS_QUERY else ["_"] * tensor.dim())
+
+
+def _forward(call: Call) -> Form | None:
+    """With dropout there is no rule: the whole operator then draws the one-card numbers."""
+    query = _heads(call)
+    if query is None or call.dropout_p:
+        return None
+    operands = [_operand(name, t, query) for name, t in zip(call.names, call.operands, strict=True)]
+    results = [term(_fit(query, t) if i < 2 else ["_"] * t.dim()) for i, t in enumerate(call.results)]
+    return Form(f"{', '.join(operands)} -> {', '.join(results)}", nonempty="b h g", sizes=_sizes(call, query))
+
+
+def _backward(call: Call) -> Form | None:
+    query = _heads(call)
+    if query is None or call.dropout_p:
+        return None
+    operands = [_operand(name, t, query) for name, t in zip(call.names, call.operands, strict=True)]
+    alike = ("query", "key", "value", "attn_bias")
+    results = [_operand(name, t, query) for name, t in zip(alike, call.results, strict=False)]
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
+    return Form(text, linear=call.names[0], nonempty="b h g", sizes=_sizes(call, query))
+
+
+def _rows_dense(x: Any) -> Any:
+    """The kernels read rows of the last dim as if they were dense; a gradient that comes from a sum is not."""
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() > 1 and x.stride(-1) != 1 and x.shape[-1] != 1 else x
+
+
+def _local(c: Local) -> None:
+    func, present = c.call.func, _present(c.call)
+    shapes = [c.result_shape(i) for i in range(len(c.call.results))]
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        results = func(*map(_rows_dense, args), **{name: _rows_dense(value) for name, value in kwargs.items()})
+        return _as_promised(results, present, shapes, args[0])
+
+    c.run = run
+
+
+def _present(call: Call) -> list[bool]:
+    """Which results are tensors, as the meta function has it."""
+    return [isinstance(r, Tensor) for r in call.func(**call.values)]
+
+
+def _as_promised(results: Any, present: list[bool], shapes: list[tuple[int, ...]], like: Tensor) -> tuple[Any, ...]:
+    """A kernel may leave a result out that the meta function gives (a debug mask), or the reverse."""
+    left = iter(shapes)
+    made = []
+    for result, promised in zip(results, present, strict=True):
+        shape = next(left) if promised else None
+        if isinstance(result, Tensor) != promised and not isinstance(result, int):
+            result = like.new_empty(shape) if shape is not None else None
+        made.append(result)
+    return tuple(made)
+
+
+row(
+    """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable""",
+    local=_local,
+)(_forward)
+
+row(
+    """_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward""",
+    local=_local,
+)(_backward)
