@@ -88,6 +88,37 @@ def test_replicated_leaf_gradient_is_summed_once():
     assert_close(twin.detach(), weight.detach() - 0.1 * weight.grad)
 
 
+def sums(report):
+    return [m.operator for m in report.messages if m.step.bytes]
+
+
+@multirank(2)
+def test_views_of_a_pending_sum_are_settled_with_it():
+    """Two users of two views of one pending sum cost one message, and writes through views still arrive."""
+    x = oc.from_local(torch.ones(2, 3), mesh2(), [oc.Partial()]).clone()
+    flat, turned = x.view(6), x.t()
+    with oc.explain() as report:
+        assert_close(torch.relu(turned), torch.full((3, 2), 2.0))
+        assert_close(torch.relu(flat), torch.full((6,), 2.0))
+        assert_close(torch.relu(x), torch.full((2, 3), 2.0))
+    assert sums(report) == ["relu"]
+    flat[0] = 9
+    assert x[0, 0].item() == 9 and turned[0, 0].item() == 9
+
+
+@multirank(2)
+def test_a_pending_sum_times_itself():
+    x = oc.from_local(torch.full((2, 2), 3.0), mesh2(), [oc.Partial()]).clone()
+    y = x.view(4)
+    assert_close(x * x, torch.full((2, 2), 36.0))
+    z = oc.from_local(torch.full((2, 2), 3.0), mesh2(), [oc.Partial()]).clone()
+    assert_close(z * z.view(4).view(2, 2), torch.full((2, 2), 36.0))
+    assert_close(y, torch.full((4,), 6.0))
+    w = oc.from_local(torch.full((2, 2), 3.0), mesh2(), [oc.Partial()]).clone()
+    assert_close(w @ w.t(), torch.full((2, 2), 72.0))
+    assert_close(torch._foreach_mul([w, z], [w, z])[1], torch.full((2, 2), 36.0))
+
+
 @multirank(2)
 def test_checkpoint_recomputes():
     plain, twin = pair()

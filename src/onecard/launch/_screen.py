@@ -36,6 +36,8 @@ class Screen:
         """Copies what is left and closes the log; to be called when no rank runs any more."""
         os.close(self._hold)
         self._thread.join(timeout=5.0)  # a process that outlives its rank may hold the file open
+        if os.isatty(TERMINAL):
+            _show(b"\x1b[?25h\x1b[0m")  # a rank killed under a progress bar leaves the cursor hidden
         self._log.close()
 
     def _copy(self) -> None:

@@ -256,7 +256,8 @@ def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]
     """Write down which operands and results are pending on an axis; False if this use is impossible."""
     split = len(bound.operands)
     if use.op:
-        for i in (*use.carriers, *range(split, len(pending))):
+        touched = [split + r for r, sources in enumerate(bound.sources) if sources & use.carriers]
+        for i in (*use.carriers, *touched):
             pending[i].append((axis, use.op))
         return True
     if use.factor is None:

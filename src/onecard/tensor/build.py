@@ -14,7 +14,7 @@ from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Call, Path
-from onecard.rules.decide import decide
+from onecard.rules.decide import Decision, decide
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
@@ -92,6 +92,12 @@ def _decide(
         )
         if layout is not target and i not in bound.unread
     )
+    if program.moves:
+        program.pending = tuple(
+            (path, layout)
+            for path, layout, target in zip(call.paths, layouts, decision.operands, strict=True)
+            if layout.pending and layout is target
+        )
     program.aliases = aliases if any(aliases) else ()
     program.cut_off = call.schema.views and bool(program.moves)
     coordinate = decision.operands[0].mesh.coordinate()
@@ -102,13 +108,37 @@ def _decide(
         program.cut_off = program.cut_off or (call.schema.views and local.copies)
         order = call.schema.arguments
         program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
+    if coordinate is not None:
+        program.replace += _stand_ins(call, bound, layouts, decision, coordinate, device)
     returns = program.func._schema.returns
     if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
-        busy = program.moves or program.aliases
+        shared = program.view and program.specs[0].layout.pending  # a view must be noted with its base
+        busy = program.moves or program.aliases or shared
         plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
         program.simple = not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
         program.swaps = tuple((at, value) for at, _, value in program.replace)
         program.spec = program.specs[0]
+
+
+def _stand_ins(
+    call: Call,
+    bound: Bound,
+    layouts: Sequence[Layout],
+    decision: Decision,
+    coordinate: Sequence[int],
+    device: torch.device,
+) -> tuple[tuple[int, str, Any], ...]:
+    """For an operand that is not read and does not lie as the rule wants it: a tensor of that shape, and no message."""
+    made = []
+    for i in bound.unread:
+        place, index = call.paths[i]
+        whole, target = call.operands[i], decision.operands[i]
+        if layouts[i] is not target and index < 0:
+            one = torch.empty(1, dtype=whole.dtype, device=device)
+            value = one.expand(target.local_shape(tuple(whole.shape), coordinate))
+            position = place if isinstance(place, int) else call.schema.arguments.index(place)
+            made.append((position, call.names[i], value))
+    return tuple(made)
 
 
 def _bind(row: Row, call: Call) -> Bound | None:

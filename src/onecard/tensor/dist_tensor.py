@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from onecard import reshard as planner
 from onecard.comm import record
@@ -29,11 +30,13 @@ class DistTensor(Tensor):
     """
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
+    # _views: the pending tensors that share this one's memory, itself included; unset if there are none.
     # _cut_off: set if this would be a view on one card but had to be copied, so writes cannot reach the original.
-    __slots__ = ("_cut_off", "_local", "_spec")
+    __slots__ = ("_cut_off", "_local", "_spec", "_views")
     _local: Tensor
     _spec: Spec
     _cut_off: str
+    _views: list[TensorWeakRef]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -90,7 +93,11 @@ class DistTensor(Tensor):
     def _become(
         self, target: Layout, op: str, operand: str, reason: str, explicit: bool, force: bool = False
     ) -> Tensor:
-        """This rank's shard under another layout. A pending sum that is settled is kept, if no view would miss it."""
+        """This rank's shard under another layout.
+
+        A pending sum that is settled stays settled, so that no sum runs twice: in place, for this tensor and for the
+        views of its memory, if nobody else sees that memory.
+        """
         spec = self._spec
         source = spec.layout
         steps = planner.plan(tuple(spec.shape), spec.dtype.itemsize, source, target)
@@ -98,9 +105,19 @@ class DistTensor(Tensor):
             announce(steps, op, operand, tuple(spec.shape), reason, explicit)
         if not spec.here:
             return self._local
-        alone = sole_owner(self._local)
-        local = run_steps(steps, self._local, spec.shape, owned=alone and target is source.settled())
-        if force or (alone and target is source.settled()):
+        if target is not source.settled() or target is source:
+            return run_steps(steps, self._local, spec.shape)
+        family = _family(self)
+        if len(family) > 1:
+            # All views see the same memory, which holds nothing else: reduce it where it lies.
+            memory = self._local.untyped_storage()
+            flat = self._local.new_empty(0).set_(memory, 0, (self._local.numel(),))  # type: ignore[call-overload]
+            run_steps(steps, flat, spec.shape, owned=True)
+            for member in family:
+                member._spec = member._spec.with_layout(member._spec.layout.settled())
+            return self._local
+        local = run_steps(steps, self._local, spec.shape, owned=bool(family))
+        if family or force:
             self._local, self._spec = local, spec.with_layout(target)
         return local
 
@@ -174,9 +191,36 @@ def wrap_view(local: Tensor, spec: Spec) -> DistTensor:
 
 
 def sole_owner(local: Tensor) -> bool:
-    """Whether no other tensor shares this one's memory (the storage handle made here counts as one user)."""
+    """Whether no other tensor shares this one's memory."""
+    return _users(local) == 1
+
+
+def _users(local: Tensor) -> int:
+    """How many tensors share this one's memory (the storage handle made here counts as one more)."""
     storage = local.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
+
+
+def join(base: DistTensor, view: DistTensor) -> None:
+    """Note that a pending view shares its base's memory, so that both can be settled at once."""
+    views = getattr(base, "_views", None)
+    if views is None:
+        views = base._views = [TensorWeakRef(base)]
+    views.append(TensorWeakRef(view))
+    view._views = views
+
+
+def _family(x: DistTensor) -> list[DistTensor]:
+    """The tensors that together are all who see this one's memory, alike pending; empty if there are others."""
+    users = _users(x._local)
+    if users == 1:
+        return [x]
+    alive = [member for ref in getattr(x, "_views", ()) if (member := ref()) is not None]
+    storage = x._local.untyped_storage()
+    alike = all(m._spec.layout.pending == x._spec.layout.pending for m in alive)
+    shared = [m for m in alive if m._local.untyped_storage()._cdata == storage._cdata]
+    filled = storage.nbytes() == x._local.nbytes
+    return shared if alike and filled and len({id(m._local) for m in shared}) == users else []
 
 
 def announce(

@@ -91,6 +91,9 @@ class ForeachProgram:
         settle_all(
             [x for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])], self.name, False
         )
+        for i, p in enumerate(self.elements):
+            if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
+                return self.func(*args, **kwargs)  # settling one operand settled another one: decide again
         local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
         for i, (path, target, name) in self.moves:
             x = _item(args, i, path)

@@ -14,7 +14,7 @@ from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
+from onecard.tensor.dist_tensor import DistTensor, announce, join, wrap, wrap_view
 from onecard.tensor.spec import Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
@@ -31,7 +31,9 @@ class Program:
             tensor comes out.
         moves: operands whose layout must change first.
         replace: arguments that differ on this rank: (position, name, value).
+        pending: operands that stay pending while others are moved, with their layouts.
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
+        view: the result shares memory with the first argument.
         cut_off: this is a view on one card, but here its operand had to be moved first.
         writes: operands that are written to.
         wrap: makes the result's DistTensor.
@@ -39,14 +41,15 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "reason", "replace", "simple", "spec", "specs", "swaps",
-        "wrap", "writes",
+        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "pending", "reason", "replace", "simple", "spec",
+        "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         self.func = func
         schema = schema_of(func)
         self.name = schema.name
+        self.view = schema.views
         self.wrap = wrap_view if schema.views else wrap
         self.reason = ""
         self.spec: Any = None
@@ -58,6 +61,7 @@ class Program:
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
         self.cut_off = False
+        self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.call: Callable[..., Any] = func
         self.expand: Callable[..., Any] | None = None
 
@@ -77,13 +81,22 @@ class Program:
                 local[position] = value
             else:
                 keywords[name] = value
+        for path, layout in self.pending:
+            if _at(path, args, kwargs)._spec.layout is not layout:
+                # Settling one operand settled another one that shares its memory: decide again.
+                return self.func(*args, **kwargs)
         result = self.call(*local, **keywords)
         if type(result) is Tensor and not self.aliases:
-            made = self.wrap(result, self.specs[0])
-            if self.cut_off:
-                made._cut_off = self.name
-            return made
+            return self._wrap_one(result, self.specs[0], args)
         return self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
+
+    def _wrap_one(self, result: Tensor, spec: Spec, args: Sequence[Any]) -> DistTensor:
+        made = self.wrap(result, spec)
+        if self.cut_off:
+            made._cut_off = self.name
+        elif self.view and spec.layout.pending:
+            join(args[0], made)
+        return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
         place, index = path
@@ -116,10 +129,7 @@ class Program:
             spec, path = next(specs), next(aliases)
             if path is not None:
                 return _at(path, args, kwargs)
-            made = self.wrap(result, spec)
-            if self.cut_off:
-                made._cut_off = self.name
-            return made
+            return self._wrap_one(result, spec, args)
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
         return result

@@ -84,7 +84,7 @@ def if_empty(c: Local, fill: Callable[[torch.dtype], Any], operand: int = 0) -> 
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
         results = tuple(
-            torch.full(shape, value, dtype=dtype, device=x.device)
+            torch.full(shape, value if prod(shape) else 0, dtype=dtype, device=x.device)
             for (shape, dtype), value in zip(made, _each(fill(made[0][1]), len(made)), strict=True)
         )
         return results[0] if len(results) == 1 else results

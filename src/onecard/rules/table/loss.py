@@ -104,8 +104,8 @@ def _nll_of_part(c: Local) -> None:
         index, valid = _here(c, target, ignore_index)
         weights = valid.to(x.dtype) if weight is None else weight[index] * valid
         loss = torch.where(valid, -x.gather(at, index.unsqueeze(at)).squeeze(at) * weights, x.new_zeros(()))
-        # Without a reduction the kernels give no total weight, but zero.
-        return (loss, x.new_zeros(())) if reduction == NONE else (loss.sum(), weights.sum())
+        # Of a batch without a reduction the kernels give no total weight, but zero.
+        return (loss, x.new_zeros(())) if reduction == NONE and at else (loss.sum(), weights.sum())
 
     c.run = run
 
@@ -142,7 +142,7 @@ def _nll_backward(call: Call) -> Form:
     return Form(signature([grad, dims, batch, *weight, []], [dims]), linear="grad_output")
 
 
-# ---- Margin losses of many classes: the classes stay whole
+# ---- Margin losses of many classes: the classes stay whole. Their backward operators have no meta functions, so no rows.
 
 
 def _batch(call: Call) -> list[str]:
@@ -164,13 +164,6 @@ def _multi_margin(call: Call) -> str:
     return signature([_batch(call), target, *[["_"]] * (call.weight is not None)], [_margin_result(call)])
 
 
-@row("multi_margin_loss_backward", local=_mean_of_batch)
-def _multi_margin_backward(call: Call) -> Form:
-    target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
-    operands = [_margin_result(call), _batch(call), target, *[["_"]] * (call.weight is not None)]
-    return Form(signature(operands, [_batch(call)]), linear="grad_output")
-
-
 def _mean_of_multilabel(c: Local) -> None:
     """Only the loss is a mean; the second result says which classes are targets."""
     part = c.span("n")[1] / max(c.size("n"), 1)
@@ -190,7 +183,3 @@ def _mean_of_multilabel(c: Local) -> None:
 def _multilabel(call: Call) -> str:
     return signature([_batch(call)] * 2, [_margin_result(call), _batch(call)])
 
-
-@row("multilabel_margin_loss_backward", local=_mean_of_batch)
-def _multilabel_backward(call: Call) -> Form:
-    return Form(signature([_margin_result(call), *[_batch(call)] * 3], [_batch(call)]), linear="grad_output")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from onecard.rules.call import schema_of
 from onecard.rules.registry import row_name
@@ -32,7 +33,9 @@ class Options:
     markdown: Path | None = None
     """Write the list of operators and rules to this file."""
     missed: bool = False
-    """List the operand layouts that a row forbids though they would be right."""
+    """Also look for operand layouts that a row forbids though they would be right, and list them."""
+    trace: bool = False
+    """Name each call before it is proved: the last one is at fault if a kernel ends the process."""
 
 
 def main(options: Options) -> int:
@@ -42,18 +45,22 @@ def main(options: Options) -> int:
     if options.family and options.family not in known:
         console.print(f"there is no family {options.family!r}; families: {', '.join(sorted(known))}", style="red")
         return 2
-    calls = [call for call in calls_of_samples() if _wanted(call.func, options)]
+    made, broken = calls_of_samples()
+    for line in broken:
+        console.print(f"[red]broken sample[/] {escape(line)}", highlight=False)
+    calls = [call for call in made if _wanted(call.func, options)]
     if not calls:
         console.print(f"no sample calls {options.op or options.family!r}", style="red")
         return 2
-    report = verify_calls(calls, [_MESHES[name] for name in options.mesh])
+    trace = (lambda call: console.print(call.name, call.where, highlight=False)) if options.trace else None
+    report = verify_calls(calls, [_MESHES[name] for name in options.mesh], options.missed, trace=trace)
     partial = bool(options.op or options.family)
     if partial:
         report.uncovered = [n for n in report.uncovered if n in families.get(options.family, ()) or n == options.op]
     show(report, console, options.missed, each=1000 if options.op else 3)
     if options.markdown is not None:
         write_markdown(report, options.markdown, ", ".join(options.mesh))
-    return 1 if report.wrong else 0
+    return 1 if report.wrong or broken else 0
 
 
 def _wanted(func: Any, options: Options) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -63,20 +64,28 @@ class Report:
         return [operator for operator in self.operators.values() if operator.proved]
 
 
-def calls_of_samples(only: str = "") -> list[Captured]:
-    """Every call that the samples make, each kind of call once; ``only``: a family's file."""
+@cache
+def calls_of_samples() -> tuple[tuple[Captured, ...], tuple[str, ...]]:
+    """Every call that the samples make, each kind of call once; and the samples that fail on one card, with why."""
     found: dict[object, Captured] = {}
+    broken = []
     for sample in samples():
-        if only in ("", sample.family):
+        try:
             for call in capture(sample.program, str(sample)):
                 found.setdefault(call.key, call)
-    return list(found.values())
+        except Exception as error:  # one bad sample must not hide what the others prove
+            broken.append(f"{sample}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return tuple(found.values()), tuple(broken)
 
 
 def verify_calls(
-    calls: Iterable[Captured], meshes: Sequence[Sequence[int]] = ((2,),), missed: bool = True, limit: int = 300
+    calls: Iterable[Captured],
+    meshes: Sequence[Sequence[int]] = ((2,),),
+    missed: bool = False,
+    limit: int = 300,
+    trace: Callable[[Captured], None] | None = None,
 ) -> Report:
-    """Prove the rows of all these calls."""
+    """Prove the rows of all these calls; ``trace`` is told of each before."""
     report, hit = Report(), set()
     ruleless: dict[str, None] = {}
     family_of = {name: family for family, names in table.families.items() for name in names}
@@ -88,6 +97,8 @@ def verify_calls(
         hit.add(row)
         name = schema_of(call.func).name
         operator = report.operators.setdefault(name, Operator(name, family_of.get(row, "own")))
+        if trace is not None:
+            trace(call)
         for shape in meshes:
             _add(operator, prove(call, mesh_of(shape), missed, limit=limit))
     report.uncovered = sorted(set(rows) - hit - set(elsewhere()))
@@ -116,6 +127,8 @@ def show(report: Report, console: Console, missed: bool = False, each: int = 3) 
         grid.add_row(family, *_totals(mine))
     grid.add_section()
     grid.add_row("all", *_totals(list(report.operators.values())), style="bold")
+    if not missed:
+        grid.columns.pop()
     console.print(grid)
     for operator in report.operators.values():
         for fault in operator.wrong[:each]:

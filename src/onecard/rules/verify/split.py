@@ -50,23 +50,26 @@ def summands(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> 
         parts = [whole & (_random(whole, generator) < 0) for _ in range(ranks - 1)]
         return [*parts, whole.clone()]
     if op == "sum":
-        parts = [_noise(whole, generator) for _ in range(ranks - 1)]
+        parts = [noise(whole, generator) for _ in range(ranks - 1)]
         return [*parts, whole - sum(parts)] if parts else [whole]
     sign = {"max": -1, "min": 1}[op]
     owner = torch.randint(ranks, whole.shape, generator=generator)
-    return [torch.where(owner == i, whole, whole + sign * _noise(whole, generator).abs()) for i in range(ranks)]
+    return [torch.where(owner == i, whole, whole + sign * noise(whole, generator).abs()) for i in range(ranks)]
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    noise = _random(like, generator)
-    return (noise if like.is_floating_point() or like.is_complex() else noise * 4).to(like.dtype)
+def noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers of a tensor's shape and dtype."""
+    numbers = _random(like, generator)
+    return (numbers if like.is_floating_point() or like.is_complex() else numbers * 4).to(like.dtype)
 
 
-def mismatch(whole: Tensor, layout: Layout, local: Mapping[Coordinate, Tensor], values: bool = True) -> str:
+def mismatch(
+    whole: Tensor, layout: Layout, local: Mapping[Coordinate, Tensor], values: bool = True, rounding: float = 1e-9
+) -> str:
     """Why the ranks' local tensors are not ``whole`` laid out so; "" if they are.
 
     Args:
@@ -74,6 +77,7 @@ def mismatch(whole: Tensor, layout: Layout, local: Mapping[Coordinate, Tensor], 
         layout: how the ranks are said to hold it.
         local: the tensor at every coordinate.
         values: False if only shapes and dtypes mean anything (``empty_like``).
+        rounding: how far floating values may differ, absolutely or relatively (see ``tolerance``).
     """
     if len({op for _, op in layout.pending} - {"avg"}) > 1 or {"max", "avg"} <= {op for _, op in layout.pending}:
         return f"two reductions that do not commute are pending: {layout.pending}"
@@ -86,7 +90,7 @@ def mismatch(whole: Tensor, layout: Layout, local: Mapping[Coordinate, Tensor], 
         return ""
     for place, tensor in _joined(layout, local).items():
         want = whole[layout.local_slices(whole.shape, place)]
-        if not close(tensor, want):
+        if not close(tensor, want, rounding):
             return f"values at {place}: {_brief(tensor)}, want {_brief(want)}"
     return ""
 
@@ -120,12 +124,16 @@ def reduce(parts: list[Tensor], op: str) -> Tensor:
     return joined.to(stacked.dtype)
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def tolerance(tensor: Tensor) -> float:
+    """How far results may be off that were computed from or in a tensor's dtype."""
+    return _TOLERANCE.get(tensor.dtype, 1e-9)
+
+
+def close(a: Tensor, b: Tensor, rounding: float) -> bool:
     """Equal up to rounding; NaN equals NaN."""
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    tolerance = _TOLERANCE.get(a.dtype, 1e-9)
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def _brief(tensor: Tensor) -> str:

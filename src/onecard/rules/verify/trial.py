@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,17 +12,15 @@ from onecard.errors import RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Call, tensors_in
-from onecard.rules.decide import Decision, decide, strategies
+from onecard.rules.decide import Decision, strategies
 from onecard.rules.local import Local
 from onecard.rules.registry import Row
 from onecard.rules.rule import Bound, bind
 from onecard.rules.verify.capture import Captured, copied
-from onecard.rules.verify.split import Coordinate, coordinates, mismatch, split
+from onecard.rules.verify.split import Coordinate, coordinates, mismatch, noise, split, tolerance
 
 # Results whose values mean nothing.
 VALUELESS = frozenset({"empty_like", "new_empty", "empty_strided", "new_empty_strided"})
-# A decision, and the layouts that the operands really have (others only where an operand is not read).
-Strategy = tuple[Decision, tuple[Layout, ...]]
 
 
 class Unfit(Exception):
@@ -48,13 +45,23 @@ class Trial:
         self.operands = [_at(path, *self.whole) for path in self.call.paths]
         after = copied(captured.args), copied(captured.kwargs)
         self.results = [t.clone() for t in tensors_in(captured.func(*after[0], **after[1]))]
+        self._check_meta()
         then = [_at(path, *after) for path in self.call.paths]
         self.written = [
             i for i, t in enumerate(then) if self.call.names[i] in self.call.schema.written or self._changed(i, t)
         ]
         self.after = {i: then[i].clone() for i in self.written}
         self.aliases = _aliases(self.call)
+        self.finite = all(t.isfinite().all() for t in self.operands if t.is_floating_point())
+        self.tolerance = max(map(tolerance, (*self.operands, *self.results)), default=0.0)
         self.values = self.call.schema.name not in VALUELESS
+
+    def _check_meta(self) -> None:
+        """Dispatch knows results by their meta tensors; some operators' meta functions are wrong."""
+        for n, (meta, real) in enumerate(zip(self.call.results, self.results, strict=True)):
+            if (meta.shape, meta.dtype) != (real.shape, real.dtype):
+                said, is_ = f"{meta.dtype} {list(meta.shape)}", f"{real.dtype} {list(real.shape)}"
+                raise Unfit(self.rule, f"result {n} is {is_}, but its meta function says {said}")
 
     def _changed(self, i: int, after: Tensor) -> bool:
         """Whether an operand was written to, whatever the schema says (native_batch_norm's running_mean)."""
@@ -65,7 +72,7 @@ class Trial:
             after.nan_to_num(), before.nan_to_num()
         )
 
-    def strategies(self) -> Iterator[Strategy]:
+    def strategies(self) -> Iterator[Decision]:
         """What the rule allows here. A result that is an operand keeps that operand's layout."""
         for decision in strategies(self.bound, self.mesh):
             kept = all(decision.results[r] is decision.operands[i] for r, i in self.aliases.items())
@@ -73,59 +80,43 @@ class Trial:
             ops = {op for i in pending for _, op in decision.operands[i].pending}
             # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
             masks = pending and all(self.operands[i].dtype is torch.bool for i in pending)
+            # Infinity times a sum is not the sum of the products.
+            infinite = pending and not self.finite
             # A sum over one axis of a max over another has no one value.
-            if kept and not masks and len(ops) < 2:
-                yield decision, decision.operands
-                yield from self._unmoved(decision)
+            if kept and not masks and not infinite and len(ops) < 2:
+                yield decision
 
-    def _unmoved(self, decision: Decision) -> Iterator[Strategy]:
-        """An operand that is not read is never moved: it may have any layout, not only the one that the rule names."""
-        unread = sorted(self.bound.unread)
-        for others in product(*(one_axis_layouts(self.mesh, self.operands[i].dim()) for i in unread)):
-            layouts = list(decision.operands)
-            for i, layout in zip(unread, others, strict=True):
-                layouts[i] = layout
-            sized = [((), 1)] * len(layouts), [((), 1)] * len(self.results)
-            found = decide(self.bound, layouts, *sized, lambda shape, size, source, target: 1.0) if unread else None
-            if found is not None and all(
-                layout is want
-                for i, (layout, want) in enumerate(zip(layouts, found.operands, strict=True))
-                if i not in unread
-            ):
-                yield found, tuple(layouts)
-
-    def fault(self, strategy: Strategy) -> str:
+    def fault(self, decision: Decision) -> str:
         """Why a strategy is wrong; "" if it is right."""
-        decision, given = strategy
         try:
-            results, after = self.run(decision, self.row, given)
+            results, after = self.run(decision, self.row)
         except Exception as error:  # whatever a kernel or a hook raises on a shard is a fault of the row
             return f"{type(error).__name__} in a local run: {str(error).splitlines()[0] if str(error) else ''}"
         for n, (whole, layout) in enumerate(zip(self.results, decision.results, strict=True)):
-            why = mismatch(whole, layout, results[n], self.values)
+            why = mismatch(whole, layout, results[n], self.values, self.tolerance)
             if why:
                 return f"result {n} as {layout}: {why}"
         for i in self.written:
-            why = mismatch(self.after[i], decision.operands[i], after[i], self.values)
+            why = mismatch(self.after[i], decision.operands[i], after[i], self.values, self.tolerance)
             if why:
                 return f"{self.call.names[i]} after the call: {why}"
         return ""
 
     def run(
-        self, decision: Decision, row: Row | None, given: Sequence[Layout]
+        self, decision: Decision, row: Row | None, meta: bool = False
     ) -> tuple[list[dict[Coordinate, Tensor]], dict[int, dict[Coordinate, Tensor]]]:
-        """Run the call at every coordinate on operands cut as ``given``.
+        """Run the call at every coordinate.
 
         Returns:
             The results, and the written operands after the call: the local tensor at every coordinate.
         """
         # Not the seed of the samples: the summands of a tensor must not be that tensor.
         generator = torch.Generator().manual_seed(self.seed + 7919)
-        shards = [split(t, lay, generator) for t, lay in zip(self.operands, given, strict=True)]
+        shards = [split(t, lay, generator) for t, lay in zip(self.read(generator), decision.operands, strict=True)]
         results: list[dict[Coordinate, Tensor]] = [{} for _ in self.results]
         after: dict[int, dict[Coordinate, Tensor]] = {i: {} for i in self.written}
         for place in coordinates(self.mesh):
-            locals_ = [shard[place] for shard in shards]
+            locals_ = [shard[place].to("meta") if meta else shard[place] for shard in shards]
             made = list(tensors_in(self._run_one(decision, row, place, locals_)))
             if len(made) != len(results):
                 raise RuntimeError(f"{len(made)} local result(s), {len(results)} on one card")
@@ -134,6 +125,10 @@ class Trial:
             for i in self.written:
                 after[i][place] = locals_[i]
         return results, after
+
+    def read(self, generator: torch.Generator) -> list[Tensor]:
+        """The operands; those that the rule says are not read hold other numbers."""
+        return [noise(t, generator) if i in self.bound.unread else t for i, t in enumerate(self.operands)]
 
     def _run_one(self, decision: Decision, row: Row | None, place: Coordinate, locals_: list[Tensor]) -> Any:
         args, kwargs = list(self.whole[0]), dict(self.whole[1])
@@ -172,9 +167,10 @@ def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     if call.schema.out:
         raise Unfit("", "")  # out= forms are run as the functional form and a copy
     try:
-        call.results = list(tensors_in(captured.func(*metas, **keywords)))
+        call.results = call.meta_results()
     except NotImplementedError as fault:
-        raise Unfit("", f"no result shapes without data, so the row is never used: {fault}") from None
+        why = str(fault).partition(". ")[0]
+        raise Unfit("", f"no result shapes without data, so the row is never used: {why}") from None
     form = row.form_for(call)
     if form is None:
         raise Unfit("", "")

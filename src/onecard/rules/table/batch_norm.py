@@ -1,0 +1,209 @@
+"""Batch norm over the whole batch, as on one card: where the batch is cut, sums travel and running statistics stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import names, signature
+from onecard.rules.table._share import cast, wide
+
+aten = torch.ops.aten
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+# ---- Forward
+
+
+def _forward_form(call: Call, training: bool) -> Form:
+    """In training the kernels also write running statistics, which they must see whole if anything is cut."""
+    dims = ["n", "c", *names(call.input.dim() - 2, "s")]
+    running = call.values.get("running_mean") is not None
+    whole = " ".join(d for d in dims if d != "c" or running) if training else ""
+    results = [dims, *(["c" if t.shape[0] == dims_c(call) else "_"] for t in call.results[1:])]
+    return Form(signature([dims, *[["c"]] * (len(call.operands) - 1)], results), whole=whole)
+
+
+def dims_c(call: Call) -> int:
+    """Channels of the input."""
+    return call.input.shape[1]
+
+
+def _forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two small sums for the statistics, then the kernel that normalizes with given ones."""
+    x = wide(input)
+    dims = [0, *range(2, x.dim())]
+    size = input.numel() // max(input.shape[1], 1)
+    mean = x.mean(dims)
+    centred = x - mean.reshape(_across(x))
+    var = centred.mul_(centred).mean(dims)
+    if running_mean is not None and running_var is not None:
+        _average(running_mean, mean, momentum)
+        _average(running_var, var * (size / (size - 1)), momentum)
+    like = x.dtype if weight is None else weight.dtype
+    out = aten.native_batch_norm(input, weight, bias, cast(mean, like), cast(var, like), False, momentum, eps)[0]
+    return out, mean, (var + eps).rsqrt_()
+
+
+def _average(running: Tensor, new: Tensor, momentum: float) -> None:
+    running.mul_(1 - momentum).add_(cast(new, running.dtype), alpha=momentum)
+
+
+def _across(x: Tensor) -> list[int]:
+    """The shape in which a number for each channel broadcasts."""
+    return [1, x.shape[1], *[1] * (x.dim() - 2)]
+
+
+def _reserve(input: Tensor) -> Tensor:
+    """What a fused kernel would keep for its backward operator: nothing, as that runs as other operators too."""
+    return input.new_empty([0], dtype=torch.uint8)
+
+
+@row("native_batch_norm _native_batch_norm_legit", instead=_forward)
+def _batch_norm(call: Call) -> Form:
+    return _forward_form(call, call.training)
+
+
+def _without_running(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(input, weight, bias, None, None, training, momentum, eps)
+
+
+@row("_native_batch_norm_legit.no_stats", instead=_without_running)
+def _batch_norm_no_stats(call: Call) -> Form:
+    return _forward_form(call, True)
+
+
+def _cudnn(*args: Any) -> tuple[Tensor, ...]:
+    return *_forward(*args), _reserve(args[0])
+
+
+@row("cudnn_batch_norm", instead=_cudnn)
+def _cudnn_rule(call: Call) -> Form:
+    return _forward_form(call, call.training)
+
+
+@row("miopen_batch_norm", instead=_forward)
+def _miopen_rule(call: Call) -> Form:
+    return _forward_form(call, call.training)
+
+
+def _with_update(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return *_forward(input, weight, bias, mean, var, True, momentum, eps), _reserve(input)
+
+
+@row("_batch_norm_with_update", instead=_with_update)
+def _with_update_rule(call: Call) -> Form:
+    return _forward_form(call, True)
+
+
+@row("_batch_norm_no_update")
+def _no_update_rule(call: Call) -> Form:
+    return _forward_form(call, False)
+
+
+# ---- Backward
+
+
+def _backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> Three:
+    grad, x = wide(grad_out), wide(input)
+    dims, across = [0, *range(2, x.dim())], _across(x)
+    invstd = save_invstd.reshape(across)
+    hat = (x - save_mean.reshape(across)) * invstd
+    by_weight, by_bias = (grad * hat).sum(dims), grad.sum(dims)
+    by_input = None
+    if output_mask[0]:
+        size = input.numel() // max(input.shape[1], 1)
+        by_input = grad - hat.mul_(by_weight.reshape(across) / size) - by_bias.reshape(across) / size
+        by_input = by_input.mul_(invstd if weight is None else invstd * weight.reshape(across))
+        by_input = cast(by_input, input.dtype)
+    like = input.dtype if weight is None else weight.dtype
+    return by_input, cast(by_weight, like) if output_mask[1] else None, cast(by_bias, like) if output_mask[2] else None
+
+
+def _backward_form(call: Call, train: bool, mask: Sequence[bool]) -> Form:
+    """``@`` leaves no choice here: all results depend on the gradient, which has every factor."""
+    dims = ["n", "c", *names(call.input.dim() - 2, "s")]
+    known = {"grad_out": dims, "grad_output": dims, "input": dims, "reserve": ["_"], "reserveSpace": ["_"]}
+    operands = [
+        known.get(name) or (["c"] if t.shape[0] == dims_c(call) else ["_"])
+        for name, t in zip(call.names, call.operands, strict=True)
+    ]
+    made = [d for d, wanted in zip([dims, ["c"], ["c"]], mask, strict=True) if wanted]
+    whole = " ".join(d for d in dims if d != "c") if train else ""
+    linear = "grad_out" if "grad_out" in call.names else "grad_output"
+    return Form(signature(operands, made[: len(call.results)]), whole=whole, linear=linear)
+
+
+def _contiguous(c: Local) -> None:
+    func = c.call.func
+
+    def run(first: Tensor, second: Tensor, *rest: Any, **named: Any) -> Any:
+        return func(first.contiguous(), second.contiguous(), *rest, **named)
+
+    c.run = run
+
+
+@row("native_batch_norm_backward", instead=_backward)
+def _batch_norm_backward(call: Call) -> Form:
+    return _backward_form(call, call.train, call.output_mask)
+
+
+def _backward_reserve(*args: Any) -> Three:
+    return _backward(*args[:10])
+
+
+@row("batch_norm_backward", instead=_backward_reserve)
+def _update_backward(call: Call) -> Form:
+    return _backward_form(call, call.update, call.output_mask)
+
+
+def _cudnn_backward(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor,
+    save_var: Tensor,
+    epsilon: float,
+    *_: Tensor,
+) -> Three:
+    return _backward(
+        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, (True,) * 3
+    )
+
+
+@row("cudnn_batch_norm_backward miopen_batch_norm_backward", instead=_cudnn_backward)
+def _cudnn_backward_rule(call: Call) -> Form:
+    return _backward_form(call, True, (True,) * 3)

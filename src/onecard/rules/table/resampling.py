@@ -1,0 +1,146 @@
+"""Pooling, interpolation and their like: each image and channel by itself, spatial dims whole."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+from onecard.rules.table._dims import last, names, signature, with_whole
+
+# ---- pooling and interpolation
+
+
+def _spatial(call: Call) -> int:
+    """Spatial dims, from the operator's name: upsample_nearest2d has two."""
+    found = re.search(r"(\d)d", call.schema.name)
+    return int(found.group(1)) if found else 2
+
+
+def _each_channel(call: Call, **traits: Any) -> Form:
+    """All operands and results agree in batch and channels; the kernels refuse empty ones."""
+    rank = call.operands[0].dim()
+    dims = with_whole(names(rank), last(_spatial(call), rank))
+    text = signature([dims] * len(call.operands), [dims] * len(call.results))
+    return Form(text, nonempty=" ".join(d for d in dims if d != "_"), **traits)
+
+
+row("""max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
+    max_unpool2d max_unpool3d""")(_each_channel)
+
+row("""max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward
+    fractional_max_pool2d_backward""")(lambda call: _each_channel(call, linear="grad_output"))
+
+row("""avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa""")(
+    lambda call: _each_channel(call, linear=call.names[0])
+)
+
+
+def _shape_only_local(c: Local) -> None:
+    # Of the forward operator's input only the shape is read, and it must be the shard's.
+    func, shape = c.call.func, c.operand_shape(1)
+
+    def run(grad: Tensor, x: Tensor, *rest: Any) -> Any:
+        return func(grad, x.new_empty(shape), *rest)
+
+    c.run = run
+
+
+row(
+    "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+    local=_shape_only_local,
+)(lambda call: _each_channel(call, linear="grad_output", unread="self"))
+
+
+def _input_size_local(c: Local) -> None:
+    c.set("input_size", list(c.result_shape()))
+
+
+row("""upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
+    upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
+    _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_lanczos2d_aa_backward""",
+    local=_input_size_local,
+)(lambda call: _each_channel(call, linear="grad_output"))  # fmt: skip
+
+
+@row("fractional_max_pool2d fractional_max_pool3d")
+def _fractional(call: Call) -> Form | None:
+    spatial = " _" * _spatial(call)
+    if call.self.dim() != _spatial(call) + 2:
+        return None
+    return Form(f"n c{spatial}, n c _ -> n c{spatial}, n c{spatial}", nonempty="n c")
+
+
+# ---- pixels to channels and back
+
+
+@row("pixel_shuffle")
+def _pixel_shuffle(call: Call) -> Form:
+    return Form("... (c r) _ _ -> ... c _ _", whole="r", moves=True, sizes={"r": call.upscale_factor**2})
+
+
+@row("pixel_unshuffle")
+def _pixel_unshuffle(call: Call) -> Form:
+    return Form(
+        "... c _ _ -> ... (c r) _ _", nonempty="... c", whole="r", moves=True, sizes={"r": call.downscale_factor**2}
+    )
+
+
+row("channel_shuffle")(
+    lambda call: Form(f"n _{' _' * (call.self.dim() - 2)} -> n _{' _' * (call.self.dim() - 2)}", moves=True)
+)
+
+
+def _window(call: Call) -> int:
+    return call.kernel_size[0] * call.kernel_size[-1]
+
+
+@row("im2col")
+def _im2col(call: Call) -> Form:
+    n = "n " * (call.self.dim() == 4)
+    return Form(f"{n}c _ _ -> {n}(c k) _", whole="k", linear="self", sizes={"k": _window(call)}, nonempty="n c")
+
+
+@row("col2im")
+def _col2im(call: Call) -> Form:
+    n = "n " * (call.self.dim() == 3)
+    return Form(f"{n}(c k) _ -> {n}c _ _", whole="k", linear="self", sizes={"k": _window(call)}, nonempty="n c")
+
+
+# ---- grids
+
+
+@row("grid_sampler_2d grid_sampler_3d")
+def _grid_sampler(call: Call) -> Form:
+    """Each point of the grid is looked up by itself, so the result's spatial dims may be cut."""
+    out = " ".join(names(call.input.dim() - 2, "s"))
+    text = f"n c{' _' * (call.input.dim() - 2)}, n {out} _ -> n c {out}"
+    return Form(text, linear="input", nonempty=f"n c {out}")
+
+
+@row("grid_sampler_2d_backward grid_sampler_3d_backward")
+def _grid_sampler_backward(call: Call) -> Form:
+    out, image = " ".join(names(call.input.dim() - 2, "s")), f"n c{' _' * (call.input.dim() - 2)}"
+    results = [image, f"n {out} _"][-len(call.results) :]
+    text = f"n c {out}, {image}, n {out} _ -> {', '.join(results)}"
+    return Form(text, linear="grad_output", nonempty=f"n c {out}")
+
+
+def _affine_grid_local(c: Local) -> None:
+    c.set("size", [c.result_shape()[0], *c.call.size[1:]])
+
+
+@row("affine_grid_generator", local=_affine_grid_local)
+def _affine_grid(call: Call) -> Form:
+    return Form(f"n _ _ -> n{' _' * (call.results[0].dim() - 1)}", linear="theta")

@@ -1,0 +1,199 @@
+"""The documentation is true: its programs run and print what it says, its links lead somewhere, its commands exist.
+
+A fenced block is run if its info string says so:
+
+    ```python run                         one process; blocks of one page share their names, from top to bottom
+    ```python run ranks=2 file=train.py   a program of its own on real ranks; what rank 0 prints counts
+    ```diff run ranks=2                   without its + lines on one card, with them on ranks; both must print the same
+
+If the next fenced block is a ```text, that is what it prints: the words exactly, the numbers to a relative 1e-4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tyro
+
+import onecard as oc
+from onecard.launch._options import Options as LaunchOptions
+from onecard.launch._options import split
+from onecard.testing import run_ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?")
+_LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `prints` is the text block that follows it, None if another block does."""
+
+    page: Path
+    line: int
+    language: str
+    options: dict[str, str]
+    body: str
+    prints: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def read_blocks(page: Path) -> list[Block]:
+    source = page.read_text(encoding="utf-8")
+    found = list(_FENCE.finditer(source))
+    blocks = []
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        words = match["info"].split()
+        prints = after["body"] if after is not None and after["info"].strip() == "text" else None
+        options = dict(word.partition("=")[::2] for word in words[1:])
+        line = source.count("\n", 0, match.start()) + 2
+        blocks.append(Block(page, line, words[0] if words else "", options, match["body"], prints))
+    return blocks
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+RUN = [block for block in BLOCKS if "run" in block.options]
+ON_RANKS = [block for block in RUN if "ranks" in block.options]
+
+
+def run_program(source: str, name: str) -> str:
+    """Run a program as a script called `name` and return what it prints; a rank of `run_ranks` calls this too."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, name, "exec", dont_inherit=True), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def difference(printed: str, expected: str) -> str | None:
+    """What differs between two texts, words exactly and numbers nearly; None if nothing does."""
+    mine, wanted = ([line.rstrip() for line in t.strip("\n").splitlines()] for t in (printed, expected))
+    for left, right in zip(mine, wanted, strict=False):
+        if _NUMBER.sub("#", left) != _NUMBER.sub("#", right):
+            return f"printed {left!r}, the page says {right!r}"
+        for a, b in zip(_NUMBER.findall(left), _NUMBER.findall(right), strict=True):
+            if not math.isclose(float(a), float(b), rel_tol=1e-4, abs_tol=1e-6):
+                return f"printed {a}, the page says {b}, in {right!r}"
+    if len(mine) != len(wanted):
+        return f"printed {len(mine)} lines, the page has {len(wanted)}; printed:\n{printed}"
+    return None
+
+
+def without_marks(diff: str, added: bool) -> str:
+    """The program before (or, with `added`, after) a diff whose lines start with two characters of margin."""
+    lines = [line for line in diff.splitlines() if added or not line.startswith("+")]
+    return "\n".join(line[2:] for line in lines) + "\n"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.page == p for b in RUN if b not in ON_RANKS)], ids=str)
+def test_programs_of_a_page_run_in_one_process(page):
+    names: dict[str, object] = {"__name__": "docs"}
+    for block in (b for b in RUN if b.page == page and b not in ON_RANKS):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.body, block.name, "exec", dont_inherit=True), names)
+        if block.prints is not None:
+            found = difference(printed.getvalue(), block.prints)
+            assert found is None, f"{block.name}: {found}"
+
+
+@pytest.mark.parametrize("block", ON_RANKS, ids=lambda b: b.name)
+def test_programs_run_on_ranks(block):
+    diff = block.language == "diff"
+    source = without_marks(block.body, added=True) if diff else block.body
+    printed = run_ranks(run_program, int(block.options["ranks"]), source, block.options.get("file", "train.py"))[0]
+    if diff:
+        found = difference(run_program(without_marks(block.body, added=False), "train.py"), printed)
+        assert found is None, f"{block.name}: one card and {block.options['ranks']} ranks differ: {found}"
+    if block.prints is not None:
+        found = difference(printed, block.prints)
+        assert found is None, f"{block.name}: {found}"
+
+
+def test_the_comparison_of_texts_sees_faults():
+    assert difference("loss 1.00001 on x\n", "loss 1.0 on x") is None
+    assert difference("loss 1.1", "loss 1.0") and difference("a 1.0", "b 1.0") and difference("a\nb", "a")
+    assert without_marks("  a\n+ b\n\n", added=False) == "a\n\n" and without_marks("  a\n+ b\n", added=True) == "a\nb\n"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, made as GitHub makes them."""
+    plain = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    dead = []
+    for match in _LINK.finditer(_FENCE.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = match["target"].partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in headings(file)):
+            dead.append(match["target"])
+    assert dead == []
+
+
+def commands(language: str = "bash") -> list[tuple[str, list[str]]]:
+    """(where, words) of every command line in the pages' shell blocks."""
+    found = []
+    for block in BLOCKS:
+        if block.language == language:
+            lines = block.body.replace("\\\n", " ").splitlines()
+            found += [(block.name, shlex.split(line, comments=True)) for line in lines]
+    return [(where, words) for where, words in found if words]
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {words[1] for _, words in commands() if words[0] == "make"}
+    named |= set(re.findall(r"`make (\w+)`", "".join(p.read_text(encoding="utf-8") for p in PAGES)))
+    assert {"train", "test"} <= named
+    assert named <= targets
+
+
+@pytest.mark.parametrize(("where", "words"), [c for c in commands() if "onecard" in " ".join(c[1][:4])])
+def test_commands_parse(where, words):
+    if words[:3] == ["python", "-m", "onecard.rules.verify"]:
+        from onecard.rules.verify.__main__ import Options
+
+        tyro.cli(Options, args=words[3:])
+        return
+    assert words[:2] == ["onecard", "run"] or words[:3] == ["python", "-m", "onecard.launch"], (where, words)
+    ours, theirs = split(words[2 if words[0] == "onecard" else 3 :])
+    tyro.cli(LaunchOptions, args=ours, use_underscores=True)
+    assert theirs, f"{where}: no script"
+
+
+def test_reference_lists_every_public_name_once():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    part = text.split("<!-- names of onecard -->")[1].split("<!-- end -->")[0]
+    listed = re.findall(r"^\| \[`(\w+)`\]\(", part, re.MULTILINE)
+    assert sorted(listed) == sorted(oc.__all__)
+    for name in listed:
+        (target,) = re.findall(rf"^\| \[`{name}`\]\(([^)]+)\)", part, re.MULTILINE)
+        source = (ROOT / "docs" / target).resolve().read_text(encoding="utf-8")
+        if name not in ("Shard", "Replicate", "Partial"):
+            assert re.search(rf"^(class|def) {name}\b", source, re.MULTILINE), f"{name} is not defined in {target}"
+
+
+def test_figures_are_those_that_the_script_draws():
+    names: dict[str, object] = {"__name__": "make", "__file__": str(ROOT / "docs/figures/make.py")}
+    exec(compile((ROOT / "docs/figures/make.py").read_text(encoding="utf-8"), "make.py", "exec"), names)
+    for name, draw in names["FIGURES"].items():  # type: ignore[attr-defined]
+        assert (ROOT / "docs/figures" / name).read_text(encoding="utf-8") == draw(), f"run docs/figures/make.py: {name}"
