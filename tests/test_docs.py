@@ -18,6 +18,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ import tyro
 import onecard as oc
 from onecard.launch._options import Options as LaunchOptions
 from onecard.launch._options import split
+from onecard.rules.registry import rows
 from onecard.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +57,7 @@ def read_blocks(page: Path) -> list[Block]:
     source = page.read_text(encoding="utf-8")
     found = list(_FENCE.finditer(source))
     blocks = []
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip_longest(found, found[1:]):
         words = match["info"].split()
         prints = after["body"] if after is not None and after["info"].strip() == "text" else None
         options = dict(word.partition("=")[::2] for word in words[1:])
@@ -98,8 +100,17 @@ def without_marks(diff: str, added: bool) -> str:
     return "\n".join(line[2:] for line in lines) + "\n"
 
 
+@pytest.fixture
+def registry():
+    """The table of rules; rows that a page adds are gone after it."""
+    before = dict(rows)
+    yield rows
+    rows.clear()
+    rows.update(before)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.page == p for b in RUN if b not in ON_RANKS)], ids=str)
-def test_programs_of_a_page_run_in_one_process(page):
+def test_programs_of_a_page_run_in_one_process(page, registry):
     names: dict[str, object] = {"__name__": "docs"}
     for block in (b for b in RUN if b.page == page and b not in ON_RANKS):
         printed = io.StringIO()

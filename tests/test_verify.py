@@ -1,5 +1,8 @@
 """verify: the table is right, and wrong tables are seen to be wrong (negative controls)."""
 
+import faulthandler
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,8 @@ from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 from onecard.rules.samples import Sample, elsewhere, samples
 from onecard.rules.verify import capture, verify_call
-from onecard.rules.verify.__main__ import Options, main
+from onecard.rules.verify.__main__ import Options, main, prove_and_show
+from onecard.rules.verify.guard import guarded
 from onecard.rules.verify.prove import mesh_of
 from onecard.rules.verify.report import calls_of_samples, verify_calls
 from onecard.rules.verify.split import coordinates, mismatch, split, summands
@@ -337,12 +341,30 @@ def test_summands_are_not_the_value_itself(op):
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     page = tmp_path / "docs" / "rules.md"
     options = tyro.cli(Options, args=["--op", "mm", "--mesh", "2", "2x2", "--markdown", str(page), "--missed"])
-    assert main(options) == 0
+    assert prove_and_show(options, print) == 0
     assert "| `mm` | `m k, k n -> m n` |" in page.read_text()
     assert "0 wrong" in capsys.readouterr().out
     monkeypatch.setitem(rows, "mm", Row((), Form("m k, k n -> m n", linear="self + mat2")))
-    assert main(options) == 1
+    assert prove_and_show(options, print) == 1
     assert "wrong mm.default" in capsys.readouterr().out
-    assert main(Options(op="no_such_operator")) == 2
-    assert main(Options(family="no_such_family")) == 2
+    assert prove_and_show(Options(op="no_such_operator"), print) == 2
+    assert prove_and_show(Options(family="no_such_family"), print) == 2
     assert "families:" in capsys.readouterr().out
+
+
+def test_a_kernel_that_ends_the_process_is_named(monkeypatch):
+    def crash(options, note):
+        note("relu.default of nowhere.py:1")
+        os.abort()
+
+    assert guarded(lambda note: 7) == (7, "")
+    enabled = faulthandler.is_enabled()
+    faulthandler.disable()  # in the child the crash is meant
+    try:
+        status, fault = guarded(lambda note: crash(None, note))
+    finally:
+        if enabled:
+            faulthandler.enable()
+    assert (status, fault) == (134, "SIGABRT in relu.default of nowhere.py:1")
+    monkeypatch.setattr("onecard.rules.verify.__main__.prove_and_show", lambda options, note: 3)
+    assert main(Options()) == 3

@@ -92,7 +92,7 @@ def program() -> str:
     parts += [text(213, 68, "w2", "code"), *tensor(180, 78, columns, w2), text(213, 162, "Shard(1)", "small")]
     for i, line in enumerate(("h = torch.relu(x @ w1.T)", "y = h @ w2.T", "loss = cross_entropy(y, target)")):
         parts.append(text(50, 202 + 24 * i, line, "code", "start"))
-    parts.append(text(165, 281, "x, y and target are not marked: they stay whole", "small"))
+    parts.append(text(165, 281, "x and target are not marked: whole everywhere", "small"))
     # Two ranks: each row is one rank.
     for rank, top in ((0, 62), (1, 182)):
         middle = top + 48
@@ -110,7 +110,9 @@ def program() -> str:
         parts += [text(place, middle + 5, sign) for place, sign in signs]
         parts += [arrow(770, middle, 788, middle), arrow(814, middle, 838, middle)]
     parts.append(box(790, 62, 22, 216, "send", 5))
-    parts.append(f'<text x="805" y="170" class="on" text-anchor="middle" transform="rotate(-90 805 170)">{"all-reduce"}</text>')
+    parts.append(
+        '<text x="805" y="170" class="on" text-anchor="middle" transform="rotate(-90 805 170)">all-reduce</text>'
+    )
     parts.append(text(751, 176, "partial sums", "small"))
     return svg(920, 312, parts, "A one-card program, and what runs on a mesh of two ranks with one all-reduce")
 
@@ -147,23 +149,32 @@ def concepts() -> str:
     shape = (8, 8)
     parts += tensor(386, 70, layout, shape)
     for rank in mesh.process_ids:
-        (top, left), (rows, columns) = (f(shape, mesh.coordinate(rank)) for f in (layout.local_offset, layout.local_shape))
+        (top, left), (rows, columns) = (
+            f(shape, mesh.coordinate(rank)) for f in (layout.local_offset, layout.local_shape)
+        )
         parts.append(text(386 + CELL * (left + columns / 2), 75 + CELL * (top + rows / 2), str(rank), "mark"))
     parts += [text(430, 184, "dp=Shard(0)", "code"), text(430, 202, "tp=Shard(1)", "code")]
     parts.append(text(430, 222, "all axes together", "small"))
     # rule: which factors an operator shares
     one, two_ = oc.Layout.of(two, 2, [oc.Shard(1)]), oc.Layout.of(two, 2, [oc.Shard(0)])
-    parts += [*tensor(534, 78, one, (4, 4)), *tensor(600, 78, two_, (4, 4)), *tensor(650, 78, oc.Layout.replicated(two, 2), (4, 4))]
-    parts += [text(590, 105, "@"), text(647, 105, ""), text(672, 105, "+", "mark")]
-    parts += [text(556, 70, "m k", "code"), text(622, 70, "k n", "code"), text(672, 70, "m n", "code")]
+    parts += [
+        *tensor(532, 78, one, (4, 4)),
+        *tensor(592, 78, two_, (4, 4)),
+        *tensor(652, 78, oc.Layout.replicated(two, 2), (4, 4)),
+    ]
+    parts += [text(584, 105, "@"), text(644, 105, "="), text(674, 105, "+", "mark")]
+    parts += [text(554, 70, "m k", "code"), text(614, 70, "k n", "code"), text(674, 70, "m n", "code")]
     parts.append(text(612, 152, "mm: m k, k n -> m n", "code"))
-    parts += [text(612, 184, "cut m or n: the result is cut", "small"), text(612, 202, "cut k: the result is Partial", "small")]
+    parts += [
+        text(612, 184, "cut m or n: the result is cut", "small"),
+        text(612, 202, "cut k: the result is Partial", "small"),
+    ]
     parts.append(text(612, 222, "one row for each operator", "small"))
     # reshard: from one layout to another
     parts += tensor(734, 84, oc.Layout.replicated(two, 2), (4, 4))
     parts.append(text(756, 111, "+", "mark"))
-    parts += [arrow(784, 106, 836, 106), box(790, 90, 40, 14, "send", 3)]
-    parts.append(text(810, 101, "sum", "on"))
+    parts += [arrow(784, 106, 836, 106), box(789, 80, 40, 18, "send", 3)]
+    parts.append(text(809, 93, "sum", "on"))
     parts += tensor(842, 84, oc.Layout.replicated(two, 2), (4, 4))
     parts += [text(756, 148, "Partial", "code"), text(864, 148, "Replicate", "code")]
     parts += [text(810, 180, "steps = plan(from, to)", "code"), text(810, 202, "all_reduce on axis x", "small")]

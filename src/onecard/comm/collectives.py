@@ -34,18 +34,19 @@ def _wait(name: str, group: Group, nbytes: int, start: Callable[[], Any]) -> Non
     """Run one collective; a fault says which, among whom, and where this rank stands."""
     board = flight.board
     if board is not None:
-        board.enter(name, group.ranks, nbytes)
+        board.enter(name, tuple(sorted(group.ranks)), nbytes)
     try:
         work = start()
         if work is not None:
             work.wait()
     except RuntimeError as fault:
         raise CommunicationError(
-            f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: {fault}. "
-            "A rank that is gone, or that runs another program than the others, shows as this."
+            f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
+            f"{fault}. A rank that is gone, or that runs another program than the others, shows as this."
         ) from fault
-    if board is not None:
-        board.leave()
+    finally:
+        if board is not None:
+            board.leave()
 
 
 def _options(op: str) -> Any:
@@ -177,7 +178,7 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
 
 
 def broadcast_object(value: Any, group: Group, index: int) -> Any:
-    """The Python value of the rank at ``index`` on every rank of the group. Pickled: between ranks of one program only."""
+    """The Python value of the rank at ``index`` on every rank. Pickled: only between ranks of one program."""
     if group.process_group is None:
         return value
     data = pickle.dumps(value) if group.index == index else b""

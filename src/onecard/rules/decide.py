@@ -62,6 +62,7 @@ def decide(
     cost: Cost,
     fixed: Mapping[int, Layout] | None = None,
     kept: Collection[int] = (),
+    noted: Mapping[int, int] | None = None,
 ) -> Decision | None:
     """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
 
@@ -71,6 +72,7 @@ def decide(
         operands, results: shape and bytes of an element of each.
         cost: seconds to change a layout; the time that a rank computes is added to it.
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
+        noted: for an axis, the factor of the results that it had better cut if nothing speaks against it.
         kept: operands that must keep their layout, because the operator writes to them.
 
     Returns:
@@ -78,6 +80,8 @@ def decide(
     """
     mesh = layouts[0].mesh
     options = [_options(bound, layouts, axis) for axis in range(mesh.ndim)]
+    for axis, factor in (noted or {}).items():
+        options[axis].insert(0, Use(factor=factor))
     best: Decision | None = None
     for uses in product(*options):
         candidate = _try(bound, layouts, mesh, uses)
@@ -278,9 +282,7 @@ def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]
     return True
 
 
-def _keeps(
-    candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout], kept: Collection[int]
-) -> bool:
+def _keeps(candidate: Candidate, layouts: Sequence[Layout], fixed: Mapping[int, Layout], kept: Collection[int]) -> bool:
     operands, results = candidate
     return all(operands[i] is layouts[i] for i in (*fixed, *kept)) and all(
         results[i] is layout for i, layout in fixed.items()

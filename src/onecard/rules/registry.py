@@ -21,6 +21,8 @@ class Row:
         form: the rule, or a function from the call's static arguments and shapes to the rule (None: no rule applies).
         local: hook that adapts one rank's call (shape arguments, masks, shifts); see ``rules.local``.
         instead: runs the call as other operators when an operand arrives cut along a factor that must be whole.
+        note: (operand, factor). A forward operator notes on the operand which axes cut the factor; its backward operator,
+            whose result alone has the factor, cuts it likewise. So the gradient of a table is cut as the table is.
         values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
     """
 
@@ -29,6 +31,7 @@ class Row:
     local: Callable[..., None] | None = None
     instead: Callable[..., Any] | None = None
     values: bool = False
+    note: tuple[str, str] | None = None
 
     def form_for(self, call: Call) -> Form | None:
         """The rule for one call."""
@@ -43,7 +46,7 @@ _TRAITS = {f.name for f in fields(Form)} - {"text"}
 def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
-    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``values`` of ``Row``.
+    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``note``, ``values`` of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
 

@@ -37,6 +37,11 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if call.schema.out:
         program.expand = fallback.out_of_place(func, call)
         return program
+    if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
+        raise DispatchError(
+            f"{func}: the shape of a DistTensor cannot change in place; take the form that returns its result: "
+            f"x = x.{call.schema.functional}(...)"
+        )
     row = find(func)
     if row is None:
         program.expand = fallback.without_rule(func, call)
@@ -61,12 +66,29 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if row.instead is not None and cuts_whole(bound, layouts):
         program.expand = row.instead
         return program
-    _decide(program, call, row, bound, layouts, device, len(args))
+    noted = _noted(row, call, bound, values)
+    _decide(program, call, row, bound, layouts, device, len(args), noted)
     return program
 
 
+def _noted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[int, int]:
+    """What the forward operator noted, if this is its backward: axis -> factor of the result."""
+    factor = bound.factor(row.note[1]) if row.note is not None else None
+    if row.note is None or factor is None or any(factor in dim for dims in bound.operands for dim in dims):
+        return {}
+    carrier = values[call.index(row.note[0])]
+    return dict.fromkeys(carrier._spec.note, factor) if isinstance(carrier, DistTensor) else {}
+
+
 def _decide(
-    program: Program, call: Call, row: Row, bound: Bound, layouts: list[Layout], device: torch.device, given: int
+    program: Program,
+    call: Call,
+    row: Row,
+    bound: Bound,
+    layouts: list[Layout],
+    device: torch.device,
+    given: int,
+    noted: dict[int, int],
 ) -> None:
     aliases = _aliases(call)
     kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
@@ -79,6 +101,7 @@ def _decide(
         planner.seconds,
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
         kept,
+        noted,
     )
     if decision is None:
         program.expand = fallback.copy_back(program.func)
@@ -100,6 +123,10 @@ def _decide(
         )
     program.aliases = aliases if any(aliases) else ()
     program.cut_off = call.schema.views and bool(program.moves)
+    if row.note is not None and not noted:
+        factor = bound.factor(row.note[1])
+        axes = tuple(axis for axis, use in enumerate(decision.uses) if use.factor == factor and factor is not None)
+        program.note = (call.paths[call.index(row.note[0])], axes) if axes else None
     coordinate = decision.operands[0].mesh.coordinate()
     if row.local is not None and coordinate is not None:
         local = Local(call, bound, decision, coordinate)
@@ -113,9 +140,11 @@ def _decide(
     returns = program.func._schema.returns
     if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
         shared = program.view and program.specs[0].layout.pending  # a view must be noted with its base
-        busy = program.moves or program.aliases or shared
+        busy = program.moves or program.aliases or shared or program.note
         plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
-        program.simple = not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
+        program.simple = (
+            not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
+        )
         program.swaps = tuple((at, value) for at, _, value in program.replace)
         program.spec = program.specs[0]
 

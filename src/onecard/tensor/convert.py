@@ -221,7 +221,11 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
-        kept = tuple(p for p in grad._spec.layout.pending if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0]))
+        kept = tuple(
+            p
+            for p in grad._spec.layout.pending
+            if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
+        )
         return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
 
 

@@ -17,6 +17,7 @@ from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor
 from onecard.tensor.dist_tensor import DistTensor, describe, sole_owner, wrap
+from onecard.tensor.program import check_writable
 from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
@@ -62,6 +63,7 @@ def copy_back(func: Any) -> Callable[..., Any]:
 
 def write(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
+    check_writable(target, "copy_")
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value  # type: ignore[attr-defined]
         target.copy_(whole)
@@ -170,7 +172,10 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         if id(value) in originals:
             return originals[id(value)][0]
-        return wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
+        made = wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
+        if schema_of(func).views:
+            made._cut_off = schema_of(func).name
+        return made
 
     return tree_map(rewrap, result)
 

@@ -234,7 +234,11 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     found, scale = _whole(found_inf), _whole(inv_scale)
     func([_local(g) for g in grads], found, scale)
     axes = {
-        (g.mesh, a) for g in grads if isinstance(g, DistTensor) and g._spec.here for dim in g._spec.layout.dims for a in dim
+        (g.mesh, a)
+        for g in grads
+        if isinstance(g, DistTensor) and g._spec.here
+        for dim in g._spec.layout.dims
+        for a in dim
     }
     for mesh, axis in sorted(axes, key=lambda pair: (str(pair[0]), pair[1])):
         found.copy_(collectives.all_reduce(found, groups.group(mesh, axis), "max"))

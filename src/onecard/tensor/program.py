@@ -33,6 +33,7 @@ class Program:
         replace: arguments that differ on this rank: (position, name, value).
         pending: operands that stay pending while others are moved, with their layouts.
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
+        note: axes to note on an operand for its backward operator.
         view: the result shares memory with the first argument.
         cut_off: this is a view on one card, but here its operand had to be moved first.
         writes: operands that are written to.
@@ -41,7 +42,7 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "pending", "reason", "replace", "simple", "spec",
+        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "simple", "spec",
         "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ class Program:
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
         self.cut_off = False
+        self.note: tuple[Path, tuple[int, ...]] | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.call: Callable[..., Any] = func
         self.expand: Callable[..., Any] | None = None
@@ -69,7 +71,7 @@ class Program:
         if self.expand is not None:
             return self.expand(*args, **kwargs)
         for path in self.writes:
-            _check_writable(_at(path, args, kwargs), self.name)
+            check_writable(_at(path, args, kwargs), self.name)
         if self.specs and not self.specs[0].here:
             return self._elsewhere(args, kwargs)
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
@@ -85,6 +87,8 @@ class Program:
             if _at(path, args, kwargs)._spec.layout is not layout:
                 # Settling one operand settled another one that shares its memory: decide again.
                 return self.func(*args, **kwargs)
+        if self.note is not None:
+            _take_note(_at(self.note[0], args, kwargs), self.note[1])
         result = self.call(*local, **keywords)
         if type(result) is Tensor and not self.aliases:
             return self._wrap_one(result, self.specs[0], args)
@@ -150,6 +154,11 @@ def _local(value: Any) -> Any:
     return value
 
 
+def _take_note(operand: Any, axes: tuple[int, ...]) -> None:
+    if isinstance(operand, DistTensor) and operand._spec.note != axes:
+        operand._spec = operand._spec.with_note(axes)
+
+
 def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
     """A hook's function, except that an argument that it returns becomes a tensor of its own.
 
@@ -162,14 +171,23 @@ def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _share(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def _unalias(result: Any, local: Sequence[Any]) -> Any:
     if isinstance(result, Tensor):
         return result.detach() if any(result is a for a in local) else result
     return type(result)([_unalias(r, local) for r in result]) if isinstance(result, list | tuple) else result
 
 
-def _check_writable(value: Any, name: str) -> None:
-    origin = getattr(value, "_cut_off", "") if isinstance(value, DistTensor) else ""
+def check_writable(value: Any, name: str) -> None:
+    """A view that had to be copied cannot be written to: the tensor that it was taken from would not see it."""
+    if not isinstance(value, DistTensor) or not value._spec.here:
+        return
+    origin, base = getattr(value, "_cut_off", ""), value._base
+    if not origin and isinstance(base, DistTensor) and not _share(base._local, value._local):
+        origin = "a view"  # of such a view
     if origin:
         raise DispatchError(
             f"{name}: writing into the result of {origin} would not reach the tensor it was taken from: on one card it is "

@@ -19,26 +19,34 @@ class Spec:
         shape, stride: of the whole tensor on one card.
         dtype, device: of the local tensors.
         here: whether this process is in the mesh.
+        note: axes that an operator noted on this tensor for its backward (see ``Row.note``).
     """
 
-    __slots__ = ("device", "dtype", "here", "layout", "shape", "stride")
+    __slots__ = ("device", "dtype", "here", "layout", "note", "shape", "stride")
     layout: Layout
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     here: bool
+    note: tuple[int, ...]
 
     @staticmethod
     def make(
-        layout: Layout, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        layout: Layout,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        note: tuple[int, ...] = (),
     ) -> Spec:
         """The one spec with these properties."""
-        key = (layout, shape, stride, dtype, device)
+        key = (layout, shape, stride, dtype, device, note)
         found = _interned.get(key)
         if found is None:
             found = object.__new__(Spec)
             found.layout, found.shape, found.stride, found.dtype, found.device = layout, shape, stride, dtype, device
+            found.note = note
             found.here = layout.mesh.coordinate() is not None
             _interned[key] = found
         return found
@@ -51,6 +59,10 @@ class Spec:
     def with_layout(self, layout: Layout) -> Spec:
         """The same tensor, laid out otherwise."""
         return Spec.make(layout, self.shape, self.stride, self.dtype, self.device)
+
+    def with_note(self, note: tuple[int, ...]) -> Spec:
+        """The same spec with another note."""
+        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, note)
 
     def meta(self) -> torch.Tensor:
         """The whole tensor without its data."""

@@ -96,6 +96,8 @@ SAMPLES = [
     lambda: aten.softplus(real(4, 3), 2.0, 1.0),
     lambda: aten._to_copy(real(4, 3, grad=False), dtype=torch.float32),
     lambda: integers(9, 4, 3, dtype=torch.int32).long(),
+    lambda: real(4, 3, dtype=torch.float32).double(),
+    lambda: real(4, 3, grad=False, dtype=torch.bfloat16).float(),
     lambda: real(4, 3).long(),
     lambda: mask(4, 3).to(torch.uint8),
     lambda: aten.copy(real(4, 3, grad=False), real(3, grad=False)),

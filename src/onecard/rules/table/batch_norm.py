@@ -25,15 +25,30 @@ Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 def _forward_form(call: Call, training: bool) -> Form:
     """In training the kernels also write running statistics, which they must see whole if anything is cut."""
     dims = ["n", "c", *names(call.input.dim() - 2, "s")]
+    if not training:
+        # What the kernels do; their meta functions say otherwise (torch 2.13).
+        call.results[1:] = [t.new_empty([0]) for t in call.results[1:]]
     running = call.values.get("running_mean") is not None
     whole = " ".join(d for d in dims if d != "c" or running) if training else ""
     results = [dims, *(["c" if t.shape[0] == dims_c(call) else "_"] for t in call.results[1:])]
-    return Form(signature([dims, *[["c"]] * (len(call.operands) - 1)], results), whole=whole)
+    return Form(signature([dims, *[["c"]] * (len(call.operands) - 1)], results), whole=whole, nonempty="c")
 
 
 def dims_c(call: Call) -> int:
     """Channels of the input."""
     return call.input.shape[1]
+
+
+def _no_stats(c: Local) -> None:
+    """In evaluation nothing is saved for the backward operator."""
+    func, dtypes = c.call.func, [t.dtype for t in c.call.results[1:]]
+    if any(t.numel() for t in c.call.results[1:3]):
+        return
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return func(x, *args, **kwargs)[0], *(x.new_empty([0], dtype=dtype) for dtype in dtypes)
+
+    c.run = run
 
 
 def _forward(
@@ -75,7 +90,7 @@ def _reserve(input: Tensor) -> Tensor:
     return input.new_empty([0], dtype=torch.uint8)
 
 
-@row("native_batch_norm _native_batch_norm_legit", instead=_forward)
+@row("native_batch_norm _native_batch_norm_legit", local=_no_stats, instead=_forward)
 def _batch_norm(call: Call) -> Form:
     return _forward_form(call, call.training)
 
@@ -95,12 +110,12 @@ def _cudnn(*args: Any) -> tuple[Tensor, ...]:
     return *_forward(*args), _reserve(args[0])
 
 
-@row("cudnn_batch_norm", instead=_cudnn)
+@row("cudnn_batch_norm", local=_no_stats, instead=_cudnn)
 def _cudnn_rule(call: Call) -> Form:
     return _forward_form(call, call.training)
 
 
-@row("miopen_batch_norm", instead=_forward)
+@row("miopen_batch_norm", local=_no_stats, instead=_forward)
 def _miopen_rule(call: Call) -> Form:
     return _forward_form(call, call.training)
 
@@ -116,7 +131,7 @@ def _with_update_rule(call: Call) -> Form:
     return _forward_form(call, True)
 
 
-@row("_batch_norm_no_update")
+@row("_batch_norm_no_update", local=_no_stats)
 def _no_update_rule(call: Call) -> Form:
     return _forward_form(call, False)
 
@@ -152,26 +167,19 @@ def _backward(
 
 
 def _backward_form(call: Call, train: bool, mask: Sequence[bool]) -> Form:
-    """``@`` leaves no choice here: all results depend on the gradient, which has every factor."""
+    """The kernels end the process (a division by zero) where there are no channels or no elements."""
     dims = ["n", "c", *names(call.input.dim() - 2, "s")]
     known = {"grad_out": dims, "grad_output": dims, "input": dims, "reserve": ["_"], "reserveSpace": ["_"]}
     operands = [
         known.get(name) or (["c"] if t.shape[0] == dims_c(call) else ["_"])
         for name, t in zip(call.names, call.operands, strict=True)
     ]
-    made = [d for d, wanted in zip([dims, ["c"], ["c"]], mask, strict=True) if wanted]
+    if len(call.results) == 3:  # the meta function gives all of them whatever is asked for
+        call.results[:] = [t for t, wanted in zip(call.results, mask, strict=True) if wanted]
+    results = [d for d, wanted in zip([dims, ["c"], ["c"]], mask, strict=True) if wanted]
     whole = " ".join(d for d in dims if d != "c") if train else ""
     linear = "grad_out" if "grad_out" in call.names else "grad_output"
-    return Form(signature(operands, made[: len(call.results)]), whole=whole, linear=linear)
-
-
-def _contiguous(c: Local) -> None:
-    func = c.call.func
-
-    def run(first: Tensor, second: Tensor, *rest: Any, **named: Any) -> Any:
-        return func(first.contiguous(), second.contiguous(), *rest, **named)
-
-    c.run = run
+    return Form(signature(operands, results), whole=whole, linear=linear, nonempty=" ".join(dims))
 
 
 @row("native_batch_norm_backward", instead=_backward)

@@ -127,7 +127,7 @@ def _embedding_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding", local=_embedding_local)
+@row("embedding", local=_embedding_local, note=("indices", "v"))
 def _embedding(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     return Form(signature([["v", "d"], i], [[*i, "d"]]), linear="weight")
@@ -147,7 +147,7 @@ def _embedding_backward_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding_dense_backward", local=_embedding_backward_local)
+@row("embedding_dense_backward", local=_embedding_backward_local, note=("indices", "v"))
 def _embedding_backward(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     # Scaling by frequency counts an index over the whole batch.

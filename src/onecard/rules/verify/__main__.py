@@ -15,6 +15,7 @@ from onecard.rules.call import schema_of
 from onecard.rules.registry import row_name
 from onecard.rules.samples import samples
 from onecard.rules.table import families
+from onecard.rules.verify.guard import Note, guarded
 from onecard.rules.verify.report import calls_of_samples, show, verify_calls, write_markdown
 
 _MESHES = {"2": (2,), "3": (3,), "2x2": (2, 2)}
@@ -34,12 +35,18 @@ class Options:
     """Write the list of operators and rules to this file."""
     missed: bool = False
     """Also look for operand layouts that a row forbids though they would be right, and list them."""
-    trace: bool = False
-    """Name each call before it is proved: the last one is at fault if a kernel ends the process."""
 
 
 def main(options: Options) -> int:
     """Runs the proof and prints it; returns the exit status."""
+    status, fault = guarded(lambda note: prove_and_show(options, note))
+    if fault:
+        Console().print(f"[red]a kernel ended the process:[/] {fault}. Does a hook or nonempty= forget empty shards?")
+    return status
+
+
+def prove_and_show(options: Options, note: Note) -> int:
+    """``main`` in this process."""
     console = Console()
     known = {*families, *(sample.family for sample in samples())}
     if options.family and options.family not in known:
@@ -52,8 +59,12 @@ def main(options: Options) -> int:
     if not calls:
         console.print(f"no sample calls {options.op or options.family!r}", style="red")
         return 2
-    trace = (lambda call: console.print(call.name, call.where, highlight=False)) if options.trace else None
-    report = verify_calls(calls, [_MESHES[name] for name in options.mesh], options.missed, trace=trace)
+    report = verify_calls(
+        calls,
+        [_MESHES[name] for name in options.mesh],
+        options.missed,
+        watch=lambda call: note(f"{call.name} of {call.where}"),
+    )
     partial = bool(options.op or options.family)
     if partial:
         report.uncovered = [n for n in report.uncovered if n in families.get(options.family, ()) or n == options.op]

@@ -83,9 +83,9 @@ def verify_calls(
     meshes: Sequence[Sequence[int]] = ((2,),),
     missed: bool = False,
     limit: int = 300,
-    trace: Callable[[Captured], None] | None = None,
+    watch: Callable[[Captured], None] | None = None,
 ) -> Report:
-    """Prove the rows of all these calls; ``trace`` is told of each before."""
+    """Prove the rows of all these calls; ``watch`` is told of each before."""
     report, hit = Report(), set()
     ruleless: dict[str, None] = {}
     family_of = {name: family for family, names in table.families.items() for name in names}
@@ -97,8 +97,8 @@ def verify_calls(
         hit.add(row)
         name = schema_of(call.func).name
         operator = report.operators.setdefault(name, Operator(name, family_of.get(row, "own")))
-        if trace is not None:
-            trace(call)
+        if watch is not None:
+            watch(call)
         for shape in meshes:
             _add(operator, prove(call, mesh_of(shape), missed, limit=limit))
     report.uncovered = sorted(set(rows) - hit - set(elsewhere()))
