@@ -5,6 +5,7 @@ A fenced block is run if its info string says so:
     ```python run                         one process; blocks of one page share their names, from top to bottom
     ```python run ranks=2 file=train.py   a program of its own on real ranks; what rank 0 prints counts
     ```diff run ranks=2                   without its + lines on one card, with them on ranks; both must print the same
+    ```python run tests                   a test file; its test functions are called
 
 If the next fenced block is a ```text, that is what it prints: the words exactly, the numbers to a relative 1e-4.
 """
@@ -12,6 +13,7 @@ If the next fenced block is a ```text, that is what it prints: the words exactly
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import linecache
 import math
@@ -69,6 +71,12 @@ def read_blocks(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 RUN = [block for block in BLOCKS if "run" in block.options]
 ON_RANKS = [block for block in RUN if "ranks" in block.options]
+TESTS = [block for block in RUN if "tests" in block.options]
+HERE = [block for block in RUN if block not in ON_RANKS and block not in TESTS]
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def run_program(source: str, name: str) -> str:
@@ -109,10 +117,10 @@ def registry():
     rows.update(before)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.page == p for b in RUN if b not in ON_RANKS)], ids=str)
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.page == p for b in HERE)], ids=relative)
 def test_programs_of_a_page_run_in_one_process(page, registry):
     names: dict[str, object] = {"__name__": "docs"}
-    for block in (b for b in RUN if b.page == page and b not in ON_RANKS):
+    for block in (b for b in HERE if b.page == page):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block.body, block.name, "exec", dont_inherit=True), names)
@@ -134,6 +142,17 @@ def test_programs_run_on_ranks(block):
         assert found is None, f"{block.name}: {found}"
 
 
+@pytest.mark.parametrize("block", TESTS, ids=lambda b: b.name)
+def test_test_files_pass(block, tmp_path, monkeypatch):
+    name = f"page_{block.page.stem.replace('-', '_')}_{block.line}"
+    (tmp_path / f"{name}.py").write_text(block.body, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    tests = [f for word, f in vars(importlib.import_module(name)).items() if word.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+
+
 def test_the_comparison_of_texts_sees_faults():
     assert difference("loss 1.00001 on x\n", "loss 1.0 on x") is None
     assert difference("loss 1.1", "loss 1.0") and difference("a 1.0", "b 1.0") and difference("a\nb", "a")
@@ -147,7 +166,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_lead_somewhere(page):
     dead = []
     for match in _LINK.finditer(_FENCE.sub("", page.read_text(encoding="utf-8"))):

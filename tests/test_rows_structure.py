@@ -1,6 +1,6 @@
 """Rows that move, index, multiply and convolve, as autograd and views use them. Twin: plain torch.
 
-That each row is right by itself is proved by ``onecard.rules.verify``; here is what one call in one process cannot show.
+Each row by itself is proved by ``onecard.rules.verify``; here is what one call in one process cannot show.
 """
 
 import warnings
@@ -33,7 +33,7 @@ def put(plain, placement, grad=True):
 
 
 def check(program, tensors, placements):
-    """The program's results and gradients on distributed tensors are those on plain ones; nothing is gathered by default."""
+    """The program's results and gradients on distributed tensors are those on plain ones; every operator has a row."""
     plain = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     dist = [put(t, p) for t, p in zip(tensors, placements, strict=True)]
     expected = program(*plain)

@@ -31,9 +31,9 @@ def upward_imports(layer: str, source: str) -> list[str]:
     found = []
     for module, line in imports_of(source):
         parts = module.split(".")
-        if parts[0] == "onecard" and len(parts) > 1 and parts[1] in LAYERS:
-            if LAYERS.index(parts[1]) > LAYERS.index(layer):
-                found.append(f"line {line}: {module}")
+        known = parts[0] == "onecard" and len(parts) > 1 and parts[1] in LAYERS
+        if known and LAYERS.index(parts[1]) > LAYERS.index(layer):
+            found.append(f"line {line}: {module}")
     return found
 
 

@@ -13,7 +13,9 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-base_lr = 0.001  # the seed has 0.1, with which a net of this width diverges: on one card the loss is 1e14 after 5 batches
+base_lr = (
+    0.001  # the seed has 0.1, with which a net of this width diverges: on one card the loss is 1e14 after 5 batches
+)
 momentum_rate = 0.9
 l2_decay = 1e-4
 
@@ -107,7 +109,9 @@ def train(model: nn.Module, args: TrainArgs) -> list[float]:
 
             losses.append(avg_loss.item())
             if batch_id % 5 == 0:
-                print(f"[Epoch {eop}, batch {batch_id}] loss: {losses[-1]:.5f}, acc1: {acc_top1:.5f}, acc5: {acc_top5:.5f}")
+                print(
+                    f"[Epoch {eop}, batch {batch_id}] loss: {losses[-1]:.5f}, acc1: {acc_top1:.5f}, acc5: {acc_top5:.5f}"
+                )
     return losses
 
 

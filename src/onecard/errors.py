@@ -27,5 +27,5 @@ class CommunicationError(OnecardError, RuntimeError):
     """A collective that cannot run: no such rank, no process group, a peer that is gone."""
 
 
-class ImplicitCommunication(OnecardError, RuntimeError):  # noqa: N818 - reads as the event that it reports
+class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""

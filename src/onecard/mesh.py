@@ -147,7 +147,9 @@ class ProcessMesh:
         if wanted and all(isinstance(name, str) for name in wanted):
             return self._around(wanted)
         if not wanted or len(wanted) > self.ndim or not all(_is_index(item) for item in wanted):
-            raise MeshError(f"{self!r}[{index!r}]: want an index or a slice for each of the leading axes, or axis names")
+            raise MeshError(
+                f"{self!r}[{index!r}]: want an index or a slice for each of the leading axes, or axis names"
+            )
         try:
             part = self._grid[wanted]
         except IndexError as fault:

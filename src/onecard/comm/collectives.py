@@ -51,7 +51,7 @@ def _wait(name: str, group: Group, nbytes: int, start: Callable[[], Any]) -> Non
 
 def _options(op: str) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp = _REDUCE[op]
+    options.reduceOp = dist.ReduceOp(_REDUCE[op])
     return options
 
 
@@ -119,7 +119,7 @@ def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[
     send = local.movedim(dim, 0).contiguous()
     result = send.new_empty((sizes[0], *send.shape[1:]))
     options = dist.ReduceScatterOptions()
-    options.reduceOp = _REDUCE[op]
+    options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
     _wait("reduce_scatter", group, send.nbytes, lambda: pg._reduce_scatter_base(result, send, options))
     result = result.movedim(0, dim).contiguous()

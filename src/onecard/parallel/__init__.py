@@ -11,6 +11,6 @@ from onecard.tensor import DistTensor
 # torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
 for _types in (_optimizers, _utilities):
     if DistTensor not in _types:
-        _types.append(DistTensor)
+        _types.append(DistTensor)  # type: ignore[arg-type]
 
 __all__ = ["ShardDataloader", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer"]

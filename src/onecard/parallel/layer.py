@@ -57,7 +57,7 @@ def shard_layer(
         for key, param in before.items():
             if param is not None and not isinstance(param, DistTensor):
                 kept.append(param)
-                moved[id(param)] = submodule._parameters[key]  # type: ignore[assignment]
+                moved[id(param)] = submodule._parameters[key]
     if input_fn is not None:
         module.register_forward_pre_hook(lambda _, inputs: _as_tuple(input_fn(inputs, mesh)))
     if output_fn is not None:

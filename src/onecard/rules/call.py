@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Schema:
         return self.name[:-1] if self.written and self.name.endswith("_") else self.name
 
 
-@lru_cache(maxsize=None)
+@cache
 def schema_of(func: torch._ops.OpOverload) -> Schema:
     """The schema of an operator."""
     raw = func._schema
@@ -82,7 +82,8 @@ class Call:
         self.names: list[str] = []
         self.paths: list[Path] = []
         self.results: list[Tensor] = []
-        for place, value in [*enumerate(args), *kwargs.items()]:
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
             name = self.schema.arguments[place] if isinstance(place, int) else place
             self.values[name] = value
             if name not in self.schema.out:

@@ -107,7 +107,9 @@ def _decide(
         program.expand = fallback.copy_back(program.func)
         return
     program.reason = decision.reason(bound)
-    program.specs = tuple(Spec.like(l, t, device) for l, t in zip(decision.results, call.results, strict=True))
+    program.specs = tuple(
+        Spec.like(layout, t, device) for layout, t in zip(decision.results, call.results, strict=True)
+    )
     program.moves = tuple(
         (path, target, name)
         for i, (path, layout, target, name) in enumerate(

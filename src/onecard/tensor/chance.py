@@ -37,7 +37,7 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DistTensor) else value  # type: ignore[attr-defined]
+    return value.full_tensor() if isinstance(value, DistTensor) else value
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:

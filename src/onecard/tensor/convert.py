@@ -261,7 +261,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         spec = ctx.spec
-        whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad  # type: ignore[attr-defined]
+        whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad
         return _distribute(whole, spec.layout.settled())
 
 
@@ -293,15 +293,15 @@ def from_dtensor(x: DTensor) -> DistTensor:
 
 
 def _methods() -> None:
-    DistTensor.to_local = to_local  # type: ignore[attr-defined]
-    DistTensor.full_tensor = unshard  # type: ignore[attr-defined]
-    DistTensor.to_dtensor = to_dtensor  # type: ignore[attr-defined]
+    DistTensor.to_local = to_local  # type: ignore[assignment]
+    DistTensor.full_tensor = unshard  # type: ignore[assignment]
+    DistTensor.to_dtensor = to_dtensor  # type: ignore[assignment]
 
     def redistribute(self: DistTensor, placements: Sequence[Placement]) -> DistTensor:
         """``reshard`` on the tensor's own mesh (the name that DTensor uses)."""
         return reshard(self, self.mesh, placements)
 
-    DistTensor.redistribute = redistribute  # type: ignore[attr-defined]
+    DistTensor.redistribute = redistribute  # type: ignore[assignment]
 
 
 _methods()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import TensorWeakRef
 
 from onecard import reshard as planner
@@ -17,7 +19,7 @@ from onecard.mesh import ProcessMesh
 from onecard.reshard import Step
 from onecard.tensor.spec import Spec
 
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make = Tensor._make_wrapper_subclass
 
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
@@ -36,6 +38,11 @@ class DistTensor(Tensor):
     _local: Tensor
     _spec: Spec
     _cut_off: str
+    # Methods that convert.py defines.
+    to_local: Callable[[], Tensor]
+    full_tensor: Callable[[], Tensor]
+    to_dtensor: Callable[[], DTensor]
+    redistribute: Callable[[Sequence[Placement]], DistTensor]
     _views: list[TensorWeakRef]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -47,7 +54,7 @@ class DistTensor(Tensor):
         return self
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Any:  # type: ignore[override]
         """How the tensor lies on its mesh: a ``Layout``.
 
         PyTorch's own decompositions expect a ``torch.layout`` under this name; while one runs, they get that.
@@ -60,14 +67,14 @@ class DistTensor(Tensor):
         return self._spec.layout.placements
 
     @property
-    def mesh(self) -> ProcessMesh:  # type: ignore[override]
+    def mesh(self) -> ProcessMesh:
         """The mesh whose ranks hold the tensor."""
         return self._spec.layout.mesh
 
     process_mesh = mesh
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The same values outside autograd; assigning replaces the value and the layout in place."""
         return self.detach()
 
@@ -160,18 +167,22 @@ class DistTensor(Tensor):
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def _whole(self) -> Tensor:
+        detached: Any = self.detach()
+        return detached.full_tensor()
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""
-        return self.detach().full_tensor().tolist()  # type: ignore[attr-defined]
+        return self._whole().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor as an array (a copy on this rank)."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on a DistTensor that requires grad. Use x.detach().numpy() instead.")
-        return self.detach().full_tensor().numpy(force=force)  # type: ignore[attr-defined]
+        return self._whole().numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        array = self.detach().full_tensor().numpy(force=True)  # type: ignore[attr-defined]
+        array = self._whole().numpy(force=True)
         return array if dtype is None else array.astype(dtype, copy=False)
 
 
@@ -198,7 +209,7 @@ def sole_owner(local: Tensor) -> bool:
 def _users(local: Tensor) -> int:
     """How many tensors share this one's memory (the storage handle made here counts as one more)."""
     storage = local.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def join(base: DistTensor, view: DistTensor) -> None:

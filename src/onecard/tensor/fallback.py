@@ -65,7 +65,7 @@ def write(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
     check_writable(target, "copy_")
     if not isinstance(target, DistTensor):
-        whole = value.full_tensor() if isinstance(value, DistTensor) else value  # type: ignore[attr-defined]
+        whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)
         return
     local = (
@@ -198,7 +198,8 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
     warnings.warn(
-        f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by this rank, "
+        f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "
+        f"this rank, "
         f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
         f'row("{schema.name}", "{terms} -> ...")',
         GatheredOperatorWarning,

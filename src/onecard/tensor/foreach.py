@@ -132,7 +132,7 @@ def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         distributed = any(isinstance(a, DistTensor) for a in (*element_args, *element_kwargs.values()))
         programs.append(program_for(element, element_args, element_kwargs) if distributed else None)
     program = ForeachProgram(func, element, programs)
-    if any(isinstance(args[m[0][0]], Tensor) for _, m in program.moves):  # type: ignore[index]
+    if any(isinstance(args[m[0][0]], Tensor) for _, m in program.moves):
         program.together = False
     return program
 
@@ -177,7 +177,7 @@ def _pick(value: Any, i: int) -> Any:
 
 
 def _item(args: Any, i: int, path: Path) -> Any:
-    return _pick(args[path[0]], i)  # type: ignore[index]
+    return _pick(args[path[0]], i)
 
 
 def _local(value: Any) -> Any:
@@ -213,7 +213,7 @@ class FusedProgram:
             return _local(x)
         target = param._spec.layout if isinstance(param, DistTensor) else None
         if target is None:
-            return x.full_tensor() if isinstance(x, DistTensor) else x  # type: ignore[attr-defined]
+            return x.full_tensor() if isinstance(x, DistTensor) else x
         if isinstance(x, DistTensor):
             if x._spec.layout is target:
                 return x._local

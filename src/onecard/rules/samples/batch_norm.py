@@ -23,9 +23,7 @@ SAMPLES = [
     lambda: F.batch_norm(real(5, 4, 3), *_stats(4)),
     lambda: F.batch_norm(real(5, 4, 3, grad=False), *_stats(4), real(4), real(4), training=True),
     lambda: F.instance_norm(real(3, 4, 5), weight=real(4), bias=real(4)),
-    lambda: aten._native_batch_norm_legit(
-        real(5, 4, 3), real(4), real(4), *_stats(4), True, 0.1, 1e-5
-    ),
+    lambda: aten._native_batch_norm_legit(real(5, 4, 3), real(4), real(4), *_stats(4), True, 0.1, 1e-5),
     lambda: aten._native_batch_norm_legit(real(5, 4, 3), real(4), real(4), True, 0.1, 1e-5),
     lambda: aten._batch_norm_with_update(real(5, 4, 3), real(4), real(4), *_stats(4), 0.1, 1e-5)[0],
     lambda: aten._batch_norm_no_update(real(5, 4, 3), real(4), real(4), *_stats(4), 0.1, 1e-5)[0],

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from onecard.rules.samples.data import real
 
-
 SAMPLES = [
     lambda: F.layer_norm(real(5, 3, 4), (4,), real(4), real(4)),
     lambda: F.layer_norm(real(5, 3, 4), (3, 4), real(3, 4), real(3, 4)),

@@ -10,7 +10,9 @@ aten = torch.ops.aten
 
 _DIMS = ((), (0,), (-1,), (0, 2), (0, 1, 2))
 _SHAPE = (5, 3, 2)
-_FULL = "sum mean prod amax amin max min median nanmedian any all argmax argmin nansum count_nonzero aminmax norm std var"
+_FULL = (
+    "sum mean prod amax amin max min median nanmedian any all argmax argmin nansum count_nonzero aminmax norm std var"
+)
 _LISTED = (torch.sum, torch.mean, torch.amax, torch.amin)
 _MOMENTS = (torch.var, torch.std, torch.var_mean, torch.std_mean)
 _ALONG = "prod max min median nanmedian mode argmax argmin any all"
@@ -27,7 +29,12 @@ def _holes() -> torch.Tensor:
 SAMPLES = [
     *(lambda f=getattr(torch, name): f(distinct(*_SHAPE)) for name in _FULL.split()),
     *(lambda f=f, d=d, k=k: f(distinct(*_SHAPE), d, keepdim=k) for f in _LISTED for d in _DIMS for k in (False, True)),
-    *(lambda f=f, d=d, k=k: f(distinct(*_SHAPE), d, keepdim=k) for f in _MOMENTS for d in _DIMS[1:] for k in (False, True)),
+    *(
+        lambda f=f, d=d, k=k: f(distinct(*_SHAPE), d, keepdim=k)
+        for f in _MOMENTS
+        for d in _DIMS[1:]
+        for k in (False, True)
+    ),
     *(lambda f=getattr(torch, n), d=d: f(distinct(*_SHAPE), d) for n in _ALONG.split() for d in (0, -1)),
     *(lambda f=getattr(torch, n): f(distinct(*_SHAPE), 0, keepdim=True) for n in _ALONG.split()),
     *(lambda f=f, d=d: f(positive(*_SHAPE), d) for f in _RUNNING for d in (0, -1)),

@@ -70,6 +70,8 @@ SAMPLES = [
     lambda: torch.ops.aten._index_put_impl_(
         real(5, 3, grad=False), [None, integers(3, 2)], real(5, 2, grad=False), True, True
     ),
+    lambda: real(4, 3).put(integers(12, 5), real(5), accumulate=True),
+    lambda: real(4, 3, grad=False).put_(_distinct(12, 4), real(2, 2, grad=False)),
     lambda: real(4, 3).masked_fill(mask(4, 3), 0.0),
     lambda: real(4, 3).masked_fill(mask(3), float("-inf")),
     lambda: real(4, 1).masked_fill(mask(4, 3), 1.0),

@@ -32,7 +32,8 @@ def _select_local(c: Local) -> None:
     c.copies = True
 
     def run(x: Tensor, *_: Any) -> Tensor:
-        return x.select(dim, at - offset) if offset <= at < offset + length else x.new_zeros(shape)
+        # A copy on the rank that has it too: whether a pending value is alone in its memory must not differ by rank.
+        return x.select(dim, at - offset).clone() if offset <= at < offset + length else x.new_zeros(shape)
 
     c.run = run
 

@@ -182,4 +182,3 @@ def _mean_of_multilabel(c: Local) -> None:
 @row("multilabel_margin_loss_forward", local=_mean_of_multilabel)
 def _multilabel(call: Call) -> str:
     return signature([_batch(call)] * 2, [_margin_result(call), _batch(call)])
-

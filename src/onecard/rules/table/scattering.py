@@ -132,6 +132,16 @@ def _index_put(call: Call) -> Form | None:
     return Form(text, linear="self + values", whole=" ".join(joint - own))
 
 
+@row("put")
+def _put(call: Call) -> Form:
+    """Positions are those of the flattened tensor, so it is whole."""
+    index, x = call.values["index"], ["_"] * call.self.dim()
+    if not call.accumulate or index.shape != call.source.shape:
+        return _all_whole(call)
+    entries = names(index.dim(), "i")
+    return Form(signature([x, entries, entries], [x]), linear="self + source")
+
+
 # ---- masks
 
 

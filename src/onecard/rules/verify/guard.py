@@ -1,4 +1,4 @@
-"""guard: run the proof so that a kernel that ends the process is named. A few kernels do not check the shapes they get."""
+"""guard: run the proof so that a kernel that ends the process is named. Some do not check the shapes they get."""
 
 from __future__ import annotations
 

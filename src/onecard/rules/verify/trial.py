@@ -79,7 +79,9 @@ class Trial:
             pending = [i for i, layout in enumerate(decision.operands) if layout.pending]
             ops = {op for i in pending for _, op in decision.operands[i].pending}
             # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
-            masks = pending and all(self.operands[i].dtype is torch.bool for i in pending)
+            masks = any(
+                use.op and all(self.operands[i].dtype is torch.bool for i in use.carriers) for use in decision.uses
+            )
             # Infinity times a sum is not the sum of the products.
             infinite = pending and not self.finite
             # A sum over one axis of a max over another has no one value.
@@ -164,8 +166,8 @@ def one_axis_layouts(mesh: ProcessMesh, ndim: int) -> Iterator[Layout]:
 def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     metas, keywords = [_meta(a) for a in captured.args], {k: _meta(v) for k, v in captured.kwargs.items()}
     call = Call(captured.func, metas, keywords)
-    if call.schema.out:
-        raise Unfit("", "")  # out= forms are run as the functional form and a copy
+    if call.schema.out or torch.Tag.inplace_view in captured.func.tags:
+        raise Unfit("", "")  # not decided by a rule: an out= form is run as the functional form and a copy
     try:
         call.results = call.meta_results()
     except NotImplementedError as fault:
