@@ -14,6 +14,7 @@ from rich.table import Table
 from onecard.comm import record
 from onecard.comm.record import Message
 from onecard.errors import ImplicitCommunication
+from onecard.layout import as_code
 
 
 @dataclass
@@ -142,7 +143,7 @@ def no_implicit_communication() -> Iterator[None]:
         step = message.step
         if message.explicit or not step.bytes:
             return
-        wanted = ", ".join(f"{p}" for p in step.target.placements)
+        wanted = ", ".join(as_code(p) for p in step.target.placements)
         raise ImplicitCommunication(
             f"{message.operator} at {message.source} needs an {step.kind} of {step.bytes:,} bytes on axis "
             f"{step.source.mesh.dim_names[step.axis]!r}: its operand {message.operand!r} {list(message.shape)} is "

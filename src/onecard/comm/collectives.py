@@ -184,7 +184,8 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     data = pickle.dumps(value) if group.index == index else b""
     size = broadcast(torch.tensor([len(data)]), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    return value if group.index == index else pickle.loads(broadcast(buffer, group, index).numpy().tobytes())
+    buffer = broadcast(buffer, group, index)
+    return value if group.index == index else pickle.loads(buffer.numpy().tobytes())
 
 
 def barrier(group: Group) -> None:

@@ -143,7 +143,7 @@ def from_local(
     expected = layout.local_shape(shape)
     if spec.here and tuple(local.shape) != expected:
         raise LayoutError(
-            f"from_local: rank {world.rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
+            f"from_local: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
     return _FromLocal.apply(local, spec)

@@ -139,7 +139,7 @@ def show(report: Report, console: Console, missed: bool = False, each: int = 3) 
             )
     for operator in report.operators.values() if missed else ():
         for line in operator.missed:
-            console.print(f"[yellow]missed[/] {operator.name}  {escape(line)}", highlight=False)
+            console.print(f"[yellow]missed[/] {operator.name}  {escape(line)}", highlight=False, soft_wrap=True)
     if report.ruleless:
         console.print(f"operators without a row in the samples: {', '.join(report.ruleless)}", highlight=False)
     if report.uncovered:
