@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
+from onecard.cost import MACHINE
 from onecard.layout import Axes, Layout, chunk
 from onecard.mesh import ProcessMesh
 from onecard.rules.rule import Bound, Shape
@@ -21,9 +22,6 @@ Sized = tuple[Shape, int]
 
 # Half of what it costs to settle a pending result counts now: the sum may still merge with another, or never be needed.
 PENDING_SHARE = 0.5
-# Seconds for one point of the factors' product (a multiply-add of a matrix product). Without it a large product would
-# gather its operands as soon as they are smaller than the result, and every rank would do all of the work.
-WORK = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def decide(
         candidate = _try(bound, layouts, mesh, uses)
         if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
             continue
-        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, uses, mesh)
+        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, candidate, uses, operands, results)
         if best is None or seconds < best.seconds:
             best = Decision(candidate[0], candidate[1], uses, seconds)
     return best
@@ -302,10 +300,17 @@ def _price(
     return seconds
 
 
-def _work(bound: Bound, uses: Sequence[Use], mesh: ProcessMesh) -> float:
-    """Seconds that a rank computes."""
+def _work(
+    bound: Bound, candidate: Candidate, uses: Sequence[Use], operands: Sequence[Sized], results: Sequence[Sized]
+) -> float:
+    """Seconds that a rank computes. Without them a large product would gather its operands as soon as they are smaller
+    than its result, and every rank would do all of the work."""
+    touched = 0
+    for layout, (shape, size) in zip((*candidate[0], *candidate[1]), (*operands, *results), strict=True):
+        touched += size * prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
+    mesh = candidate[0][0].mesh
     shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
-    return WORK * prod(bound.sizes) / shared
+    return MACHINE.compute(touched, prod(bound.sizes) / shared)
 
 
 def _words(use: Use, bound: Bound) -> str:
