@@ -6,6 +6,7 @@ stay replicated, or are pending), forward and backward; values and gradients mus
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -86,7 +87,11 @@ def _lay(value: Tensor, mesh: Any, placement: Placement) -> Tensor:
     if isinstance(placement, Partial):
         part = value * 0.25 if mesh.coordinate() == (0,) else value * 0.75
         return oc.from_local(part, mesh, [placement]).detach().requires_grad_()
-    return oc.shard_tensor(_leaf(value).detach(), mesh, [placement]).requires_grad_(value.is_floating_point())
+    return _lay_whole(value, mesh, [placement])
+
+
+def _lay_whole(value: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+    return oc.shard_tensor(value, mesh, placements).requires_grad_(value.is_floating_point())
 
 
 @contextmanager
@@ -199,6 +204,26 @@ def test_values_and_gradients_are_those_of_one_card(family):
         except Exception as fault:
             fault.add_note(f"program {name!r}")
             raise
+
+
+@multirank(4)
+@pytest.mark.parametrize("family", ["reduction", "softmax", "loss", "norm"])
+def test_two_axes(family):
+    """On a 2x2 mesh, under placements drawn by lot (the same on every rank)."""
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], dim_names=["x", "y"])
+    lot = random.Random(family)
+    for name, (program, *operands) in FAMILIES[family].items():
+        results, grads = _run(program, [_leaf(t) for t in operands])
+        for _ in range(3):
+            cuts = [[p for p in _placements(t) if not isinstance(p, Partial)] for t in operands]
+            chosen = [[lot.choice(options), lot.choice(options)] for options in cuts]
+            got, got_grads = _run(program, [_lay_whole(t, mesh, p) for t, p in zip(operands, chosen, strict=True)])
+            try:
+                for ours, theirs in zip(got + got_grads, results + grads, strict=True):
+                    assert_close(ours, None if theirs is None else theirs.detach(), rtol=1e-5, atol=2e-6)
+            except AssertionError as fault:
+                fault.add_note(f"program {name!r}, placements {chosen}")
+                raise
 
 
 @multirank(3)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
@@ -156,6 +157,12 @@ class Layout:
         """The part of the whole tensor that a rank holds, as an index."""
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
         return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        # PyTorch asks ``x.layout == torch.strided`` before it takes the ordinary path; a DistTensor's memory is that.
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout.make, (self.mesh, self.dims, self.pending)

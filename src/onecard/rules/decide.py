@@ -123,7 +123,7 @@ def _every_use(bound: Bound) -> list[Use]:
     if bound.moves:
         everything = frozenset(range(len(bound.operands))) - bound.unread
         uses |= {Use(op=op, carriers=everything): None for op in ("sum", "max")}
-    if bound.keeps in ("max", "min"):  # numbers of any sign have no norms or factors that give them
+    if bound.keeps in ("max", "min", "product"):  # numbers of any sign are no norms
         uses[Use(op=bound.keeps, carriers=frozenset(range(len(bound.operands))))] = None
     if bound.terms:
         for chosen in product(*bound.terms):
@@ -140,7 +140,7 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
     for dims, layout in zip(bound.operands, layouts, strict=True):
         dim = layout.dim_of(axis)
         if dim is not None:
-            factor = _factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
+            factor = factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
             if factor in bound.free:
                 uses[Use(factor=factor)] = None
         ops |= {op for a, op in layout.pending if a == axis}
@@ -151,7 +151,7 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
     return list(uses)
 
 
-def _factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
+def factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
     """Which factor of a dim an axis cuts, given that the dim's axes cut its factors from the outside in."""
     if not factors:
         return None

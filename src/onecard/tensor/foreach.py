@@ -142,6 +142,13 @@ _RENAMED = {
     ("minimum", "Scalar"): aten.clamp_max.default,
     ("maximum", "ScalarList"): aten.clamp_min.default,
     ("minimum", "ScalarList"): aten.clamp_max.default,
+    # maximum and minimum have no in-place forms; these do the same.
+    ("maximum_", "Scalar"): aten.clamp_min_.default,
+    ("minimum_", "Scalar"): aten.clamp_max_.default,
+    ("maximum_", "ScalarList"): aten.clamp_min_.default,
+    ("minimum_", "ScalarList"): aten.clamp_max_.default,
+    ("maximum_", "List"): aten.clamp_min_.Tensor,
+    ("minimum_", "List"): aten.clamp_max_.Tensor,
     ("norm", "Scalar"): aten.linalg_vector_norm.default,
     ("pow", "ScalarAndTensor"): aten.pow.Scalar,
     ("pow", "List"): aten.pow.Tensor_Tensor,
