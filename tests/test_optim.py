@@ -82,7 +82,9 @@ def assert_same_parameters(plain: nn.Module, twin: nn.Module, rtol: float = 1e-5
     assert_close(parameters(twin), parameters(plain), rtol=rtol)
 
 
-def train(model: nn.Module, lay_out: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+def train(
+    model: nn.Module, lay_out: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS, closures: bool = False
+) -> None:
     for step in range(steps):
         data = lay_out(batch(step))
 
@@ -92,7 +94,11 @@ def train(model: nn.Module, lay_out: Any, optimizer: torch.optim.Optimizer, step
             loss.backward()
             return loss
 
-        optimizer.step(closure)
+        if closures or isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
 
 
 # every optimizer
@@ -396,6 +402,22 @@ def test_accumulation_sends_one_bucket_each_step(kind: str) -> None:
     assert [(m.step.kind, m.operator, m.tensors) for m in sent] == [("all_reduce", "gradients", 4)]
     assert sent[0].step.bytes == 4 * sum(p.numel() for p in plain.parameters())
     assert_same_parameters(plain, twin)
+
+
+@multirank(2)
+def test_gradients_made_by_a_closure_travel_in_buckets_too() -> None:
+    for name, given in (("SGD", "position"), ("SGD", "keyword"), ("LBFGS", "position")):
+        (plain, whole), (twin, lay_out) = twins("dp")
+        train(plain, whole, make_optimizer(name, plain, {}), steps=1, closures=True)
+        optimizer = oc.shard_optimizer(make_optimizer(name, twin, {}))
+        step = optimizer.step
+        if given == "keyword":
+            optimizer.step = lambda closure, step=step: step(closure=closure)  # type: ignore[method-assign]
+        with oc.explain() as report:
+            train(twin, lay_out, optimizer, steps=1, closures=True)
+        reduced = [m for m in report.messages if m.step.kind == "all_reduce" and m.shape]  # all but scalars
+        assert reduced and all((m.operator, m.tensors) == ("gradients", 4) for m in reduced)
+        assert_same_parameters(plain, twin)
 
 
 @multirank(2)

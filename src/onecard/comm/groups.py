@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecard.comm import world
@@ -40,8 +42,11 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         return None
     if ranks == tuple(range(world.get_world_size())):
         return dist.group.WORLD
-    # Only the members make it, so that ranks outside a mesh need not know of it.
-    return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
+    # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
+    # how many groups this process has made before, which the members need not have in common: then they wait for ever.
+    name = "onecard_" + "_".join(map(str, ranks))
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
 _groups: dict[tuple[ProcessMesh, int], Group] = {}
