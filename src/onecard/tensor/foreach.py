@@ -238,7 +238,7 @@ class FusedProgram:
             return _local(x)
         target = param._spec.layout if isinstance(param, DistTensor) else None
         if target is None:
-            return x.full_tensor() if isinstance(x, DistTensor) else x  # type: ignore[attr-defined]
+            return x.full_tensor() if isinstance(x, DistTensor) else x
         if isinstance(x, DistTensor):
             if x._spec.layout is target:
                 return x._local
