@@ -47,7 +47,7 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         program.expand = fallback.without_rule(func, call)
         return program
     try:
-        call.results = call.meta_results()
+        call.results = row.results_of(call)
         bound = _bind(row, call)
     except RuntimeError as fault:
         if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
