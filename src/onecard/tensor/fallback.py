@@ -163,10 +163,11 @@ def _same_results(result: Any, call: Call) -> bool:
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on whole operands on every rank; results are replicated. Warns once for each operator."""
+    """Run an operator on whole operands on every rank; results are replicated. Warns once for each operator, the first
+    time that it costs a message."""
     operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DistTensor)]
     mesh, device = operands[0].mesh, operands[0]._spec.device
-    if func not in _warned:
+    if func not in _warned and not all(t._spec.layout.is_replicated for t in operands):
         _warned.add(func)
         _warn(func, operands)
     _tell(func, "gathered")
@@ -221,12 +222,14 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     )
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
+    cure = f'To make it fast, add a row: row("{schema.name}", "{terms} -> ...")'
+    if torch.Tag.dynamic_output_shape in func.tags:
+        cure = "The shape of its result depends on data, so no row can divide it"
     file, _, line = record.user_line().rpartition(":")
     warnings.warn_explicit(
         f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "
         f"this rank, "
-        f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
-        f'row("{schema.name}", "{terms} -> ...")',
+        f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. {cure}",
         GatheredOperatorWarning,
         file or "?",
         int(line) if line.isdigit() else 0,
