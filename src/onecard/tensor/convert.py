@@ -88,7 +88,7 @@ def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTe
     local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
     steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
-    return wrap(run_steps(steps, local, shape), spec)
+    return wrap(run_steps(steps, local, shape).contiguous(), spec)
 
 
 def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
@@ -260,8 +260,7 @@ def _idle(layout: Layout, axis: int) -> bool:
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    if local is x._local:
-        local = local.detach()
+    local = local.detach() if local is x._local else local.contiguous()
     return wrap(local, x._spec.with_layout(layout))
 
 

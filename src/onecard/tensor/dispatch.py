@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onecard.errors import DispatchError
 from onecard.rules.registry import find
 from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor
@@ -101,6 +103,11 @@ def freeze(value: Any, func: Any) -> Any:
     if kind is list or kind is tuple:
         return tuple([freeze(item, func) for item in value])
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise DispatchError(
+                f"{func}: a {str(value.layout).removeprefix('torch.')} tensor cannot meet a DistTensor; pass x.to_dense(), or "
+                "the whole of the other one (y.full_tensor()) to compute on every rank"
+            )
         return (Tensor, value.shape, value.stride(), value.dtype)
     return value
 
