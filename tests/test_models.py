@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from onecard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="pip install onecard[test]")
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "huggingface.py"
 BATCH, TIME, WIDTH, WORDS = 4, 6, 32, 48
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -233,3 +236,17 @@ def test_the_comparison_sees_a_fault():
         model.bert.encoder.layer[1].output.dense.weight[0, 0] += 1e-2
     assert any(found.startswith("gradient of bert") for found in differences(step(model, inputs), expected))
     assert differences({}, {"loss": torch.ones(())}) == ["loss: only on one side"]
+
+
+def example(one_card: bool) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["train"](one_card)
+
+
+def test_the_example_trains_as_on_one_card(capfd):
+    expected = example(one_card=True)
+    capfd.readouterr()
+    for losses in run_ranks(example, 2, one_card=False):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5)
+    assert expected[-1] < 0.8 * expected[0]
+    printed = capfd.readouterr().out
+    assert f"step 7  loss {expected[7]:.5f}" in printed and "all_reduce" in printed and "bytes, about" in printed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import flight
+from onecard.comm import check, flight
 from onecard.comm.groups import Group
 from onecard.errors import CommunicationError
 
@@ -31,15 +31,21 @@ _REDUCE = {
 }
 
 
-def _wait(name: str, group: Group, nbytes: int, start: Callable[[], Any]) -> None:
+def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]) -> None:
     """Run one collective; a fault says which, among whom, and where this rank stands."""
-    board = flight.board
+    if sent is not None and sent.is_meta:
+        return  # a rehearsal: shapes without data
+    board, nbytes = flight.board, 0 if sent is None else sent.nbytes
     if board is not None:
         board.enter(name, tuple(sorted(group.ranks)), nbytes)
     try:
+        if check.on:
+            check.collective(name, group.ranks, sent)
         work = start()
         if work is not None:
             work.wait()
+    except CommunicationError:
+        raise
     except RuntimeError as fault:
         raise CommunicationError(
             f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
@@ -93,7 +99,7 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
     if pg is not None and result.numel():
-        _wait("all_reduce", group, result.nbytes, lambda: pg.allreduce([buffer], _OPTIONS[op]))
+        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]))
     return result.div_(group.size) if op == "avg" else result
 
 
@@ -136,7 +142,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     send = _dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send.nbytes, lambda: pg._allgather_base(_moved(gathered), _moved(send)))
+        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send)))
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -175,7 +181,7 @@ def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[
     options = dist.ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
-    _wait("reduce_scatter", group, send.nbytes, lambda: pg._reduce_scatter_base(result, send, options))
+    _wait("reduce_scatter", group, send, lambda: pg._reduce_scatter_base(result, send, options))
     result = result.movedim(0, dim).contiguous()
     return result / group.size if op == "avg" else result
 
@@ -184,7 +190,7 @@ def all_to_all_parts(local: Tensor, group: Group, dim: int, sizes: Sequence[int]
     """Send part i of this tensor along ``dim`` to rank i; return what each rank sent here, all of one shape."""
     send = [part.contiguous() for part in local.split(list(sizes), dim)]
     shape = send[group.index].shape
-    return _exchange(send, [shape] * group.size, local, group)
+    return _exchange(send, [shape] * group.size, local, group, local.numel() > 0)
 
 
 def all_to_all(
@@ -196,10 +202,14 @@ def all_to_all(
     send = [part.contiguous() for part in local.split(list(to_sizes), to_dim)]
     shape = list(send[group.index].shape)
     shapes = [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
-    return torch.cat(_exchange(send, shapes, local, group), dim)
+    rest = math.prod(size for d, size in enumerate(local.shape) if d not in (dim, to_dim))
+    return torch.cat(_exchange(send, shapes, local, group, sum(sizes) * sum(to_sizes) * rest > 0), dim)
 
 
-def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group) -> list[Tensor]:
+def _exchange(
+    send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group, anything: bool
+) -> list[Tensor]:
+    """``anything``: whether any rank of the group has an element; a rank that has none must take part in the others'."""
     send, shapes = _by_rank(send, group), _by_rank(shapes, group)
     flat = _dense(torch.cat([part.reshape(-1) for part in send]))
     counts = [shape.numel() for shape in shapes]
@@ -209,10 +219,8 @@ def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, gr
         size = flat.element_size()
         out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
     pg = group.process_group
-    if result.numel() or flat.numel():
-        _wait(
-            "all_to_all", group, flat.nbytes, lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits)
-        )
+    if anything:
+        _wait("all_to_all", group, flat, lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits))
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
 
@@ -232,7 +240,7 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     if pg is not None and tensor.numel():
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
-        _wait("broadcast", group, tensor.nbytes, lambda: pg.broadcast([_moved(tensor)], options))
+        _wait("broadcast", group, tensor, lambda: pg.broadcast([_moved(tensor)], options))
     return tensor
 
 
@@ -251,4 +259,4 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group
     if pg is not None:
-        _wait("barrier", group, 0, lambda: pg.barrier())
+        _wait("barrier", group, None, lambda: pg.barrier())
