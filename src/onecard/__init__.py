@@ -12,6 +12,8 @@ from onecard.tensor import (
     GatheredOperatorWarning,
     from_dtensor,
     from_local,
+    manual_seed,
+    one_card_random,
     reshard,
     shard_tensor,
     to_dtensor,
@@ -21,7 +23,8 @@ from onecard.tensor import (
 __version__ = "0.1.0"
 __all__ = [
     "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report", "Shard",
-    "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "no_implicit_communication", "reshard",
+    "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "manual_seed", "no_implicit_communication",
+    "one_card_random", "reshard",
     "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor",
     "unshard",
 ]  # fmt: skip

@@ -6,7 +6,9 @@ from onecard.tensor import special as _special  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.fallback import GatheredOperatorWarning
+from onecard.tensor.one_card import manual_seed, one_card_random
 
 __all__ = [
-    "DistTensor", "GatheredOperatorWarning", "from_dtensor", "from_local", "reshard", "shard_tensor", "to_dtensor", "unshard",
+    "DistTensor", "GatheredOperatorWarning", "from_dtensor", "from_local", "manual_seed", "one_card_random", "reshard",
+    "shard_tensor", "to_dtensor", "unshard",
 ]  # fmt: skip
