@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from onecard.comm import from_device_mesh, to_device_mesh
+from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.explain import Report, explain, no_implicit_communication
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -23,8 +23,8 @@ from onecard.tensor import (
 __version__ = "0.1.0"
 __all__ = [
     "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report", "Shard",
-    "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "manual_seed", "no_implicit_communication",
-    "one_card_random", "reshard",
-    "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor",
-    "unshard",
+    "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank", "get_world_size",
+    "no_implicit_communication", "reshard", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
+    "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
+    "manual_seed", "one_card_random",
 ]  # fmt: skip

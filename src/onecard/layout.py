@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
@@ -157,6 +158,12 @@ class Layout:
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
         return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
+    def __eq__(self, other: object) -> bool:
+        # PyTorch asks ``x.layout == torch.strided`` before it takes the ordinary path; a DistTensor's memory is that.
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout.make, (self.mesh, self.dims, self.pending)
 
@@ -185,6 +192,18 @@ def short(placement: Placement) -> str:
     return f"Partial({placement.reduce_op})" if isinstance(placement, Partial) else "Replicate"
 
 
+def as_code(placement: Placement) -> str:
+    """A placement as Python.
+
+    Example:
+        >>> as_code(Shard(0)), as_code(Replicate()), as_code(Partial())
+        ('Shard(0)', 'Replicate()', "Partial('sum')")
+    """
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f"Partial({placement.reduce_op!r})" if isinstance(placement, Partial) else "Replicate()"
+
+
 def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements as a tuple, one for each mesh axis; or a LayoutError that shows the call that works."""
     if not isinstance(mesh, ProcessMesh):
@@ -206,8 +225,7 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
         if isinstance(placement, Partial) and not _REDUCTION.fullmatch(placement.reduce_op):
             raise LayoutError(f"{placement!r}: want one of {', '.join(REDUCTIONS)}, or norm2.0 and the like")
     if len(placements) != mesh.ndim:
-        fill = [*map(short, placements), *["Replicate"] * mesh.ndim][: mesh.ndim]
-        call = ", ".join(p if p.endswith(")") else p + "()" for p in fill)
+        call = ", ".join([*map(as_code, placements), *["Replicate()"] * mesh.ndim][: mesh.ndim])
         raise LayoutError(
             f"{len(placements)} placement(s) {[short(p) for p in placements]} for a mesh with {mesh.ndim} axes "
             f"{mesh.dim_names}: give one for each axis, for example [{call}]"

@@ -6,6 +6,7 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,7 +63,11 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     """The reduction of all ranks' tensors, on every rank. ``op`` as in ``Partial``; "norm2.0" joins 2-norms."""
     if op.startswith("norm"):
         power = float(op[4:])
-        return all_reduce(local.abs() ** power, group, "sum", inplace=True) ** (1.0 / power)
+        joined = all_reduce(local.abs() ** power, group, "sum", inplace=True) ** (1.0 / power)
+        return local.copy_(joined) if inplace else joined
+    if op in ("max", "min") and local.is_floating_point():
+        extreme = _extreme(local, group, op)
+        return local.copy_(extreme) if inplace else extreme
     result = local if inplace and local.is_contiguous() else local.clone(memory_format=torch.contiguous_format)
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
@@ -71,10 +76,26 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     return result.div_(group.size) if op == "avg" else result
 
 
+def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
+    """The maximum or minimum of floating-point tensors; NaN wins, as on one card (Gloo and NCCL may drop it).
+
+    The bits of a float, with those below the sign turned over where it is negative, order as integers do.
+    """
+    wide = local.float() if local.element_size() < 4 else local
+    wide = wide.masked_fill(wide.isnan(), math.nan)  # one NaN: positive, so above every number
+    kind = torch.int32 if wide.element_size() == 4 else torch.int64
+    low = torch.iinfo(kind).max
+    turned = wide if op == "max" else wide.neg().masked_fill_(wide.isnan(), math.nan)
+    bits = turned.contiguous().view(kind)
+    keys = all_reduce(bits ^ ((bits >> (8 * bits.element_size() - 1)) & low), group, "max", inplace=True)
+    joined = (keys ^ ((keys >> (8 * keys.element_size() - 1)) & low)).view(wide.dtype)
+    return (joined if op == "max" else joined.neg()).to(local.dtype)
+
+
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
     pg, largest = group.process_group, max(sizes)
-    if pg is None:
+    if pg is None or not largest:
         return local
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:
@@ -184,7 +205,8 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     data = pickle.dumps(value) if group.index == index else b""
     size = broadcast(torch.tensor([len(data)]), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    return value if group.index == index else pickle.loads(broadcast(buffer, group, index).numpy().tobytes())
+    buffer = broadcast(buffer, group, index)
+    return value if group.index == index else pickle.loads(buffer.numpy().tobytes())
 
 
 def barrier(group: Group) -> None:

@@ -140,6 +140,6 @@ def _lay_out(values: tuple[Any, ...], mesh: ProcessMesh, placements: Sequence[An
 
 
 def _on_mesh(value: Any, mesh: ProcessMesh) -> Any:
-    if isinstance(value, Tensor) and not isinstance(value, DistTensor):
-        return shard_tensor(value, mesh, [Replicate()] * mesh.ndim)
-    return value
+    if isinstance(value, DistTensor):
+        return value if value.mesh is mesh else reshard(value, mesh, [Replicate()] * mesh.ndim)
+    return shard_tensor(value, mesh, [Replicate()] * mesh.ndim) if isinstance(value, Tensor) else value

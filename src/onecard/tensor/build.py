@@ -14,7 +14,7 @@ from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Call, Path
-from onecard.rules.decide import Decision, decide
+from onecard.rules.decide import Decision, decide, factor_under
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
@@ -186,9 +186,11 @@ def _bind(row: Row, call: Call) -> Bound | None:
 def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
     """Whether an operand arrives cut along a factor that must be whole."""
     return any(
-        axes and any(factor not in bound.free for factor in factors)
+        factor_under(factors, axes, axis, bound.sizes, layout.mesh) in whole
         for dims, layout in zip(bound.operands, layouts, strict=True)
         for factors, axes in zip(dims, layout.dims, strict=True)
+        if (whole := set(factors) - bound.free)
+        for axis in axes
     )
 
 

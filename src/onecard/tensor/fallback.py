@@ -12,6 +12,7 @@ from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard import reshard as planner
+from onecard.comm import record
 from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
@@ -197,11 +198,13 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     )
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
-    warnings.warn(
+    file, _, line = record.user_line().rpartition(":")
+    warnings.warn_explicit(
         f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "
         f"this rank, "
         f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
         f'row("{schema.name}", "{terms} -> ...")',
         GatheredOperatorWarning,
-        stacklevel=2,
+        file or "?",
+        int(line) if line.isdigit() else 0,
     )

@@ -17,8 +17,10 @@ from onecard.comm import collectives, groups, record
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
+from onecard.rules.registry import find
 from onecard.tensor import fallback
 from onecard.tensor.dispatch import Direct, builders, handle, program_for
+from onecard.tensor.dispatch import _by_value as by_value
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.program import Program
 
@@ -142,6 +144,13 @@ _RENAMED = {
     ("minimum", "Scalar"): aten.clamp_max.default,
     ("maximum", "ScalarList"): aten.clamp_min.default,
     ("minimum", "ScalarList"): aten.clamp_max.default,
+    # maximum and minimum have no in-place forms; these do the same.
+    ("maximum_", "Scalar"): aten.clamp_min_.default,
+    ("minimum_", "Scalar"): aten.clamp_max_.default,
+    ("maximum_", "ScalarList"): aten.clamp_min_.default,
+    ("minimum_", "ScalarList"): aten.clamp_max_.default,
+    ("maximum_", "List"): aten.clamp_min_.Tensor,
+    ("minimum_", "List"): aten.clamp_max_.Tensor,
     ("norm", "Scalar"): aten.linalg_vector_norm.default,
     ("pow", "ScalarAndTensor"): aten.pow.Scalar,
     ("pow", "List"): aten.pow.Tensor_Tensor,
@@ -189,7 +198,10 @@ def _only_settles(x: Any, target: Layout) -> bool:
 
 
 class FusedProgram:
-    """A fused optimizer step: gradients and states come to their parameter's layout, then one local kernel."""
+    """A fused optimizer step: gradients and states come to their parameter's layout, then one local kernel.
+
+    States that lie otherwise (``shard_fn``, a state dict of plain tensors) are brought there and written back.
+    """
 
     simple = False
 
@@ -200,27 +212,46 @@ class FusedProgram:
         params = args[0]
         lists = [a for a in args[1:] if isinstance(a, list | tuple)]
         settle_all([x for a in lists for x in a if _settles_to(x, params)], self.name, explicit=False)
-        local = [[_local(p) for p in params]]
-        for a in args[1:]:
-            if isinstance(a, list | tuple):
-                local.append([self._fit(x, p) for x, p in zip(a, params, strict=False)])
-            else:
+        local: list[Any] = [[_local(p) for p in params]]
+        back: list[tuple[Tensor, Tensor]] = []
+        for i, a in enumerate(args[1:], 1):
+            if not isinstance(a, list | tuple):
                 local.append(_local(a))
-        return self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+                continue
+            local.append([self._fit(x, p) for x, p in zip(a, params, strict=False)])
+            if self._writes(i, kwargs):
+                moved = zip(a, local[i], params, strict=False)
+                back += [(x, _like_param(y, p)) for x, y, p in moved if y is not _local(x)]
+        result = self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+        for x, value in back:
+            fallback.write(x, value)
+        return result
+
+    def _writes(self, position: int, kwargs: Any) -> bool:
+        """Whether the kernel writes to a list; to gradients it does only where it must unscale them."""
+        schema = schema_of(self.func)
+        name = schema.arguments[position]
+        return name in schema.written and (name != "grads" or kwargs.get("grad_scale") is not None)
 
     def _fit(self, x: Any, param: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape != param.shape:
             return _local(x)
         target = param._spec.layout if isinstance(param, DistTensor) else None
         if target is None:
-            return x.full_tensor() if isinstance(x, DistTensor) else x
+            return x.full_tensor() if isinstance(x, DistTensor) else x  # type: ignore[attr-defined]
         if isinstance(x, DistTensor):
             if x._spec.layout is target:
                 return x._local
             if x.mesh is not target.mesh:
                 raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
-            return x._become(target, self.name, "grads", "follows its parameter", explicit=False)
+            moved = x._become(target, self.name, "grads", "follows its parameter", explicit=False)
+            return x._local if x._spec.layout is target else moved
         return x[target.local_slices(x.shape)].contiguous()
+
+
+def _like_param(local: Tensor, param: Any) -> Tensor:
+    """A local tensor as what it is a part of: laid out as its parameter."""
+    return wrap(local, param._spec) if isinstance(param, DistTensor) and local.dim() == param.dim() else local
 
 
 def _settles_to(x: Any, params: Any) -> bool:
@@ -256,9 +287,13 @@ def _register() -> None:
         func = getattr(getattr(aten, packet), overload or "default")
         if schema_of(func).out:
             continue
-        builders[func] = (
-            build_foreach if packet.startswith("_foreach_") else lambda func, args, kwargs: FusedProgram(func)
-        )
+        if packet.startswith("_foreach_"):
+            builders[func] = build_foreach
+            element = _element(func)
+            row = None if element is None else find(element)
+            by_value[func] = row is not None and row.values  # a norm's order decides, a learning rate does not
+        else:
+            builders[func] = lambda func, args, kwargs: FusedProgram(func)
     func = aten._amp_foreach_non_finite_check_and_unscale_.default
     handle(func, _unscale)
 

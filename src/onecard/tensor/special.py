@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onecard.errors import DispatchError
+from onecard.tensor.convert import whole_on_mesh
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import describe
 
@@ -20,7 +21,7 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
         raise DispatchError(
             f".item() (or bool(), float()) of {describe(x)}: this rank is not in {x.mesh!r}, so it does not hold the value"
         )
-    return func(x.detach().full_tensor())
+    return func(whole_on_mesh(x, "item"))
 
 
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
