@@ -17,9 +17,9 @@ def first_to_say(label: str, word: str) -> tuple[int, str] | None:
         >>> first_to_say("seed", "0") is None
         True
     """
-    if world.world_size() == 1 or not dist.is_initialized():
+    if world.get_world_size() == 1 or not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
-    found = store.compare_set(f"onecard/agree/{label}", "", f"{world.rank()} {word}").decode()
+    found = store.compare_set(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}").decode()
     rank, _, said = found.partition(" ")
     return int(rank), said

@@ -63,7 +63,7 @@ def _compare(label: str, word: str) -> None:
     first = first_to_say(label, word)
     if first is not None and first[1] != word:
         raise DispatchError(
-            f"rank {world.rank()} draws with key {word}, but rank {first[0]} with {first[1]}: random operators must draw "
+            f"rank {world.get_rank()} draws with key {word}, but rank {first[0]} with {first[1]}: random operators must draw "
             "the same on every rank. Seed all alike (onecard.manual_seed(s)), and draw from torch's default generator on "
             "every rank or on none; what one rank alone draws needs a generator of its own (generator=...)"
         )

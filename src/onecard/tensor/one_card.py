@@ -40,7 +40,7 @@ def manual_seed(seed: int) -> torch.Generator:
     first = first_to_say(f"seed/{_seedings['seed']}", str(seed))
     if first is not None and first[1] != str(seed):
         raise DispatchError(
-            f"onecard.manual_seed({seed}) on rank {world.rank()}, but rank {first[0]} gave {first[1]}: "
+            f"onecard.manual_seed({seed}) on rank {world.get_rank()}, but rank {first[0]} gave {first[1]}: "
             "give the same seed on every rank. What one card draws may not depend on the rank"
         )
     return torch.manual_seed(seed)
