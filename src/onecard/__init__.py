@@ -10,10 +10,15 @@ from onecard.parallel import ShardDataloader, shard_dataloader, shard_layer, sha
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
+    deferred_init,
     from_dtensor,
     from_local,
     manual_seed,
     one_card_random,
+    rand,
+    randint,
+    randn,
+    randperm,
     reshard,
     shard_tensor,
     to_dtensor,
@@ -26,5 +31,5 @@ __all__ = [
     "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank", "get_world_size",
     "no_implicit_communication", "reshard", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
     "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
-    "manual_seed", "one_card_random",
+    "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip
