@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import re
 import runpy
 import sys
@@ -28,8 +29,14 @@ def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def as_in_a_program() -> None:
+    """A rank of a test comes from a fork server, and the workers of its loaders would, slowly."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def run_main(name: str, *arguments: str) -> None:
     """What `python examples/seeds/name.py arguments` does."""
+    as_in_a_program()
     sys.argv = [name, *arguments]
     runpy.run_path(str(SEEDS / f"{name}.py"), run_name="__main__")
 
@@ -70,16 +77,20 @@ def test_six_ranks_hold_two_by_one_each() -> None:
 
 
 def reshard_on_this_rank() -> list[torch.Tensor]:
-    before, after = load("reshard_002").reshard()
-    assert [str(p) for p in (*before.placements, *after.placements)] == ["R", "S(0)"]
-    return [before.to_local(), after.to_local()]
+    program = load("reshard_002")
+    before, within = program.reshard(program.mesh0)
+    _, across = program.reshard(program.mesh1)
+    assert [str(x.placements[0]) for x in (before, within, across)] == ["R", "S(0)", "S(0)"]
+    assert within.mesh is before.mesh is program.mesh0 and across.mesh is program.mesh1
+    return [x.to_local() for x in (before, within, across)]
 
 
 def test_reshard_from_replicate_to_shard() -> None:
-    parts = run_ranks(reshard_on_this_rank, 2)
     whole = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    for rank, (before, after) in enumerate(parts):
-        assert torch.equal(before, whole) and torch.equal(after, whole[rank : rank + 1])
+    held = [[part.tolist() for part in parts] for parts in run_ranks(reshard_on_this_rank, 4)]
+    for rank in (0, 1):
+        assert held[rank] == [whole.tolist(), whole[rank : rank + 1].tolist(), []]
+        assert held[2 + rank] == [[], [], whole[rank : rank + 1].tolist()]
 
 
 def matmul_relu_on_this_rank() -> list[str]:
@@ -123,6 +134,7 @@ def test_what_each_rank_of_seed_002_holds() -> None:
 
 
 def train_003(name: str, arguments: dict[str, Any]) -> list[float]:
+    as_in_a_program()
     program = load(name)
     return program.train_model(program.TrainArgs(**arguments))
 
@@ -191,7 +203,7 @@ def test_what_each_rank_of_seed_000_holds() -> None:
 
 MAINS = [
     ("shard_tensor_002", 6, [], "local shape (2, 1)"),
-    ("reshard_002", 2, [], "after DistTensor([2, 3] int64 [x=Shard(0)]"),
+    ("reshard_002", 4, [], "after, on ranks [2, 3] DistTensor([2, 3] int64 [x=Shard(0)]"),
     ("matmul_relu_002", 2, [], "all_reduce(sum)"),
     ("single_card_002", 1, options(SMALL_002), "9 "),
     ("data_parallel_002", 4, [*options(SMALL_002), "--shard-reading"], "9 "),

@@ -493,3 +493,19 @@ def test_state_dict_goes_on_where_it_stopped() -> None:
         loss_of(twin, lay_out(batch(step))).backward()
         second.step()
     assert_same_parameters(plain, twin)
+
+
+@multirank(2)
+def test_states_of_one_card_are_taken_over() -> None:
+    """A plain state dict: its states stay plain tensors, which count as replicated, and go on as they are."""
+    for kind in ("tp", "dp"):
+        for more in forms("AdamW"):
+            (plain, whole), (twin, lay_out) = twins(kind)
+            first = make_optimizer("AdamW", plain, more)
+            train(plain, whole, first, steps=2)
+            twin.load_state_dict(plain.state_dict())
+            second = oc.shard_optimizer(make_optimizer("AdamW", twin, more))
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+            train(plain, whole, first, steps=2)
+            train(twin, lay_out, second, steps=2)
+            assert_same_parameters(plain, twin)

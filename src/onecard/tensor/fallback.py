@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,29 @@ from onecard.comm import record
 from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
-from onecard.tensor import dist_tensor
-from onecard.tensor.dist_tensor import DistTensor, describe, sole_owner, wrap
+from onecard.tensor import dist_tensor, memory
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.program import check_writable
 from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An operator without a row was run otherwise: ``how`` is "decomposed" or "gathered"."""
+
+    func: Any
+    how: str
+
+
+# Told of each such call (``coverage``); one list for the process.
+observers: list[Callable[[Event], None]] = []
+
+
+def _tell(func: Any, how: str) -> None:
+    for observer in list(observers):
+        observer(Event(func, how))
 
 
 class GatheredOperatorWarning(UserWarning):
@@ -52,11 +70,14 @@ def copy_back(func: Any) -> Callable[..., Any]:
     functional = _functional(func)
 
     def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(target, DistTensor) and target._spec.layout.pending and sole_owner(target._local):
+        if not isinstance(target, DistTensor) or not target._spec.layout.pending:
+            write(target, functional(target, *args, **kwargs))
+        elif memory.is_part(target):
+            # The rest of the sum stays pending: write summands of the new value into the part.
+            write(target, functional(target.clone(), *args, **kwargs))
+        else:
             # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
-            target.settle()
-            return func(target, *args, **kwargs)
-        write(target, functional(target, *args, **kwargs))
+            return func(target.settle(), *args, **kwargs)
         return target
 
     return expand
@@ -108,6 +129,7 @@ def without_rule(func: Any, call: Call) -> Callable[..., Any]:
                 result = _decompose(decomposition, args, kwargs)
                 if result is not NotImplemented and (checked or _same_results(result, call)):
                     checked = True
+                    _tell(func, "decomposed")
                     return result
             except OnecardError:
                 raise
@@ -147,6 +169,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     if func not in _warned:
         _warned.add(func)
         _warn(func, operands)
+    _tell(func, "gathered")
     originals = {}
 
     def whole(value: Any) -> Any:

@@ -18,7 +18,7 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
-from onecard.tensor import fallback
+from onecard.tensor import fallback, memory
 from onecard.tensor.dispatch import Direct, builders, handle, program_for
 from onecard.tensor.dispatch import _by_value as by_value
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
@@ -38,7 +38,9 @@ def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = Tr
     buckets: dict[Any, list[DistTensor]] = {}
     for x in {id(t): t for t in tensors if isinstance(t, DistTensor)}.values():
         layout = x._spec.layout
-        if layout.pending and x._spec.here:
+        if layout.pending and not x._spec.here:
+            memory.adopt(x, x._local)
+        elif layout.pending:
             buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
     for members in buckets.values():
         for bucket in _fill(members):
@@ -61,7 +63,7 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
     layout = bucket[0]._spec.layout
     if len(bucket) == 1:
         x = bucket[0]
-        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit, force=True)
+        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
         return
     flat = torch.cat([x._local.reshape(-1) for x in bucket])
     if record.observers:
@@ -71,8 +73,7 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
     for axis, op in layout.pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
     for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
-        x._local = part.view(x._local.shape)
-        x._spec = x._spec.with_layout(x._spec.layout.settled())
+        memory.adopt(x, part.view(x._local.shape))
 
 
 class ForeachProgram:
@@ -238,7 +239,7 @@ class FusedProgram:
             return _local(x)
         target = param._spec.layout if isinstance(param, DistTensor) else None
         if target is None:
-            return x.full_tensor() if isinstance(x, DistTensor) else x  # type: ignore[attr-defined]
+            return x.full_tensor() if isinstance(x, DistTensor) else x
         if isinstance(x, DistTensor):
             if x._spec.layout is target:
                 return x._local

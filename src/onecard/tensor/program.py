@@ -14,7 +14,8 @@ from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor.dist_tensor import DistTensor, announce, join, wrap, wrap_view
+from onecard.tensor import memory
+from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
@@ -99,7 +100,7 @@ class Program:
         if self.cut_off:
             made._cut_off = self.name
         elif self.view and spec.layout.pending:
-            join(args[0], made)
+            memory.join(args[0], made)
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
@@ -188,6 +189,11 @@ def check_writable(value: Any, name: str) -> None:
     origin, base = getattr(value, "_cut_off", ""), value._base
     if not origin and isinstance(base, DistTensor) and not _share(base._local, value._local):
         origin = "a view"  # of such a view
+    if origin == memory.A_VIEW:
+        raise DispatchError(
+            f"{name}: {value._spec!r} is {origin}, on its own: writing to it would not reach the sum that it was taken "
+            "from. Settle the sum before you take the view: x.settle()"
+        )
     if origin:
         raise DispatchError(
             f"{name}: writing into the result of {origin} would not reach the tensor it was taken from: on one card it is "

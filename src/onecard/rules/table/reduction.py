@@ -294,3 +294,12 @@ def _logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 row("logsumexp", instead=_logsumexp)(_whole_dims)
+
+
+# ---- Counts
+
+
+@row("histc", values=True)
+def _histc(call: Call) -> str | None:
+    """Without bounds it takes the smallest and largest element, which no rank knows."""
+    return signature([names(call.self.dim())], [["_"]]) if call.min != call.max else None

@@ -189,7 +189,7 @@ def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     if call.schema.out or torch.Tag.inplace_view in captured.func.tags:
         raise Unfit("", "")  # not decided by a rule: an out= form is run as the functional form and a copy
     try:
-        call.results = call.meta_results()
+        call.results = row.results_of(call)
     except NotImplementedError as fault:
         why = str(fault).partition(". ")[0]
         raise Unfit("", f"no result shapes without data, so the row is never used: {why}") from None
