@@ -145,3 +145,40 @@ def test_ranks_that_disagree_are_told(program, message):
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(program, 2)
     assert DispatchError.__name__ in str(caught.value)
+
+
+@multirank(4)
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "fused"])
+def test_dropout_in_fused_attention(name):
+    """The kernels of GPUs, whose operators are called here as torch calls them there; twin: attention written out."""
+    operators = {
+        "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+        "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+        "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+        "fused": torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+    }
+    torch.manual_seed(2)
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    bias = torch.randn(3, 1, 5) if name == "efficient" else None
+    grown = [x for x in (q, k, v, bias) if x is not None]
+    plain = [x.clone().requires_grad_() for x in grown]
+    oc.manual_seed(7)
+    with oc.one_card_random():
+        mask = plain[3] if bias is not None else None
+        expected = F.scaled_dot_product_attention(*plain[:3], attn_mask=mask, dropout_p=0.4, is_causal=mask is None)
+    (expected * expected).sum().backward()
+    for placements in ([oc.Replicate()] * 2, [oc.Shard(0), oc.Shard(1)], [oc.Shard(1), oc.Shard(1)]):
+        twins = [oc.shard_tensor(x, mesh, placements if x.dim() == 4 else [oc.Replicate()] * 2) for x in grown]
+        twins = [x.requires_grad_() for x in twins]
+        oc.manual_seed(7)
+        if name == "flash":
+            found = operators[name](*twins[:3], 0.4, True)[0]
+        elif name == "fused":
+            found = operators[name](*twins[:3], None, 0.4, True)[0]
+        else:
+            found = operators[name](*twins[:3], twins[3] if bias is not None else None, True, 0.4, bias is None)[0]
+        assert_close(found, expected.detach())
+        (found * found).sum().backward()
+        for twin, one in zip(twins, plain, strict=True):
+            assert_close(twin.grad, one.grad)

@@ -58,7 +58,9 @@ class ShardDataloader:
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:
-                yield self._map(batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole))
+                yield self._map(
+                    batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
+                )
 
     def _local_loader(self) -> DataLoader[Any] | None:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""

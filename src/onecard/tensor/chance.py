@@ -76,7 +76,7 @@ def _law(func: Any, dtype: torch.dtype, *params: Any) -> Law:
     return random.law(schema_of(func).name, dtype, *params)
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Arguments by their names in the schema, with defaults."""
     declared = func._schema.arguments
     given = {a.name: a.default_value for a in declared}
@@ -93,7 +93,7 @@ def _options(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """x.normal_() and its kin."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x, generator = given.pop("self"), given.pop("generator")
     if schema_of(func).name == "random_":
         func, given = _INTEGERS, {"low": given.get("from", 0), "high": given.get("to")}
@@ -116,7 +116,7 @@ def _of(func: Any, given: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """rand_like(x) and its kin: in the layout of x."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x = given["self"]
     made = torch.empty_like(x, **_options(given, *(("dtype", "memory_format") if isinstance(x, DistTensor) else ())))
     maker, params = _of(func, given)
@@ -129,7 +129,7 @@ def _number(value: Any) -> Any:
 
 def _factory(func: Any, args: Any, kwargs: Any) -> Any:
     """rand(size) and its kin, as a plain tensor; rand(size, out=x)."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     made = given.get("out")
     if made is None:
         integer = {"dtype": torch.int64} if schema_of(func).name == "randint" else {}
@@ -147,7 +147,7 @@ def _resized(out: Tensor, size: Any) -> Tensor:
 
 
 def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     return permutation(given["n"], new_key(given.get("generator")), **{"dtype": torch.int64, **_options(given)})
 
 
@@ -167,7 +167,7 @@ def _below(func: Any, x: Tensor, p: Tensor, generator: Any) -> Tensor:
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     """bernoulli(x), with probabilities from x, and bernoulli(x, p)."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x, p = given["self"], given.get("p")
     if p is None:
         return _below(func, x, x, given["generator"]).to(x.dtype)
@@ -178,14 +178,14 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _bernoulli_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x = given["self"]
     return x.copy_(_below(func, x, given["p"], given["generator"]))
 
 
 def _normal(func: Any, args: Any, kwargs: Any) -> Any:
     """normal(mean, std) with one or two tensors."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     mean, std = given["mean"], given["std"]
     like = mean + std if isinstance(mean, Tensor) and isinstance(std, Tensor) else torch.empty_like(_tensor(mean, std))
     made = torch.empty_like(like)
@@ -199,7 +199,7 @@ def _tensor(*values: Any) -> Tensor:
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """native_dropout(x, p, train) -> (result, mask)."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x, p = given["input"], given["p"]
     if not given["train"]:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -210,7 +210,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     """rrelu_with_noise: the slope of each negative element is drawn, and kept in ``noise`` for the backward operator."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x, noise, lower, upper = given["self"], given["noise"], given["lower"], given["upper"]
     if not given["training"]:
         slope = (lower + upper) / 2
@@ -223,7 +223,7 @@ def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     """Indices drawn with the probabilities in the last dim, which each rank needs whole."""
-    given = _given(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     x, count, again = given["self"], given["num_samples"], given["replacement"]
     aten.multinomial(torch.empty(x.shape, dtype=x.dtype, device="meta"), count, again)  # torch's own checks
     key = key_for(func, x, given["generator"])

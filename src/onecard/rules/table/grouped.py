@@ -80,7 +80,12 @@ def _grouped_mm(call: Call) -> Form | None:
     """Rows ``x (n, k)`` by ``mat2 (e, k, m)``, or the gradient of ``mat2``: ``x (k, n)`` by ``y (n, m)``."""
     kinds = (call.self.dim(), call.values["mat2"].dim())
     narrows = call.values.get("out_dtype") not in (None, call.self.dtype)
-    if call.values.get("offs") is None or call.values.get("bias") is not None or narrows or kinds not in ((2, 3), (2, 2)):
+    if (
+        call.values.get("offs") is None
+        or call.values.get("bias") is not None
+        or narrows
+        or kinds not in ((2, 3), (2, 2))
+    ):
         return None
     text = "n k, e k m, _ -> n m" if kinds == (2, 3) else "k n, n m, _ -> _ k m"
     return Form(text, linear="self * mat2")
