@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import DispatchError
+from onecard.tensor.deferred import _records
 from onecard.testing import multirank
 
 
@@ -39,6 +41,11 @@ class Zoo(nn.Module):
         nn.init.dirac_(self.dirac)
         self.sparse = nn.Parameter(torch.empty(6, 4))
         nn.init.sparse_(self.sparse, 0.5)
+        self.order = nn.Parameter(torch.ones(4))
+        self.before = nn.Parameter(self.order.detach() * 2)
+        nn.init.normal_(self.order)
+        self.after = nn.Parameter(self.order.detach() * 2)
+        nn.init.normal_(self.order[:2].detach())
         self.half = nn.Linear(3, 3).to(torch.bfloat16)
         self.tied = self.linear.weight
         if self.scaled.abs().max() < 100:  # a value decides
@@ -108,12 +115,22 @@ def test_real_tensors_stay_real():
     assert kept.tolist() == [2, 2, 2]
 
 
+def test_what_is_overwritten_is_not_made():
+    with oc.deferred_init():
+        layer = nn.Linear(3, 3)
+        nn.init.normal_(layer.weight)
+    record = _records[layer.weight.untyped_storage()._cdata][1]
+    names = [node.func for node in record.needed(layer.weight.untyped_storage()._cdata)]
+    assert torch.ops.aten.normal_.default in names and torch.ops.aten.uniform_.default not in names
+
+
 MIB = 2**20
 
 
 def build_a_model_larger_than_the_limit(rows: int, layers: int, limit_mib: int) -> float:
     """Peak resident MiB of a rank that holds a quarter of the model, with its heap limited."""
-    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) // 1024
+    status = Path("/proc/self/status").read_text().splitlines()
+    used = int(next(line for line in status if line.startswith("VmData")).split()[1]) // 1024
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, ((used + limit_mib) * MIB, before[1]))
     mesh = oc.ProcessMesh(range(4), ["x"])

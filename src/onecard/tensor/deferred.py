@@ -48,6 +48,10 @@ class _Node:
     results: tuple[tuple[_Slot, torch.Size, torch.dtype], ...]
     reads: frozenset[int]
     writes: frozenset[int]
+    fills: bool  # overwrites all of one tensor's memory without a look at it
+
+
+_FILLS = ("zero_", "fill_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
 
 
 class _Record:
@@ -70,12 +74,18 @@ class _Record:
         return found
 
     def needed(self, storage: int) -> list[_Node]:
-        """The calls on which a tensor's memory depends, in order."""
-        wanted, found = {storage}, []
+        """The calls on which a tensor's memory depends, in order; not those that a later one overwrites."""
+        wanted, lost, found = {storage}, set[int](), []
         for node in reversed(self.nodes):
-            if node.writes & wanted:
-                found.append(node)
-                wanted |= node.reads
+            in_place = bool(schema_of(node.func).written)
+            if not node.writes & wanted or (in_place and node.writes <= lost):
+                continue
+            found.append(node)
+            wanted |= node.reads
+            if node.fills:
+                lost |= node.writes
+            else:
+                lost -= node.reads  # what is read must be as it was then
         return found[::-1]
 
 
@@ -131,7 +141,10 @@ class _Recorder(TorchDispatchMode):
         if key is not None:
             kwargs["generator"] = key
         writes = written | {slot.storage for slot, _, _ in made}
-        self.record.nodes.append(_Node(func, recorded[0], kwargs, made, reads, writes))
+        fills = (
+            schema_of(func).name in _FILLS and args[0].numel() * args[0].itemsize == args[0].untyped_storage().nbytes()
+        )
+        self.record.nodes.append(_Node(func, recorded[0], kwargs, made, reads, writes, fills and len(reads) == 1))
 
 
 class deferred_init(TorchFunctionMode):
@@ -198,6 +211,8 @@ def _run(record: _Record, slot: _Slot, make: Make) -> Any:
             result = handlers[node.func](node.func, args, kwargs)
         else:
             result = node.func(*args, **kwargs)
+            if isinstance(result, DistTensor) and schema_of(node.func).views and getattr(args[0], "_cut_off", ""):
+                result._cut_off = args[0]._cut_off  # a view of what is a view only on one card, detached perhaps
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         values.update((s.number, value) for (s, _, _), value in zip(node.results, made, strict=True))
     return values[slot.number]
