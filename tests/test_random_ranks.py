@@ -168,7 +168,12 @@ def test_dropout_in_fused_attention(name):
         mask = plain[3] if bias is not None else None
         expected = F.scaled_dot_product_attention(*plain[:3], attn_mask=mask, dropout_p=0.4, is_causal=mask is None)
     (expected * expected).sum().backward()
-    for placements in ([oc.Replicate()] * 2, [oc.Shard(0), oc.Shard(1)], [oc.Shard(1), oc.Shard(1)]):
+    for placements in (
+        [oc.Replicate()] * 2,
+        [oc.Shard(0), oc.Shard(1)],
+        [oc.Shard(1), oc.Shard(1)],
+        [oc.Shard(2), oc.Shard(3)],
+    ):
         twins = [oc.shard_tensor(x, mesh, placements if x.dim() == 4 else [oc.Replicate()] * 2) for x in grown]
         twins = [x.requires_grad_() for x in twins]
         oc.manual_seed(7)
