@@ -67,7 +67,8 @@ class _Call:
 
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
         """softmax(query @ key^T * scale + bias), in float32 at least."""
-        scores = torch.matmul(query, key.transpose(-2, -1)) * self.scale
+        root = abs(self.scale) ** 0.5  # half of it on each side keeps half precision in range, and rounds as torch does
+        scores = torch.matmul(query * (self.scale / root), key.transpose(-2, -1) * root)
         if self.given["is_causal"]:
             kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
             scores = scores.masked_fill(~kept, -torch.inf)
@@ -80,7 +81,7 @@ class _Call:
         """What the weights are multiplied with: zero, or what makes up for the zeros."""
         law = random.law("bernoulli_", weights.dtype, 1 - self.p)
         kept = random.fill(torch.empty_like(weights), law, bits, self.shape, self.layout.local_offset(self.shape))
-        return kept.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+        return kept.div_(1 - self.p) if self.p < 1 else kept
 
     def wrap(self, local: Tensor | None, like: Tensor, layout: Layout | None = None) -> DistTensor:
         """A result of an operand's dtype; of its shape, too, but with all heads."""
@@ -140,7 +141,7 @@ def _gradients(call: _Call, query: Tensor, key: Tensor, value: Tensor, grad: Ten
     kept = call.kept(weights, Key(*call.given["philox_seed"].tolist()))
     of_value = torch.matmul((weights * kept).to(grad.dtype).transpose(-2, -1), grad)
     of_weights = torch.matmul(grad, value.transpose(-2, -1)) * kept
-    inner = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    inner = aten._softmax_backward_data(of_weights.to(weights.dtype), weights, -1, weights.dtype)
     scaled = (inner * call.scale).to(query.dtype)
     return [torch.matmul(scaled, key), torch.matmul(scaled.transpose(-2, -1), query), of_value, inner]
 
