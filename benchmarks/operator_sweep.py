@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -42,14 +42,15 @@ class SweepArgs:
     """also pass the first tensor as a pending sum"""
     markdown: Path | None = None
     """write the page of the documentation"""
+    results: Path | None = None
+    """keep the outcomes in this file; those of libraries that are not run now are taken from it"""
     faults: int = 3
     """faults to print for each operator that is not right"""
 
 
 def main(args: SweepArgs) -> None:
     console = Console(width=180)
-    found: dict[str, list[Outcome]] = {}
-    seconds: dict[str, float] = {}
+    found, seconds = load(args.results)
     for library in args.libraries:
         start = time.monotonic()
         found[library] = []
@@ -57,11 +58,20 @@ def main(args: SweepArgs) -> None:
             options = Options(library, dtype, args.samples, args.placings, args.partial)
             found[library] += sweep(_names(args, dtype), options)
         seconds[library] = time.monotonic() - start
+    if args.results is not None:
+        kept = {name: [seconds[name], [asdict(o) for o in outcomes]] for name, outcomes in found.items()}
+        args.results.write_text(json.dumps(kept))
     console.print(report.summary(found, seconds))
     for library, outcomes in found.items():
         console.print(report.faults(library, outcomes, args.faults), markup=False, highlight=False, soft_wrap=True)
     if args.markdown is not None:
         args.markdown.write_text(report.page(found, seconds))
+
+
+def load(path: Path | None) -> tuple[dict[str, list[Outcome]], dict[str, float]]:
+    """The outcomes and the seconds of each library that were kept."""
+    kept = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return {name: [Outcome(**o) for o in kept[name][1]] for name in kept}, {name: kept[name][0] for name in kept}
 
 
 def _names(args: SweepArgs, dtype: str) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.tensor import fallback
 from onecard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="pip install onecard[test]")
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "huggingface.py"
 BATCH, TIME, WIDTH, WORDS = 4, 6, 32, 48
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -43,7 +47,10 @@ def text_batch(padded: bool = True) -> dict[str, Tensor]:
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=4, **NO_DROPOUT["gpt2"])
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+        **NO_DROPOUT["gpt2"],
+    )  # fmt: skip
     return GPT2LMHeadModel(config), text_batch()
 
 
@@ -142,6 +149,13 @@ def column_row(name: str, module: nn.Module, mesh: oc.ProcessMesh) -> None:
         module.weight = oc.shard_tensor(weight, mesh, [oc.Shard(0 if turned else 1)])
 
 
+def experts_apart(name: str, module: nn.Module, mesh: oc.ProcessMesh) -> None:
+    """Expert parallel: each rank holds some of the experts, whole."""
+    if re.search(EXPERTS, name):
+        module.gate_up_proj = oc.shard_tensor(module.gate_up_proj, mesh, [oc.Shard(0)])
+        module.down_proj = oc.shard_tensor(module.down_proj, mesh, [oc.Shard(0)])
+
+
 def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Forward, backward, one step of AdamW: the loss, gradients and new parameters, whole."""
     # An eps well above the rounding of gradients that are zero but for it (a key's bias): else AdamW blows that up.
@@ -164,21 +178,75 @@ def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[
     return sorted(found)
 
 
-def compare(model: str, attention: str, how: str, checkpointing: bool = False) -> tuple[list[str], list[str]]:
-    """On a rank: differences between this rank's one-card step and the distributed one, and the operators gathered."""
+def compare(model: str, attention: str, how: str) -> tuple[list[str], list[str]]:
+    """On a rank: differences between this rank's one-card step and the distributed one, and the operators gathered.
+
+    ``how``: "dp" cuts the batch; "tp" cuts the linears, and "ep" the experts; "recompute" is "tp" with checkpointing.
+    """
     mesh = oc.ProcessMesh([0, 1], ["x"])
     torch.manual_seed(0)
     plain, inputs = MODELS[model]()
     plain.set_attn_implementation(attention)
     plain.train()
     twin = copy.deepcopy(plain)
-    if checkpointing:
-        twin.gradient_checkpointing_enable()
-    oc.shard_layer(twin, mesh, column_row if how == "tp" else None)
+    if how == "recompute":
+        getattr(twin, "activation_checkpointing_enable", twin.gradient_checkpointing_enable)()  # renamed in 5.23
+    oc.shard_layer(twin, mesh, {"dp": None, "ep": experts_apart}.get(how, column_row))
+    cut = [n for n, p in twin.named_parameters() if p.placements != (oc.Replicate(),)]
     placements = [oc.Shard(0)] if how == "dp" else [oc.Replicate()]
     expected = step(plain, inputs)
-    with warnings.catch_warnings(record=True) as caught:
+    fallback._warned.clear()
+    with warnings.catch_warnings(record=True) as caught, oc.explain() as report:
         warnings.simplefilter("always", oc.GatheredOperatorWarning)
         actual = step(twin, {name: oc.shard_tensor(t, mesh, placements) for name, t in inputs.items()})
     gathered = [str(w.message) for w in caught if w.category is oc.GatheredOperatorWarning]
+    if bool(cut) != (how != "dp") or not report.bytes:
+        raise AssertionError(f"{model} {how}: cut {cut}, sent {report.bytes} bytes: this is no distributed run")
     return differences(actual, expected), gathered
+
+
+def compare_all(models: tuple[str, ...]) -> dict[str, Any]:
+    """``compare`` of an architecture's models with all placements, in one start of the ranks."""
+    cases = [(m, a, how) for m in models for a in ("eager", "sdpa") for how in ("dp", "tp", *MORE.get(m, ()))]
+    return {", ".join(case): compare(*case) for case in cases}
+
+
+MORE = {"llama": ("recompute",), "mixtral": ("ep",)}
+ARCHITECTURES = {
+    "GPT-2": ("gpt2",), "LLaMA": ("llama", "llama_odd_heads"), "BERT": ("bert",), "T5": ("t5",), "ViT": ("vit",),
+    "Mixtral": ("mixtral", "mixtral_eager", "mixtral_batched"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_on_two_ranks_is_that_of_one_card(architecture):
+    for rank, cases in enumerate(run_ranks(compare_all, 2, ARCHITECTURES[architecture])):
+        for case, (differ, gathered) in cases.items():
+            assert differ == [], f"{case}, rank {rank}"
+            # How many tokens an expert gets is known from data alone: no row can say it.
+            assert [g for g in gathered if not ("mixtral_eager" in case and "nonzero.default" in g)] == [], case
+
+
+def test_the_comparison_sees_a_fault():
+    torch.manual_seed(0)
+    model, inputs = bert()
+    expected = step(copy.deepcopy(model), inputs)
+    assert differences(step(copy.deepcopy(model), inputs), expected) == []
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.weight[0, 0] += 1e-2
+    assert any(found.startswith("gradient of bert") for found in differences(step(model, inputs), expected))
+    assert differences({}, {"loss": torch.ones(())}) == ["loss: only on one side"]
+
+
+def example(one_card: bool) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["train"](one_card)
+
+
+def test_the_example_trains_as_on_one_card(capfd):
+    expected = example(one_card=True)
+    capfd.readouterr()
+    for losses in run_ranks(example, 2, one_card=False):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5)
+    assert expected[-1] < 0.8 * expected[0]
+    printed = capfd.readouterr().out
+    assert f"step 7  loss {expected[7]:.5f}" in printed and "all_reduce" in printed and "bytes, about" in printed

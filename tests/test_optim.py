@@ -157,6 +157,23 @@ def test_optimizer(name: str) -> None:
             assert_same_parameters(plain, twin)
 
 
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+@multirank(2)
+def test_foreach_forms_of_maximum(name: str) -> None:
+    """Adamax and amsgrad use them in place, which single tensors cannot; elements may be cut, whole or pending."""
+    layouts = [oc.Shard(0), oc.Shard(1), oc.Replicate(), oc.Partial()]
+    inputs = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    ours = [oc.shard_tensor(x, MESH, [p]) for x, p in zip(inputs, layouts * 2, strict=True)]
+    others: tuple[Any, ...] = (inputs[4:], 0.25, [0.5, -0.5, 0.1, 0.0])
+    for other in others:
+        twin_other = ours[4:] if other is others[0] else other
+        for suffix in ("", "_"):
+            plain, twin = [x.clone() for x in inputs[:4]], [x.clone() for x in ours[:4]]
+            operator = getattr(torch, f"_foreach_{name}{suffix}")
+            results, twins_of = operator(plain, other), operator(twin, twin_other)
+            assert_close(twin if suffix else twins_of, plain if suffix else results)
+
+
 @multirank(4)
 def test_both_axes() -> None:
     for more in forms("AdamW"):

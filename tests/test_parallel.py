@@ -419,8 +419,8 @@ def test_iterable_dataset() -> None:
 
 @multirank(2)
 def test_passes_do_not_disturb_each_other() -> None:
-    """Two iterators at once, one of them left half-way, over batches of different sizes."""
-    loader = oc.shard_dataloader(DataLoader(Squares(), batch_size=4), MESH, "x")
+    """Two iterators at once, and one left half-way whose worker has read ahead, over batches of different sizes."""
+    loader = oc.shard_dataloader(DataLoader(Squares(), batch_size=4, **workers(1)), MESH, "x")
     expected = [labels for _, labels in DataLoader(Squares(), batch_size=4)]
     left = iter(loader)
     next(left)

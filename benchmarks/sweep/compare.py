@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+# Relative; half precision is compared as single.
 TOLERANCE = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.float64: 1e-7, torch.complex128: 1e-7}
 
 
@@ -47,12 +48,15 @@ def _leaf(a: Any, b: Any, values: bool) -> str:
 
 
 def _values(a: Tensor, b: Tensor) -> str:
+    if b.element_size() < (8 if b.is_complex() else 4) and (b.is_floating_point() or b.is_complex()):
+        wide = torch.complex64 if b.is_complex() else torch.float32
+        return _values(a.to(wide), b.to(wide))
     tolerance = TOLERANCE.get(b.dtype)
     if tolerance is None:
         return "" if torch.equal(a, b) else f"{int((a != b).sum())} of {b.numel()} values differ"
     finite = b.isfinite()
     scale = b[finite].abs().mean().item() if finite.any() else 0.0
-    close = torch.isclose(a, b, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+    close = torch.isclose(a, b, rtol=tolerance, atol=tolerance * max(scale, 0.1), equal_nan=True)
     if bool(close.all()):
         return ""
     worst = (a - b)[~close].abs().max().item()

@@ -95,8 +95,9 @@ class Layout:
             if isinstance(placement, Shard):
                 if not -ndim <= placement.dim < ndim:
                     raise LayoutError(
-                        f"{placement} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
+                        f"{as_code(placement)} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
                         + (f"so {-ndim} to {ndim - 1} are possible" if ndim else "so only Replicate() or Partial() fit")
+                        + f": for example [{_nearest(placements, ndim)}]"
                     )
                 dims[placement.dim % ndim].append(axis)
             elif isinstance(placement, Partial):
@@ -202,6 +203,12 @@ def as_code(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return f"Partial({placement.reduce_op!r})" if isinstance(placement, Partial) else "Replicate()"
+
+
+def _nearest(placements: Sequence[Placement], ndim: int) -> str:
+    """The placements as a call that fits a tensor with ``ndim`` dims."""
+    fits = [p if not isinstance(p, Shard) or -ndim <= p.dim < ndim else Shard(ndim - 1) for p in placements]
+    return ", ".join(as_code(p if ndim or not isinstance(p, Shard) else Replicate()) for p in fits)
 
 
 def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:

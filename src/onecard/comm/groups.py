@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecard.comm import world
+from onecard.comm import check, world
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -42,6 +42,10 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         return None
     if ranks == tuple(range(world.get_world_size())):
         return dist.group.WORLD
+    if check.on:
+        check.agreed(
+            f"the first message among ranks {list(ranks)}", ranks, check.ADVICE
+        )  # making a group waits as well
     # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
     # how many groups this process has made before, which the members need not have in common: then they wait for ever.
     name = "onecard_" + "_".join(map(str, ranks))

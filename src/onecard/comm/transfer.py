@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import world
+from onecard.comm import check, world
 from onecard.errors import CommunicationError
 from onecard.transfer import Box, Piece, Transfer, box_of
 
@@ -25,6 +25,10 @@ def run_transfer(transfer: Transfer, local: Tensor) -> Tensor:
     """
     me = world.get_rank()
     world.init()
+    ranks = {*transfer.source.mesh, *transfer.target.mesh}
+    if check.on and me in ranks:
+        call = f"reshard of {list(transfer.shape)} from [{transfer.source}] to [{transfer.target}]"
+        check.agreed(call, ranks, "Every rank of both meshes makes this call, at the same place of the program.")
     result = _blank(transfer, local, me)
     mine = box_of(transfer.source, transfer.shape, me) if me in transfer.source.mesh else None
     theirs = box_of(transfer.target, transfer.shape, me) if me in transfer.target.mesh else None

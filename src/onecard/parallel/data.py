@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from onecard.comm import collectives, groups, world
+from onecard.comm import collectives, groups, record, world
+from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
 from onecard.mesh import ProcessMesh
+from onecard.reshard import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -86,16 +89,15 @@ class ShardDataloader:
     def _shared(self) -> Iterator[Any]:
         """Batches read by the first rank along the non-batch axes and given to the others, so that all are equal."""
         place = self.home.coordinate() or ()
-        lines = [groups.group(self.home, a) for a in range(len(place)) if a != self.axis]
-        lines = [line for line in lines if line.size > 1]
-        reads = all(line.index == 0 for line in lines)
+        axes = [a for a in range(len(place)) if a != self.axis and self.home.shape[a] > 1]
+        reads = all(place[a] == 0 for a in axes)
         batches = self._start() if reads else iter(())
         # Making the iterator drew from torch's generator (the sampler's permutation): all ranks go on from there.
-        torch.set_rng_state(_from_first(torch.get_rng_state(), lines))
+        torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
         own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
         while True:
             batch = own.next(batches) if reads else None
-            batch = _from_first(_DONE if batch is _END else batch, lines)
+            batch = _from_first(_DONE if batch is _END else batch, self.home, axes, "batch")
             if isinstance(batch, str) and batch == _DONE:
                 return
             yield batch
@@ -164,11 +166,22 @@ _END: Any = object()
 _DONE = "onecard: no more batches"
 
 
-def _from_first(value: Any, lines: Sequence[groups.Group]) -> Any:
+def _from_first(value: Any, mesh: ProcessMesh, axes: Sequence[int], what: str) -> Any:
     """The value of the first rank along each of some axes."""
-    for line in lines:
-        value = collectives.broadcast_object(value, line, 0)
+    for axis in axes:
+        value = collectives.broadcast_object(value, groups.group(mesh, axis), 0)
+        if record.observers:
+            _announce(value, mesh, axis, what)
     return value
+
+
+def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
+    """Tell the observers of a broadcast; its size is known only once it is there."""
+    layout = Layout.replicated(mesh, 0)
+    sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=MACHINE.message(sent))
+    reason = "read once, equal on all"
+    record.tell(record.Message(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
 
 
 class _OwnRandom:
@@ -238,30 +251,31 @@ def shard_dataloader(
 ) -> ShardDataloader:
     """Batches of a DataLoader as DistTensors: the batch dim cut along one axis, equal on all others.
 
-    The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
-    ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
-    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
-    dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
+        The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
+        ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
+        dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
+        dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
-    Args:
-        loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
-        meshes: one mesh, or one for each entry of a batch (the last serves the rest).
-        shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
-        input_keys: for dict batches, the keys in the order of ``meshes``.
+        Args:
+            loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
+            meshes: one mesh, or one for each entry of a batch (the last serves the rest).
+            shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
+            input_keys: for dict batches, the keys in the order of ``meshes``.
 
-    Returns:
-        An iterable with the loader's length.
+        Returns:
+            An iterable with the loader's length.
 
-    Raises:
-        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
+        Raises:
+            LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
 
-    Source: ``paddle.distributed.shard_dataloader``.
+        Source: ``paddle.distributed.shard_dataloader``.
 
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
-        >>> [batch.shape[0] for batch in batches]
-        [4, 2]
+        Example:
+            >>> from torch.utils._pytree import tree_leaves
+    from torch.utils.data import DataLoader
+            >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
+            >>> [batch.shape[0] for batch in batches]
+            [4, 2]
     """
     listed = [meshes] if isinstance(meshes, ProcessMesh) else list(meshes)
     axes = [shard_dims] * len(listed) if shard_dims is None or isinstance(shard_dims, str | int) else list(shard_dims)

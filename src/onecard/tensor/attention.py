@@ -67,7 +67,9 @@ class _Call:
 
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
         """softmax(query @ key^T * scale + bias), in float32 at least."""
-        root = abs(self.scale) ** 0.5  # half of it on each side keeps half precision in range, and rounds as torch does
+        root = (
+            abs(self.scale) ** 0.5 or 1.0
+        )  # half of it on each side keeps half precision in range, and rounds as torch does
         scores = torch.matmul(query * (self.scale / root), key.transpose(-2, -1) * root)
         if self.given["is_causal"]:
             kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()

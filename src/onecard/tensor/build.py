@@ -38,10 +38,8 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         program.expand = fallback.out_of_place(func, call)
         return program
     if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
-        raise DispatchError(
-            f"{func}: the shape of a DistTensor cannot change in place; take the form that returns its result: "
-            f"x = x.{call.schema.functional}(...)"
-        )
+        program.expand = fallback.shape_in_place(func, call)
+        return program
     row = find(func)
     if row is None:
         program.expand = fallback.without_rule(func, call)
@@ -123,6 +121,7 @@ def _plan(
         if layout is not target and i not in bound.unread
     )
     program.cut_off = call.schema.views and bool(program.moves)
+    program.copied = call.schema.name == "_unsafe_view" and bool(program.moves)
     if program.moves:
         program.pending = tuple(
             (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from onecard import reshard as planner
-from onecard.comm import collectives, groups, record, world
+from onecard.comm import check, collectives, groups, record, world
 from onecard.comm.run import run as run_steps
 from onecard.comm.transfer import run_transfer
 from onecard.errors import LayoutError, MeshError
@@ -68,6 +68,8 @@ def shard_tensor(
     if dtype is not None:
         tensor = tensor.to(dtype) if not isinstance(data, torch.nn.Parameter) else tensor.detach().to(dtype)
     layout = Layout.of(mesh, tensor.dim(), placements)
+    if check.on and src is None and mesh.coordinate() is not None:
+        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
     if isinstance(data, torch.nn.Parameter):
         made = _distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
@@ -91,7 +93,7 @@ def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTe
     local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
     steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
-    return wrap(run_steps(steps, local, shape), spec)
+    return wrap(run_steps(steps, local, shape).contiguous(), spec)
 
 
 def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
@@ -145,6 +147,9 @@ def from_local(
             for size, axes in zip(local.shape, layout.dims, strict=True)
         ]
     spec = Spec.make(layout, torch.Size(shape), contiguous_stride(torch.Size(shape)), local.dtype, local.device)
+    if check.on and spec.here:
+        whole = f"from_local of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
+        check.agreed(whole, mesh.process_ids, _WHOLE)
     expected = layout.local_shape(shape)
     if spec.here and tuple(local.shape) != expected:
         raise LayoutError(
@@ -152,6 +157,12 @@ def from_local(
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
     return _FromLocal.apply(local, spec)
+
+
+_WHOLE = (
+    "Say the same on every rank. Where parts are uneven, every rank gives the whole tensor's shape: "
+    "onecard.from_local(x, mesh, placements, shape=[...])"
+)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -263,8 +274,7 @@ def _idle(layout: Layout, axis: int) -> bool:
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    if local is x._local:
-        local = local.detach()
+    local = local.detach() if local is x._local else local.contiguous()
     return wrap(local, x._spec.with_layout(layout))
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from onecard import reshard as planner
 from onecard.comm import collectives, groups, record
+from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
 from onecard.tensor import fallback, memory
@@ -265,15 +267,19 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     settle_all(grads, "unscale", explicit=False)
     found, scale = _whole(found_inf), _whole(inv_scale)
     func([_local(g) for g in grads], found, scale)
-    axes = {
-        (g.mesh, a)
-        for g in grads
-        if isinstance(g, DistTensor) and g._spec.here
-        for dim in g._spec.layout.dims
-        for a in dim
-    }
-    for mesh, axis in sorted(axes, key=lambda pair: (str(pair[0]), pair[1])):
-        found.copy_(collectives.all_reduce(found, groups.group(mesh, axis), "max"))
+    cuts: dict[ProcessMesh, set[int]] = {}
+    for g in grads:
+        if isinstance(g, DistTensor) and g._spec.here:
+            cuts.setdefault(g.mesh, set()).update(a for dim in g._spec.layout.dims for a in dim)
+    shape = tuple(found.shape)
+    for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
+        seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
+        steps = planner.plan(shape, found.element_size(), seen, seen.settled())
+        if record.observers:
+            announce(
+                steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False
+            )
+        found.copy_(run_steps(steps, found, shape))
 
 
 def _whole(value: Tensor) -> Tensor:
