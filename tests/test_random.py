@@ -38,6 +38,8 @@ def test_known_answers(counter, key, result):
     tensors = [torch.tensor([word, 1]) for word in words]
     assert [int(word[0]) for word in philox(tuple(tensors), k)] == expected
     assert [int(word[0]) for word in philox(tuple(tensors), tuple(map(torch.tensor, k)))] == expected
+    arrays = tuple(tensor.numpy() for tensor in tensors)
+    assert [int(word[0]) for word in philox(arrays, k)] == expected
     # Counters that are not all alike: some words tensors, others ints, as ``fill`` calls it.
     assert [int(word[0]) for word in philox((tensors[0], *words[1:]), k)] == expected
 
@@ -225,6 +227,14 @@ def test_permutations_are_permutations_and_all_occur():
         seen = [tuple(torch.randperm(3).tolist()) for _ in range(600)]
     counts = [seen.count(order) for order in set(seen)]
     assert len(counts) == 6 and sum((c - 100) ** 2 / 100 for c in counts) < 26  # chi-square of 5 degrees, p = 1e-4
+
+
+def test_tensors_and_arrays_give_the_same(monkeypatch):
+    """On the CPU NumPy does what tensor operations do elsewhere and in graphs."""
+    by_array = fill(torch.empty(7, 1001), law("words", torch.int64), Key(2**31, 5))
+    monkeypatch.setattr("onecard.random.parts.tracing", lambda: True)
+    by_tensor = fill(torch.empty(7, 1001), law("words", torch.int64), Key(2**31, 5))
+    assert torch.equal(by_array, by_tensor)
 
 
 def test_it_traces_into_a_graph_that_draws_anew():

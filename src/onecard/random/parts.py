@@ -120,7 +120,11 @@ class _Part:
     def _values(self, block: Tensor) -> list[Tensor]:
         high: Word = block >> 32 if self.wide else 0
         low = block & MASK if self.wide else block
-        return self.law.values(philox((low, high, 0, 0), self.key))
+        if low.device.type != "cpu" or tracing():
+            return self.law.values(philox((low, high, 0, 0), self.key))
+        # The same operations by NumPy, on the same memory: half the time of torch's, a third for few elements.
+        counter = (low.numpy(), high.numpy() if self.wide else 0, 0, 0)
+        return self.law.values([torch.from_numpy(word) for word in philox(counter, self.key)])
 
 
 def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Philox4x32-10, a counter-based generator, in tensor operations.
+"""Philox4x32-10, a counter-based generator, in operations on tensors or arrays.
 
 Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. It passes
 TestU01's BigCrush; cuRAND, TensorFlow and torch's CUDA generator use it as well.
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 
-Word = Any  # an int in [0, 2**32), or an int64 tensor of such
+Word = Any  # an int in [0, 2**32), or an int64 tensor or NumPy array of such
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
     """Four random 32-bit words for each counter.
 
     Args:
-        counter: four 32-bit words, least significant first. int64 tensors that broadcast; ints where all are alike.
+        counter: four 32-bit words, least significant first. int64 tensors (or arrays) that broadcast; ints where all are alike.
         key: two 32-bit words, likewise.
 
     Returns:
@@ -46,9 +44,13 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tu
 def _mix(product: Word, other: Word, key: Word) -> Word:
     """The high half of a product, xored with a word and the round's key."""
     high = product >> 32
-    if not isinstance(high, Tensor):
-        return (high ^ other ^ key) & MASK
-    if isinstance(other, Tensor) and other.dim() > high.dim():
-        return (other ^ high ^ key) & MASK
-    # In place: chunks that stay in the cache are what makes this fast.
-    return high.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(MASK)
+    if isinstance(other, int):
+        other &= MASK  # tensors take no longer ints
+    # In place where it can be: chunks that stay in the cache are what makes this fast.
+    if getattr(high, "ndim", 0) >= getattr(other, "ndim", 0):
+        high ^= other
+    else:
+        high = high ^ other
+    high ^= key
+    high &= MASK
+    return high
