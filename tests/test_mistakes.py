@@ -108,11 +108,7 @@ def test_wrong_number_of_placements():
     ("shape", "placement", "parts"),
     [
         ((4, 4), oc.Shard(2), ("the tensor has 2 dim(s)", "-2 to 1 are possible", "for example [Shard(1)]")),
-        (
-            (),
-            oc.Shard(0),
-            ("the tensor has 0 dim(s)", "only Replicate() or Partial() fit", "for example [Replicate()]"),
-        ),
+        ((), oc.Shard(0), ("the tensor has 0 dim(s)", "only Replicate() or Partial() fit", "for example [Replicate()]")),
     ],
 )
 def test_shard_dim_out_of_range(shape, placement, parts):
@@ -167,11 +163,7 @@ def cross_waits() -> str:
 def test_ranks_that_wait_for_each_other_in_other_groups_are_named():
     begin = time.monotonic()
     texts = run_ranks(cross_waits, 3, timeout=30)
-    has(
-        texts[0],
-        "rank 0 waits for rank 1, which does not come",
-        "rank 1: waits in the first message among ranks [0, 1], at ",
-    )
+    has(texts[0], "rank 0 waits for rank 1, which does not come", "rank 1: waits in the first message among ranks [0, 1], at ")
     assert time.monotonic() - begin < 25
 
 

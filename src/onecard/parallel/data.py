@@ -61,9 +61,7 @@ class ShardDataloader:
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:
-                yield self._map(
-                    batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
-                )
+                yield self._map(batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole))
 
     def _local_loader(self) -> DataLoader[Any] | None:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
@@ -251,31 +249,31 @@ def shard_dataloader(
 ) -> ShardDataloader:
     """Batches of a DataLoader as DistTensors: the batch dim cut along one axis, equal on all others.
 
-        The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
-        ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
-        dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
-        dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
+    The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
+    ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
+    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
+    dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
-        Args:
-            loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
-            meshes: one mesh, or one for each entry of a batch (the last serves the rest).
-            shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
-            input_keys: for dict batches, the keys in the order of ``meshes``.
+    Args:
+        loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
+        meshes: one mesh, or one for each entry of a batch (the last serves the rest).
+        shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
+        input_keys: for dict batches, the keys in the order of ``meshes``.
 
-        Returns:
-            An iterable with the loader's length.
+    Returns:
+        An iterable with the loader's length.
 
-        Raises:
-            LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
+    Raises:
+        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
 
-        Source: ``paddle.distributed.shard_dataloader``.
+    Source: ``paddle.distributed.shard_dataloader``.
 
-        Example:
-            >>> from torch.utils._pytree import tree_leaves
-    from torch.utils.data import DataLoader
-            >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
-            >>> [batch.shape[0] for batch in batches]
-            [4, 2]
+    Example:
+        >>> from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+        >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
+        >>> [batch.shape[0] for batch in batches]
+        [4, 2]
     """
     listed = [meshes] if isinstance(meshes, ProcessMesh) else list(meshes)
     axes = [shard_dims] * len(listed) if shard_dims is None or isinstance(shard_dims, str | int) else list(shard_dims)

@@ -107,9 +107,7 @@ def _name_of(op: Any) -> str:
 def _check(name: str, text: str | None, traits: dict[str, Any], replace: bool) -> None:
     unknown = sorted(set(traits) - set(_OPTIONS))
     if unknown:
-        raise RuleError(
-            f"register_rule({name!r}): no such trait: {', '.join(unknown)}. There are {', '.join(_OPTIONS)}"
-        )
+        raise RuleError(f"register_rule({name!r}): no such trait: {', '.join(unknown)}. There are {', '.join(_OPTIONS)}")
     if text is not None:
         parse(text)
     if name in rows and not replace:

@@ -276,9 +276,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
         steps = planner.plan(shape, found.element_size(), seen, seen.settled())
         if record.observers:
-            announce(
-                steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False
-            )
+            announce(steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False)
         found.copy_(run_steps(steps, found, shape))
 
 

@@ -59,10 +59,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
         )
     local, spec = whole_on_mesh(x, "as_strided"), x._spec
     if not spec.here:
-        return wrap(
-            local,
-            Spec.like(Layout.replicated(x.mesh, len(args[1])), func(spec.meta(), *args[1:], **kwargs), spec.device),
-        )
+        return wrap(local, Spec.like(Layout.replicated(x.mesh, len(args[1])), func(spec.meta(), *args[1:], **kwargs), spec.device))
     shares = spec.layout.is_replicated and local.stride() == spec.stride and local.storage_offset() == 0
     if not shares:
         local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(local)
