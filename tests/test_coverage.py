@@ -80,7 +80,7 @@ def test_warnings_are_kept_for_the_real_run():
         return torch.linalg.slogdet(x)[1]
 
     oc.coverage(program, torch.eye(4), oc.ProcessMesh([0, 1], ["x"]), None, [[S(0)]])
-    x = oc.shard_tensor(torch.eye(4), oc.ProcessMesh([0], ["x"]), [R()])
+    x = oc.shard_tensor(torch.eye(4), oc.ProcessMesh([0], ["x"]), [S(0)])
     with pytest.warns(oc.GatheredOperatorWarning):
         program(x)
 

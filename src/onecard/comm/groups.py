@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,6 +69,9 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
         found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order)
+        if not _groups:
+            # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
+            atexit.register(forget)
         _groups[mesh, axis] = found
     return found
 

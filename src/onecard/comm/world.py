@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from onecard import mesh as _mesh
+from onecard.comm import flight
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -57,6 +59,10 @@ def init() -> None:
             "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
         ) from fault
     atexit.register(_leave)
+    board = os.environ.get("ONECARD_BOARD")
+    if board and flight.board is None:
+        with suppress(OSError):  # the launcher only watches
+            flight.board = flight.Board.create(board)
 
 
 def _leave() -> None:

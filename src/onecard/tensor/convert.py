@@ -61,7 +61,7 @@ def shard_tensor(
         (torch.Size([2, 2]), (Shard(dim=0),))
     """
     if isinstance(data, DistTensor):
-        return reshard(data, mesh, placements)
+        return _again(data, mesh, placements, dtype, requires_grad)
     placements = check_placements(mesh, placements)
     groups.check_world(mesh)
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
@@ -77,6 +77,26 @@ def shard_tensor(
         return _Shard.apply(tensor, layout, src)
     made = _distribute(tensor.detach(), layout, src)
     return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
+
+
+def _again(
+    x: DistTensor,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None,
+    requires_grad: bool | None,
+) -> DistTensor:
+    """``shard_tensor`` of what is distributed already: a Parameter gives a Parameter."""
+    wanted = x.requires_grad if requires_grad is None else requires_grad
+    if not isinstance(x, torch.nn.Parameter) and wanted == x.requires_grad:
+        moved: Any = reshard(x, mesh, placements)
+        return moved if dtype is None else moved.to(dtype)
+    moved = reshard(x.detach(), mesh, placements)  # type: ignore[arg-type]
+    moved = moved if dtype is None else moved.to(dtype)
+    if isinstance(x, torch.nn.Parameter):
+        same = moved.layout is x._spec.layout and moved.dtype == x.dtype and wanted == x.requires_grad
+        return x if same else torch.nn.Parameter(moved, wanted)  # type: ignore[return-value]
+    return moved.requires_grad_(wanted)
 
 
 def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:

@@ -22,7 +22,7 @@ builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
 programs: dict[tuple[Any, ...], Any] = {}
 LIMIT = 50_000
-_by_value: dict[Any, bool] = {}
+by_value: dict[Any, bool] = {}
 
 
 def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,16 +116,16 @@ def freeze(value: Any, func: Any) -> Any:
 
 
 def _matters(func: Any) -> bool:
-    found = _by_value.get(func)
+    found = by_value.get(func)
     if found is None:
         row = find(func)
-        found = _by_value[func] = row is not None and row.values
+        found = by_value[func] = row is not None and row.values
     return found
 
 
 def _forget_rows() -> None:
-    for func in [f for f in _by_value if f not in builders]:
-        del _by_value[func]
+    for func in [f for f in by_value if f not in builders]:
+        del by_value[func]
 
 
 def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

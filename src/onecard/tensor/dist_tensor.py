@@ -105,7 +105,7 @@ class DistTensor(Tensor):
         spec = self._spec
         source, shape = spec.layout, tuple(spec.shape)
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
-        if record.observers:
+        if record.observers and spec.here:
             announce(steps, op, operand, shape, reason, explicit)
         settles = bool(source.pending) and target is source.settled()
         if not spec.here:

@@ -99,6 +99,8 @@ class Program:
         return self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
 
     def _wrap_one(self, result: Tensor, spec: Spec, args: Sequence[Any]) -> DistTensor:
+        if self.cut_off and spec.layout.pending:
+            result = result.contiguous()  # a rank that adds nothing holds one zero, expanded: views need memory of their own
         made = self.wrap(result, spec)
         if self.cut_off:
             made._cut_off = self.name
