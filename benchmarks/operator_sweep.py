@@ -19,11 +19,11 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
+
+from onecard.testing import RankError, RankTimeout, run_ranks
 from sweep import report
 from sweep.engine import Options, Outcome, run
 from sweep.samples import operators, title
-
-from onecard.testing import RankError, RankTimeout, run_ranks
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,24 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 if BENCHMARKS not in sys.path:  # the ranks import this file too
     sys.path.insert(0, BENCHMARKS)
 
+import onecard as oc  # noqa: E402
 import operator_sweep  # noqa: E402
+from onecard.errors import DispatchError  # noqa: E402
 from sweep import engine, report  # noqa: E402
 from sweep.compare import difference  # noqa: E402
 from sweep.samples import placings  # noqa: E402
 
-import onecard as oc  # noqa: E402
-from onecard.errors import DispatchError  # noqa: E402
-
-# The first line: torch's DTensor gives wrong numbers for these in silence. The last two: gathered, decomposed, refused.
-RIGHT = """
-    nn.functional.mse_loss nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy amax scatter_add
-    add div.floor_rounding where clamp nn.functional.gelu
-    mm addmm bmm nn.functional.linear nn.functional.scaled_dot_product_attention
-    sum var prod std_mean logsumexp cumsum softmax nn.functional.cross_entropy nn.functional.layer_norm nn.functional.batch_norm
-    cat split view squeeze expand gather index_select masked_fill nn.functional.embedding sort topk
-    nn.functional.conv2d nn.functional.max_pool2d nn.functional.dropout
-    fft.fft complex linalg.inv linalg.svd masked.softmax native_group_norm
-    nonzero unique as_strided
-""".split()
+# torch's DTensor gives wrong numbers for the first six in silence.
+RIGHT = [
+    "nn.functional.mse_loss", "nn.functional.smooth_l1_loss", "nn.functional.huber_loss",
+    "nn.functional.binary_cross_entropy", "amax", "scatter_add",
+    "add", "div.floor_rounding", "where", "clamp", "nn.functional.gelu", "mm", "addmm", "bmm", "nn.functional.linear",
+    "nn.functional.scaled_dot_product_attention", "sum", "var", "prod", "std_mean", "logsumexp", "cumsum", "softmax",
+    "nn.functional.cross_entropy", "nn.functional.layer_norm", "nn.functional.batch_norm", "cat", "split", "view",
+    "squeeze", "expand", "gather", "index_select", "masked_fill", "nn.functional.embedding", "sort", "topk",
+    "nn.functional.conv2d", "nn.functional.max_pool2d", "nn.functional.dropout", "fft.fft", "complex", "linalg.inv",
+    "linalg.svd", "masked.softmax", "native_group_norm", "nonzero", "unique", "as_strided",
+]  # fmt: skip
 REFUSED = ["resize_", "to_sparse"]
 QUICK = engine.Options(samples=1, placings=6, partial=True)
 FAULTY = engine.Options(samples=1, placings=3, seconds=4.0)

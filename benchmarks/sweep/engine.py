@@ -19,12 +19,13 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from sweep.compare import difference
-from sweep.libraries import Library, make
-from sweep.samples import VALUELESS, Placing, Sample, operators, placings, samples, title, variants
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
+
+from sweep.compare import difference
+from sweep.libraries import Library, make
+from sweep.samples import VALUELESS, Placing, Sample, operators, placings, samples, title, variants
 
 STATES = ("right", "refused", "wrong", "crashed", "one-sided", "hung")
 
@@ -80,7 +81,9 @@ def run(names: Sequence[str], options: Options, path: str) -> None:
                 return  # the ranks may be out of step: the parent starts fresh ones
 
 
-def sweep_operator(op: Any, dtype: torch.dtype, library: Library, control: Any, options: Options, out: TextIO) -> Outcome:
+def sweep_operator(
+    op: Any, dtype: torch.dtype, library: Library, control: Any, options: Options, out: TextIO
+) -> Outcome:
     """Run one operator in all its cases."""
     outcome, start = Outcome(title(op), options.dtype), time.monotonic()
     with library.watch() as seen:
@@ -131,9 +134,7 @@ def _agreed(state: str, why: str, control: Any) -> tuple[str, str]:
     return worst, why if worst == state else f"on another rank ({state} here)"
 
 
-def _cases(
-    op: Any, dtype: torch.dtype, library: Library, options: Options
-) -> Iterator[tuple[str, Callable[[], str]]]:
+def _cases(op: Any, dtype: torch.dtype, library: Library, options: Options) -> Iterator[tuple[str, Callable[[], str]]]:
     for number, sample in enumerate(samples(op, dtype, options.samples)):
         for form, function in variants(op):
             if form and number:
@@ -151,7 +152,9 @@ def _cases(
 
 def _words(sample: Sample, placing: Placing) -> str:
     def one(t: Tensor, p: Any) -> str:
-        kind = "plain" if p is None else "R" if isinstance(p, Replicate) else f"S{p.dim}" if isinstance(p, Shard) else "P"
+        kind = (
+            "plain" if p is None else "R" if isinstance(p, Replicate) else f"S{p.dim}" if isinstance(p, Shard) else "P"
+        )
         return f"{list(t.shape)}:{kind}"
 
     return " ".join(one(t, p) for t, p in zip(sample.tensors, placing, strict=True))

@@ -110,9 +110,7 @@ def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
     if op not in ("sum", "avg"):
         gathered = all_gather(local.unsqueeze(0), group, 0, [1] * group.size)
         if op != "product":
-            raise CommunicationError(
-                f"complex numbers have no {op}: reduce their real and imaginary parts or their abs()"
-            )
+            raise CommunicationError(f"complex numbers have no {op}: reduce their real and imaginary parts or their abs()")
         return gathered.prod(0)
     return torch.view_as_complex(all_reduce(torch.view_as_real(_dense(local)), group, op))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -59,10 +60,10 @@ def init() -> None:
             "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
         ) from fault
     atexit.register(_leave)
-    board = os.environ.get("ONECARD_BOARD")
-    if board and flight.board is None:
-        with suppress(OSError):  # the launcher only watches
-            flight.board = flight.Board.create(board)
+    launcher = sys.modules.get("_onecard_launcher")  # under ``onecard run``: it watches what the ranks wait for
+    if launcher is not None and flight.board is None:
+        with suppress(OSError):
+            flight.board = flight.Board.create(launcher.board)
 
 
 def _leave() -> None:

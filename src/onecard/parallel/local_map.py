@@ -86,7 +86,9 @@ def _mesh_of(fn: Any, args: Sequence[Any]) -> ProcessMesh:
     for value in args:
         if isinstance(value, DistTensor):
             return value.mesh
-    raise LayoutError(f"{_name(fn)}: no argument is a DistTensor, so pass the mesh: onecard.local_map(fn, ..., mesh=mesh)")
+    raise LayoutError(
+        f"{_name(fn)}: no argument is a DistTensor, so pass the mesh: onecard.local_map(fn, ..., mesh=mesh)"
+    )
 
 
 def _per_tensor(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from onecard.comm import check
 from onecard.errors import DispatchError
@@ -14,7 +15,7 @@ from onecard.rules.call import schema_of
 from onecard.rules.register import changed
 from onecard.rules.registry import find
 from onecard.tensor.build import build
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.dist_tensor import DistTensor, check_fresh
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
 # and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
@@ -84,6 +85,9 @@ def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if len(programs) >= LIMIT:
         programs.clear()
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, DistTensor):
+            check_fresh(value, func)
     program = programs[key] = builders.get(func, build)(func, args, kwargs)
     return program
 

@@ -20,7 +20,7 @@ from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor, memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.program import check_writable
+from onecard.tensor.program import check_writable, note_copy
 from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
@@ -270,7 +270,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             )
         made = wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
         if schema_of(func).views and moved:
-            made._cut_off = schema_of(func).name
+            note_copy(moved[0], made, schema_of(func).name)
         return made
 
     return tree_map(rewrap, result)
