@@ -16,6 +16,7 @@ if BENCHMARKS not in sys.path:  # the ranks import this file too
 import onecard as oc  # noqa: E402
 import operator_sweep  # noqa: E402
 from onecard.errors import DispatchError  # noqa: E402
+from onecard.testing import assert_close, multirank  # noqa: E402
 from sweep import engine, report  # noqa: E402
 from sweep.compare import difference  # noqa: E402
 from sweep.samples import placings  # noqa: E402
@@ -107,3 +108,41 @@ def test_placings_cover_every_dim_of_every_tensor():
         assert {p[i].dim for p in found if isinstance(p[i], oc.Shard)} == set(range(t.dim()))
     assert (oc.Replicate(), oc.Replicate()) in found and (oc.Partial(), oc.Replicate()) in found
     assert any(p[1] is None for p in found)
+
+
+@multirank(2)
+def test_a_copy_that_stands_for_a_view_is_not_read_after_a_write():
+    x = oc.shard_tensor(torch.zeros(4, 3), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)])
+    view, cut = x.t(), x[1:3]  # the second one needs elements of both ranks
+    assert_close(cut, torch.zeros(2, 3))
+    x.add_(1)
+    assert_close(view, torch.ones(3, 4))
+    for read in (lambda: cut + 1, lambda: cut.full_tensor(), lambda: cut.to_local()):
+        with pytest.raises(DispatchError, match="the result of slice, is out of date"):
+            read()
+    assert_close(x[1:3], torch.ones(2, 3))
+
+
+@multirank(2)
+def test_shapes_in_place_and_empty_out():
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    x = oc.shard_tensor(torch.arange(6.0).view(3, 1, 2), mesh, [oc.Shard(0)])
+    assert x.squeeze_(1).t_() is x and x.shape == (2, 3) and x.placements == (oc.Shard(1),)
+    assert_close(x, torch.arange(6.0).view(3, 2).t())
+    out = oc.shard_tensor(torch.empty(0), mesh, [oc.Replicate()])
+    assert torch.add(x, 1, out=out) is out
+    assert_close(out, x.full_tensor() + 1)
+    with pytest.raises(DispatchError, match=r"cannot change its size in place.*reshape"):
+        x.resize_(3, 3)
+
+
+@multirank(2)
+def test_complex_and_small_integers_travel():
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    for dtype in (torch.complex64, torch.int16):
+        whole = torch.arange(15).view(5, 3).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+        for placement in (oc.Shard(0), oc.Shard(1), oc.Partial()):
+            x = oc.shard_tensor(whole, mesh, [placement])
+            assert_close(x, whole)
+            assert_close(oc.reshard(x, mesh, [oc.Shard(1)]), whole)
+    assert_close(oc.shard_tensor(whole.to(torch.complex64) * 1j, mesh, [oc.Shard(0)]).conj(), (whole * 1j).conj())

@@ -60,7 +60,7 @@ Every operator of PyTorch's own operator database that takes a tensor with at le
 Gloo): a few small samples each, under up to ten placements: every tensor replicated, cut along each dim, all cut
 alike, cut differently, some plain. Most sizes do not divide. Results are compared with plain torch in structure,
 shape, dtype and value, and for floats so are the gradients of all inputs; in-place and `out=` forms are included.
-Where two seeds give two results (random operators) only structure, shape and dtype are compared.
+Random operators must draw under every layout what the library draws with all tensors replicated.
 An operator counts as *right* only if it is right in all its cases.
 
 * *right*; *refused*: an error that says what to do (for DTensor: any `RuntimeError` or `NotImplementedError`);

@@ -134,7 +134,7 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
     pg, largest = group.process_group, max(sizes)
-    if pg is None:
+    if pg is None or not largest:
         return local
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:

@@ -21,7 +21,7 @@ from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor, memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.program import check_writable, note_copy
-from onecard.tensor.spec import Spec
+from onecard.tensor.spec import STALE, Spec
 
 _warned: set[Any] = set()
 
@@ -135,7 +135,27 @@ def copy_back(func: Any) -> Callable[..., Any]:
 
 def write(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
+    base = _reshaped_base(target)
+    if base is not None:
+        # On one card this is the same memory under another shape: write there, and into the copy as well.
+        spec = target._spec
+        write(base, value.reshape(base.shape))
+        target._spec = spec
+        _write(target, value)
+        return
     check_writable(target, "copy_")
+    _write(target, value)
+
+
+def _reshaped_base(target: Tensor) -> DistTensor | None:
+    """What a copied view() is a view of on one card, if that is still there."""
+    if not isinstance(target, DistTensor) or target._copy_of is None:
+        return None
+    reshaped = getattr(target, "_cut_off", "_unsafe_view") in ("view", "_unsafe_view", "_reshape_alias")
+    return target._copy_of() if reshaped and target._spec.note is not STALE else None  # type: ignore[return-value]
+
+
+def _write(target: Any, value: Tensor) -> None:
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)

@@ -191,7 +191,7 @@ def _unalias(result: Any, local: Sequence[Any]) -> Any:
 
 def note_copy(base: DistTensor, copy: DistTensor, name: str) -> None:
     """Note a result that is a view on one card, but a copy here: neither sees what is written to the other."""
-    copy._cut_off = name
+    copy._cut_off, copy._copy_of = name, TensorWeakRef(base)
     root: Any = base._base if isinstance(base._base, DistTensor) else base
     root._copies = [*(r for r in root._copies if r() is not None), TensorWeakRef(copy)]
 
