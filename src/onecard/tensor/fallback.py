@@ -133,7 +133,7 @@ def copy_back(func: Any) -> Callable[..., Any]:
     return expand
 
 
-def write(target: Tensor, value: Tensor) -> None:
+def write(target: Any, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
     base = _reshaped_base(target)
     if base is not None:
@@ -147,12 +147,12 @@ def write(target: Tensor, value: Tensor) -> None:
     _write(target, value)
 
 
-def _reshaped_base(target: Tensor) -> DistTensor | None:
+def _reshaped_base(target: Any) -> Any:
     """What a copied view() is a view of on one card, if that is still there."""
     if not isinstance(target, DistTensor) or target._copy_of is None:
         return None
     reshaped = getattr(target, "_cut_off", "_unsafe_view") in ("view", "_unsafe_view", "_reshape_alias")
-    return target._copy_of() if reshaped and target._spec.note is not STALE else None  # type: ignore[return-value]
+    return target._copy_of() if reshaped and target._spec.note is not STALE else None
 
 
 def _write(target: Any, value: Tensor) -> None:
