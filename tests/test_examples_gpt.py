@@ -252,6 +252,13 @@ def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path,
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+def test_dropout_draws_the_numbers_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
+    launcher = ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path / "logs")]
+    done = run([*launcher, *command_line(corpus_folder, tmp_path / "out", mesh), "--dropout", "0.1"])
+    assert_results(gpt, done, tmp_path / "out")
+
+
 def test_a_mesh_that_does_not_fit_names_the_call_that_works(corpus_folder: Path, tmp_path: Path) -> None:
     done = run(command_line(corpus_folder, tmp_path / "out", "tp=2"))
     assert done.returncode != 0
