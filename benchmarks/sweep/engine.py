@@ -307,6 +307,8 @@ def _out_cases(op: Any, sample: Sample, library: Library) -> Iterator[tuple[str,
     expected = _expected(op.op, bare, True, op.name)
     if expected is None or not isinstance(expected.result, Tensor):
         return
+    if op.name.startswith(RANDOM):
+        expected = _drawn(op.op, bare, expected, library)
     shape, dtype = expected.result.shape, expected.result.dtype
 
     def with_out(*args: Any, **kwargs: Any) -> Any:
