@@ -28,10 +28,28 @@ class OtherDevices(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._backends: dict[str, Any] = {}
+        self._names = {"name": "", "desc": ""}
 
     def getBackendName(self) -> str:
         """The name by which it is registered."""
         return "shm"
+
+    # torch keeps a group's name in its backends, of which this one has none.
+    def setGroupName(self, name: str) -> None:
+        """Notes the name by which torch finds this group."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:
+        """The name by which torch finds this group."""
+        return self._names["name"]
+
+    def setGroupDesc(self, text: str) -> None:
+        """Notes what the group is for."""
+        self._names["desc"] = text
+
+    def getGroupDesc(self) -> str:
+        """What the group is for."""
+        return self._names["desc"]
 
     def get_group_store(self) -> Any:
         """The store by which the ranks found each other."""
