@@ -105,7 +105,10 @@ def _follow(store: Any, rank: int, ranks: Sequence[int], deadline: float) -> Cha
         if segment.words[VERDICT] != _UNDECIDED:
             break
         futex.wait(channel.bell_address, bell)
-        if not channel.lives(0) or segment.words[rank_word(0, STATE)] >= GONE:
+        lost = not channel.lives(0) or segment.words[rank_word(0, STATE)] >= GONE
+        if segment.words[VERDICT] != _UNDECIDED:  # rank 0 may be gone already, with all in order
+            break
+        if lost:
             pid = segment.words[rank_word(0, PID)]
             channel.fail(f"rank {ranks[0]} (process {pid}) died while the group of ranks {list(ranks)} was made")
         if time.monotonic() >= deadline:

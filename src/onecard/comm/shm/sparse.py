@@ -30,12 +30,13 @@ def all_reduce_sparse(group: Any, channel: Channel, tensor: Tensor, op: str) -> 
             values = _gather(channel, signs[2], deadline, mine.values(), [width * n for n in lengths])
             total = None
             for index, value, n in zip(indices, values, lengths, strict=True):
-                part = torch.sparse_coo_tensor(index.view(rows, n), value.view(n, *mine.values().shape[1:]), mine.shape)
+                entries = value.view(n, *mine.values().shape[1:])
+                part = torch.sparse_coo_tensor(index.view(rows, n), entries, mine.shape, check_invariants=False)
                 total = part if total is None else total + part
             result = total.coalesce() if total is not None else mine
             if op == "avg":
                 result = result / channel.size
-            tensor.detach().copy_(result)
+            tensor.copy_(result)  # not of a detached one, which has entries of its own
 
     return body
 
