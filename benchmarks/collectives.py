@@ -46,8 +46,8 @@ class Case:
     whole: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.whole = torch.ones(max(self.size // 4, 4))
-        self.part = torch.ones(self.whole.numel() // dist.get_world_size())
+        self.whole = torch.zeros(max(self.size // 4, 4))
+        self.part = torch.zeros(self.whole.numel() // dist.get_world_size())
         ranks = dist.get_world_size()
         self.parts = list(self.whole.chunk(ranks))
         self.other = torch.ones_like(self.whole)

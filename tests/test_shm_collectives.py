@@ -127,6 +127,9 @@ def test_averages_and_unknown_reductions():
     assert x.tolist() == [-4, 6]
     with pytest.raises(RuntimeError, match="'band' is not defined on float32; on it: sum"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    x = torch.tensor([3e38, float("inf")])
+    dist.all_reduce(x)
+    assert x.tolist() == [float("inf")] * 2  # and no warning
     dist.barrier()  # a wrong argument, refused on every rank before anything is sent, breaks nothing
 
 

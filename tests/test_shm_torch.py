@@ -137,9 +137,6 @@ def test_functional_collectives_run_and_are_traced():
         graph = make_fx(collected, tracing_mode=mode)(x)
         assert "_c10d_functional.all_reduce" in graph.code
         assert torch.equal(graph(x), torch.full((8,), 3.0))
-    y = x.clone().requires_grad_()
-    dist.nn.functional.all_reduce(y).sum().backward()
-    assert y.grad.tolist() == [2.0] * 4
 
 
 @multirank(2, backend="gloo")

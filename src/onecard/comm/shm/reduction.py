@@ -85,6 +85,7 @@ def _defined(dtype: torch.dtype) -> list[str]:
 
 
 def _wide(combine: Any, average: bool) -> Fold:
+    @np.errstate(all="ignore")  # overflow is a result, here as everywhere in torch
     def reduce(sources: Sequence[Array], out: Array) -> None:
         if len(sources) == 1:
             np.copyto(out, sources[0])
