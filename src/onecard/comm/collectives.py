@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from onecard.comm import flight
 from onecard.comm.groups import Group
@@ -49,13 +50,21 @@ def _wait(name: str, group: Group, nbytes: int, start: Callable[[], Any]) -> Non
             board.leave()
 
 
-def _options(op: str) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(_REDUCE[op])
+def _at_once(options: Any) -> Any:
+    """Options of a call whose result is awaited right after: no need to hand it to another thread or stream."""
+    options.asyncOp = False
     return options
 
 
+def _options(op: str) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(_REDUCE[op])
+    return _at_once(options)
+
+
 _OPTIONS = {op: _options(op) for op in _REDUCE}
+_GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
+_BARRIER = _at_once(dist.BarrierOptions())
 
 
 def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> Tensor:
@@ -82,7 +91,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     send = turned.contiguous()
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send.nbytes, lambda: pg._allgather_base(gathered, send))
+        _wait("all_gather", group, send.nbytes, lambda: pg._allgather_base(gathered, send, _GATHER))
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -118,7 +127,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
 def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
     send = local.movedim(dim, 0).contiguous()
     result = send.new_empty((sizes[0], *send.shape[1:]))
-    options = dist.ReduceScatterOptions()
+    options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
     _wait("reduce_scatter", group, send.nbytes, lambda: pg._reduce_scatter_base(result, send, options))
@@ -153,7 +162,9 @@ def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, gr
     out_splits, in_splits = counts, [part.numel() for part in send]
     pg = group.process_group
     if result.numel() or flat.numel():
-        _wait("all_to_all", group, flat.nbytes, lambda: pg.alltoall_base(result, flat, out_splits, in_splits))
+        _wait(
+            "all_to_all", group, flat.nbytes, lambda: pg.alltoall_base(result, flat, out_splits, in_splits, _EXCHANGE)
+        )
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
 
@@ -171,7 +182,7 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     """Fill ``tensor`` in place on every rank of the group with that of the rank at ``index``."""
     pg = group.process_group
     if pg is not None and tensor.numel():
-        options = dist.BroadcastOptions()
+        options = _at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
         _wait("broadcast", group, tensor.nbytes, lambda: pg.broadcast([tensor], options))
     return tensor
@@ -191,4 +202,4 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group
     if pg is not None:
-        _wait("barrier", group, 0, lambda: pg.barrier())
+        _wait("barrier", group, 0, lambda: pg.barrier(_BARRIER))

@@ -21,7 +21,7 @@ from onecard.comm.shm import futex, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.segment import FAILED, GONE, HERE, LINE, MAIL, STATE, rank_word
 from onecard.comm.shm.signature import DTYPES
-from onecard.comm.shm.work import ShmWork
+from onecard.comm.shm.work import ShmWork, take
 from onecard.errors import CommunicationError
 
 _HEADER = struct.Struct("<qqqi")  # number of the message, elements, bytes, tag with the dtype before it
@@ -149,7 +149,7 @@ class Messages:
         return work
 
     def _serve(self) -> None:
-        while self._signal.get():
+        while take(self._signal):
             while self._thread is not None and self._busy():
                 self._turn()
 

@@ -7,6 +7,7 @@ floats, which are summed in float32 and rounded once.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ def view(address: int, count: int, kind: Any) -> Array:
 Fold = Callable[[Sequence[Array], Array], None]
 
 
+@functools.cache
 def fold(dtype: torch.dtype, op: str) -> Fold:
     """A function that reduces arrays, first to last, into another one, which must not overlap them.
 

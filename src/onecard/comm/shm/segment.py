@@ -27,8 +27,8 @@ ABSENT, HERE, GONE, FAILED = 0, 1, 2, 3
 
 TEXT_BYTES = 1024
 CARD_BYTES = 64
-CHUNK = 512 * 1024
-RING = 256 * 1024
+CHUNK = 2 * 1024 * 1024
+RING = 512 * 1024
 
 
 def _round(size: int, to: int) -> int:

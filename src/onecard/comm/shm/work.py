@@ -21,6 +21,9 @@ from torch.futures import Future
 
 from onecard.errors import CommunicationError
 
+LAG = 1e-4
+"""Seconds before a group's thread takes up work: who waits for it at once runs it itself by then, undisturbed."""
+
 Body = Callable[[float], Any]
 
 
@@ -188,5 +191,14 @@ class WorkQueue:
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # of this thread: the ranks share the cores already
-        while self._signal.get():
+        while take(self._signal):
             self.drain()
+
+
+def take(signals: SimpleQueue[bool]) -> bool:
+    """Sleeps until there are signals, and a little longer, and takes them all; False if one says that this is the end."""
+    go_on = signals.get()
+    time.sleep(LAG)
+    while not signals.empty():
+        go_on &= signals.get()
+    return go_on
