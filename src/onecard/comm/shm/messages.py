@@ -21,7 +21,7 @@ from onecard.comm.shm import futex, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.segment import FAILED, GONE, HERE, LINE, MAIL, STATE, rank_word
 from onecard.comm.shm.signature import DTYPES
-from onecard.comm.shm.work import ShmWork, take
+from onecard.comm.shm.work import LAG, ShmWork, take
 from onecard.errors import CommunicationError
 
 _HEADER = struct.Struct("<qqqi")  # number of the message, elements, bytes, tag with the dtype before it
@@ -90,6 +90,8 @@ class Messages:
         self._wanted: list[_Receiving] = []
         self._signal: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._waiting = 0  # callers that move things while they wait, so that the thread need not
+        self._serving = False
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -151,17 +153,28 @@ class Messages:
     def _serve(self) -> None:
         while take(self._signal):
             while self._thread is not None and self._busy():
+                if self._waiting:
+                    time.sleep(10 * LAG)
+                    continue
+                self._serving = True
                 self._turn()
+                self._serving = False
 
     def _busy(self) -> bool:
         return bool(self._wanted) or any(self._outbox) or any(box.current is not None for box in self._inbox)
 
     def _finish(self, work: ShmWork, seconds: float) -> None:
         limit = time.monotonic() + seconds if seconds > 0 else float("inf")
-        while not work.is_completed():
-            self._turn(work)
-            if time.monotonic() > limit:
-                raise CommunicationError(f"timed out: the message did not come through within {seconds:.3g} s")
+        with self._lock:
+            self._waiting += 1
+        try:
+            while not work.is_completed():
+                self._turn(work)
+                if time.monotonic() > limit:
+                    raise CommunicationError(f"timed out: the message did not come through within {seconds:.3g} s")
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def _turn(self, work: ShmWork | None = None) -> None:
         """Moves what can be moved; if that is nothing, sleeps until there is mail."""
@@ -196,7 +209,7 @@ class Messages:
                 for source in range(self._size):
                     while self._pull(source):
                         moved = True
-            if moved:
+            if moved and self._waiting + self._serving > 1:
                 self._ring(self._rank)  # another thread may wait for what this one moved
             return moved
 
