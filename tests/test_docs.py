@@ -133,7 +133,9 @@ def test_programs_of_a_page_run_in_one_process(page, registry):
 def test_programs_run_on_ranks(block):
     diff = block.language == "diff"
     source = without_marks(block.body, added=True) if diff else block.body
-    printed = run_ranks(run_program, int(block.options["ranks"]), source, block.options.get("file", "train.py"))[0]
+    printed = run_ranks(
+        run_program, int(block.options["ranks"]), source, block.options.get("file", "train.py"), timeout=30
+    )[0]
     if diff:
         found = difference(run_program(without_marks(block.body, added=False), "train.py"), printed)
         assert found is None, f"{block.name}: one card and {block.options['ranks']} ranks differ: {found}"

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
+from onecard.cost import MACHINE
 from onecard.layout import Layout
-from onecard.reshard import LINK, plan, seconds
+from onecard.reshard import plan, seconds
 
 ITEM = 8  # bytes of a float64
 JOIN = {
@@ -181,7 +182,7 @@ def test_bytes_bound_what_any_rank_sends_and_free_steps_send_nothing(change):
         assert moved_bytes(step, shape) <= step.bytes + ITEM
         assert (step.bytes == 0) == (step.kind in ("slice", "fill") or n == 1 or prod(shape) == 0)
         if step.bytes:
-            assert isclose(step.seconds, LINK.latency + step.bytes / LINK.bandwidth)
+            assert isclose(step.seconds, MACHINE.latency + step.bytes / MACHINE.bandwidth)
 
 
 # ---- the chains that people expect

@@ -3,6 +3,7 @@
 Each row by itself is proved by ``onecard.rules.verify``; here is what one call in one process cannot show.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -99,8 +100,6 @@ BLOCK_LAYOUTS = {
 
 def sharded(model, layouts):
     """A copy of the model with its parameters laid out; a bias follows its weight's rows."""
-    import copy
-
     twin = copy.deepcopy(model)
     for name, module in twin.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -308,6 +307,11 @@ def test_a_view_that_had_to_be_copied_cannot_be_written():
             take(x).add_(1.0)
         with pytest.raises(DispatchError, match=r"would not reach"):
             take(x).copy_(torch.ones(6)[: take(x).shape[-1]])
+    with torch.inference_mode():
+        x = put(torch.zeros(4, 6), S(0), grad=False)
+        for take in (lambda: x[1], lambda: x[1:3], lambda: x.split(2)[0]):
+            with pytest.raises(DispatchError, match="would not reach"):
+                take().zero_()
     x = put(torch.zeros(4, 6), S(0), grad=False)
     x[:, 1:3] = 5.0  # the rows that are cut are not touched
     assert_close(x.sum(), torch.tensor(40.0))
@@ -331,7 +335,7 @@ def test_index_out_of_range():
         lambda i: table.index_select(0, i),
         lambda i: table.clone().index_fill_(0, i, 1.0),
     ):
-        assert lookup(torch.tensor([5, 0])).shape == (2, 4) or True
+        lookup(torch.tensor([5, 0]))
         with pytest.raises((RuntimeError, IndexError), match="out of"):
             lookup(torch.tensor([0, 6]))
 

@@ -107,6 +107,37 @@ def test_views_of_a_pending_sum_are_settled_with_it():
 
 
 @multirank(2)
+def test_what_a_rank_holds_on_to_changes_no_layout():
+    """One rank keeps local tensors and views for itself: all ranks still agree on which messages are due."""
+    x = oc.from_local(torch.ones(2, 3), mesh2(), [oc.Partial()]).clone()
+    view = x.t()
+    kept = [x.to_local(), x.view(6)] if oc.get_rank() == 0 else []
+    for _ in range(2):
+        assert_close(torch.relu(view), torch.full((3, 2), 2.0))
+    assert x.placements == view.placements == (oc.Replicate(),)
+    view[0, 0] = 9
+    assert_close(x, torch.tensor([[9.0, 2, 2], [2, 2, 2]]))
+    if kept:
+        assert_close(kept[0], torch.ones(2, 3))
+        assert kept[1].to_local()[0] == 9
+
+
+@multirank(2)
+def test_parts_of_a_pending_sum():
+    x = oc.from_local(torch.ones(4, 3), mesh2(), [oc.Partial()]).clone()
+    row = x[1]
+    assert_close(torch.relu(row), torch.full((3,), 2.0))
+    assert_close(x, torch.full((4, 3), 2.0))
+    with pytest.raises(DispatchError, match="settled since"):
+        row.add_(1)
+    y = oc.from_local(torch.ones(4, 3), mesh2(), [oc.Partial()]).clone()
+    left, right = y.chunk(2)
+    left.add_(1)
+    assert_close(torch.cat([left, right]), torch.tensor([3.0, 3, 2, 2]).unsqueeze(1).expand(4, 3))
+    assert_close(y, torch.tensor([3.0, 3, 2, 2]).unsqueeze(1).expand(4, 3))
+
+
+@multirank(2)
 def test_a_pending_sum_times_itself():
     x = oc.from_local(torch.full((2, 2), 3.0), mesh2(), [oc.Partial()]).clone()
     y = x.view(4)
@@ -239,4 +270,4 @@ def test_ranks_outside_the_mesh_run_the_same_program():
             y.item()
     else:
         assert y.item() == 24
-        assert_close(x.grad, torch.full((4, 2), 3.0))
+    assert_close(x.grad, torch.full((4, 2), 3.0))  # full_tensor() reaches every rank of the world

@@ -42,8 +42,8 @@ def test_no_row_is_wrong_on_two_ranks(calls):
 
 def test_no_row_is_wrong_on_other_meshes(calls):
     """A part of the calls, another part on each mesh; the command proves them all."""
-    for shape, part in (((3,), calls[::3]), ((2, 2), calls[1::3])):
-        report = verify_calls(part, [shape], limit=40)
+    for shape, part in (((3,), calls[::2]), ((2, 2), calls[1::3])):
+        report = verify_calls(part, [shape], limit=12)
         assert not report.wrong, "\n".join(map(str, report.wrong[:10]))
 
 
@@ -204,9 +204,9 @@ def test_a_wrong_table_is_rejected(name, monkeypatch):
     for name in [n for n in rows if n.partition(".")[0] == row]:
         monkeypatch.delitem(rows, name)
     monkeypatch.setitem(rows, row, as_row(wrong))
-    assert verify_call(func, args, mesh_shape=mesh).wrong
+    assert verify_call(func, args, mesh_shape=mesh, missed=False).wrong
     monkeypatch.setitem(rows, row, as_row(right))
-    result = verify_call(func, args, mesh_shape=mesh)
+    result = verify_call(func, args, mesh_shape=mesh, missed=False)
     assert not result.wrong, result.wrong[0]
     assert result.proved
 
@@ -230,12 +230,12 @@ def test_a_fault_says_operator_rule_layouts_shapes_and_seed(monkeypatch):
 
 def test_what_a_row_forbids_in_vain_is_listed(monkeypatch):
     monkeypatch.setitem(rows, "mm", Row((), Form("m k, k n -> m n", whole="m")))
-    result = verify_call(aten.mm.default, (random(4, 3), random(3, 4)), missed=True)
+    result = verify_call(aten.mm.default, (random(4, 3), random(3, 4)))
     assert result.missed["Shard(0) x Replicate"] == "Shard(0)"
     assert result.missed["Partial(sum) x Replicate"] == "Partial(sum)"
     assert "Partial(sum) x Partial(sum)" in result.refuted
     assert not result.wrong
-    assert not verify_call(aten.mm.default, (random(4, 3), random(3, 4))).missed
+    assert not verify_call(aten.mm.default, (random(4, 3), random(3, 4)), missed=False).missed
 
 
 def test_a_layout_right_by_accident_is_not_missed_if_another_call_refutes_it(monkeypatch):
@@ -288,11 +288,11 @@ def test_samples_are_named_by_their_place():
 def tensors_and_layouts(draw):
     mesh = mesh_of(draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3)])))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-    op = draw(st.sampled_from(["sum", "avg", "max", "min"]))
+    op = draw(st.sampled_from(["sum", "avg", "max", "min", "product"]))
     options = [Replicate(), Partial(op), *map(Shard, range(len(shape)))]
     layout = Layout.of(mesh, len(shape), [draw(st.sampled_from(options)) for _ in range(mesh.ndim)])
     dtype = draw(st.sampled_from([torch.float64, torch.int64, torch.bool]))
-    if dtype is not torch.float64 and op in ("avg", "min"):
+    if dtype is not torch.float64 and op in ("avg", "min", "product"):
         dtype = torch.float64
     return torch.tensor(np.random.default_rng(0).normal(size=shape) * 5).to(dtype), layout
 
@@ -327,7 +327,7 @@ def test_nan_equals_nan():
     assert mismatch(nan, layout, {(0,): nan.clone(), (1,): torch.ones(2)}) != ""
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_summands_are_not_the_value_itself(op):
     whole = random(4, 3)
     parts = summands(whole, op, 3, torch.Generator().manual_seed(0))
@@ -342,7 +342,7 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     page = tmp_path / "docs" / "rules.md"
     options = tyro.cli(Options, args=["--op", "mm", "--mesh", "2", "2x2", "--markdown", str(page), "--missed"])
     assert prove_and_show(options, print) == 0
-    assert "| `mm` | `m k, k n -> m n` |" in page.read_text()
+    assert "| `mm` | `m k, k n -> m n; linear self * mat2` |" in page.read_text()
     assert "0 wrong" in capsys.readouterr().out
     monkeypatch.setitem(rows, "mm", Row((), Form("m k, k n -> m n", linear="self + mat2")))
     assert prove_and_show(options, print) == 1

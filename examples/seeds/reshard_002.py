@@ -1,8 +1,6 @@
-"""Seed 002, section 2.3: change how a tensor lies on its mesh, here from Replicate to Shard(0).
+"""Seed 002, section 2.3: change how a tensor lies: from Replicate to Shard(0), on its mesh and on another.
 
-    onecard run --nproc_per_node 2 examples/seeds/reshard_002.py
-
-The seed also moves the tensor from ranks [0, 1] to ranks [2, 3]; onecard cannot change the mesh of a tensor yet.
+onecard run --nproc_per_node 4 examples/seeds/reshard_002.py
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import torch
 import onecard as oc
 
 mesh0 = oc.ProcessMesh([0, 1], dim_names=["x"])
+mesh1 = oc.ProcessMesh([2, 3], dim_names=["x"])
 
 dense_tensor = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
@@ -19,14 +18,16 @@ placements0 = [oc.Replicate()]
 placements1 = [oc.Shard(0)]
 
 
-def reshard() -> tuple[oc.DistTensor, oc.DistTensor]:
-    """The tensor before and after."""
+def reshard(mesh: oc.ProcessMesh) -> tuple[oc.DistTensor, oc.DistTensor]:
+    """The tensor on mesh0, and after its change to ``mesh``. Ranks outside a mesh hold an empty part."""
     dist_tensor = oc.shard_tensor(dense_tensor, mesh0, placements0)
-    dist_tensor_after_reshard = oc.reshard(dist_tensor, mesh0, placements1)
+    dist_tensor_after_reshard = oc.reshard(dist_tensor, mesh, placements1)
     return dist_tensor, dist_tensor_after_reshard
 
 
 if __name__ == "__main__":
-    before, after = reshard()
+    before, within = reshard(mesh0)
+    _, across = reshard(mesh1)
     print("before", before)
-    print("after", after)
+    print("after, on the same mesh", within)
+    print("after, on ranks [2, 3]", across)

@@ -2,11 +2,13 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from onecard.comm import from_device_mesh, to_device_mesh
+from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
+from onecard.coverage import Coverage, coverage
 from onecard.explain import Report, explain, no_implicit_communication
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.parallel import ShardDataloader, shard_dataloader, shard_layer, shard_op, shard_optimizer
+from onecard.parallel import ShardDataloader, local_map, shard_dataloader, shard_layer, shard_op, shard_optimizer
+from onecard.rules import register_rule
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
@@ -20,8 +22,8 @@ from onecard.tensor import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report", "Shard",
-    "ShardDataloader", "explain", "from_device_mesh", "from_dtensor", "from_local", "no_implicit_communication", "reshard",
-    "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor",
-    "unshard",
+    "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report", "Shard",
+    "ShardDataloader", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank", "get_world_size",
+    "local_map", "no_implicit_communication", "register_rule", "reshard", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
+    "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
 ]  # fmt: skip

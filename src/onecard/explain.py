@@ -14,6 +14,7 @@ from rich.table import Table
 from onecard.comm import record
 from onecard.comm.record import Message
 from onecard.errors import ImplicitCommunication
+from onecard.layout import as_code
 
 
 @dataclass
@@ -89,19 +90,31 @@ def _cells(message: Message) -> list[str]:
         repr(step.source),
         repr(step.target),
         kind,
-        step.source.mesh.dim_names[step.axis],
+        _axis(message),
         f"{step.bytes:,}",
         f"{step.seconds * 1e6:.1f}",
-        message.reason,
+        _why(message),
     ]
+
+
+def _why(message: Message) -> str:
+    """Why the layout must change: the rule's reason, in front of it what could not enter the operator pending."""
+    op = message.step.op
+    if op and f"{_axis(message)} cuts nothing" in message.reason:
+        return f"{message.operator} needs the pending {op} whole; {message.reason}"
+    return message.reason
+
+
+def _axis(message: Message) -> str:
+    """The name of the axis whose ranks take part; between meshes there is none."""
+    axis = message.step.axis
+    return message.step.source.mesh.dim_names[axis] if axis >= 0 else "between meshes"
 
 
 def _grouped(messages: list[Message]) -> dict[tuple[str, str], list[Message]]:
     groups: dict[tuple[str, str], list[Message]] = {}
     for message in messages:
-        groups.setdefault((message.step.kind, message.step.source.mesh.dim_names[message.step.axis]), []).append(
-            message
-        )
+        groups.setdefault((message.step.kind, _axis(message)), []).append(message)
     return groups
 
 
@@ -142,11 +155,11 @@ def no_implicit_communication() -> Iterator[None]:
         step = message.step
         if message.explicit or not step.bytes:
             return
-        wanted = ", ".join(f"{p}" for p in step.target.placements)
+        wanted = ", ".join(as_code(p) for p in step.target.placements)
         raise ImplicitCommunication(
-            f"{message.operator} at {message.source} needs an {step.kind} of {step.bytes:,} bytes on axis "
-            f"{step.source.mesh.dim_names[step.axis]!r}: its operand {message.operand!r} {list(message.shape)} is "
-            f"[{step.source}] and must become [{step.target}] ({message.reason}). To allow it, ask for it: "
+            f"{message.operator} at {message.source} needs {step.kind} of {step.bytes:,} bytes on axis "
+            f"{_axis(message)!r}: its operand {message.operand!r} {list(message.shape)} is "
+            f"[{step.source}] and must become [{step.target}] ({_why(message)}). To allow it, ask for it: "
             f"x = onecard.reshard(x, mesh, [{wanted}])"
         )
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
@@ -94,8 +95,9 @@ class Layout:
             if isinstance(placement, Shard):
                 if not -ndim <= placement.dim < ndim:
                     raise LayoutError(
-                        f"{placement} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
+                        f"{as_code(placement)} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
                         + (f"so {-ndim} to {ndim - 1} are possible" if ndim else "so only Replicate() or Partial() fit")
+                        + f": for example [{_nearest(placements, ndim)}]"
                     )
                 dims[placement.dim % ndim].append(axis)
             elif isinstance(placement, Partial):
@@ -157,6 +159,12 @@ class Layout:
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
         return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
+    def __eq__(self, other: object) -> bool:
+        # PyTorch asks ``x.layout == torch.strided`` before it takes the ordinary path; a DistTensor's memory is that.
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout.make, (self.mesh, self.dims, self.pending)
 
@@ -185,6 +193,24 @@ def short(placement: Placement) -> str:
     return f"Partial({placement.reduce_op})" if isinstance(placement, Partial) else "Replicate"
 
 
+def as_code(placement: Placement) -> str:
+    """A placement as Python.
+
+    Example:
+        >>> as_code(Shard(0)), as_code(Replicate()), as_code(Partial())
+        ('Shard(0)', 'Replicate()', "Partial('sum')")
+    """
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f"Partial({placement.reduce_op!r})" if isinstance(placement, Partial) else "Replicate()"
+
+
+def _nearest(placements: Sequence[Placement], ndim: int) -> str:
+    """The placements as a call that fits a tensor with ``ndim`` dims."""
+    fits = [p if not isinstance(p, Shard) or -ndim <= p.dim < ndim else Shard(ndim - 1) for p in placements]
+    return ", ".join(as_code(p if ndim or not isinstance(p, Shard) else Replicate()) for p in fits)
+
+
 def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements as a tuple, one for each mesh axis; or a LayoutError that shows the call that works."""
     if not isinstance(mesh, ProcessMesh):
@@ -206,8 +232,7 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
         if isinstance(placement, Partial) and not _REDUCTION.fullmatch(placement.reduce_op):
             raise LayoutError(f"{placement!r}: want one of {', '.join(REDUCTIONS)}, or norm2.0 and the like")
     if len(placements) != mesh.ndim:
-        fill = [*map(short, placements), *["Replicate"] * mesh.ndim][: mesh.ndim]
-        call = ", ".join(p if p.endswith(")") else p + "()" for p in fill)
+        call = ", ".join([*map(as_code, placements), *["Replicate()"] * mesh.ndim][: mesh.ndim])
         raise LayoutError(
             f"{len(placements)} placement(s) {[short(p) for p in placements]} for a mesh with {mesh.ndim} axes "
             f"{mesh.dim_names}: give one for each axis, for example [{call}]"

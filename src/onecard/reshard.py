@@ -12,20 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from onecard.cost import MACHINE
 from onecard.layout import Layout
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One mesh axis as the cost model sees it: a message costs ``latency + bytes / bandwidth`` (seconds, bytes/s).
-
-    Source: the alpha-beta model (Hockney, 1994).
-    """
-
-    latency: float = 30e-6
-    bandwidth: float = 5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +40,6 @@ class Step:
     op: str = ""
     bytes: int = 0
     seconds: float = 0.0
-
-
-LINK = Link()
 
 
 @lru_cache(maxsize=65536)
@@ -169,5 +156,5 @@ def _step(
     if ranks == 1:
         sent = 0
     # A local copy is not free, or else chains would slice and fill for nothing.
-    cost = LINK.latency + sent / LINK.bandwidth if sent else 1e-7 + after / (10 * LINK.bandwidth)
+    cost = MACHINE.message(sent) if sent else 1e-7 + MACHINE.copy(after)
     return Step(kind, axis, layout, target, dim, to_dim, op, sent, cost)

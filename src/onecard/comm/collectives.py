@@ -6,6 +6,7 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from onecard.comm import flight
+from onecard.comm import check, flight
 from onecard.comm.groups import Group
 from onecard.errors import CommunicationError
 
@@ -31,15 +32,21 @@ _REDUCE = {
 }
 
 
-def _wait(name: str, group: Group, nbytes: int, start: Callable[[], Any]) -> None:
+def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]) -> None:
     """Run one collective; a fault says which, among whom, and where this rank stands."""
-    board = flight.board
+    if sent is not None and sent.is_meta:
+        return  # a rehearsal: shapes without data
+    board, nbytes = flight.board, 0 if sent is None else sent.nbytes
     if board is not None:
         board.enter(name, tuple(sorted(group.ranks)), nbytes)
     try:
+        if check.on:
+            check.collective(name, group.ranks, sent)
         work = start()
         if work is not None:
             work.wait()
+    except CommunicationError:
+        raise
     except RuntimeError as fault:
         raise CommunicationError(
             f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
@@ -66,18 +73,73 @@ _OPTIONS = {op: _options(op) for op in _REDUCE}
 _GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
 _BARRIER = _at_once(dist.BarrierOptions())
 
+# Gloo moves these as they are; others travel as bytes, and are added in a wider or a real type.
+_NATIVE = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool,
+        torch.int8, torch.uint8, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory in a type that every backend moves."""
+    return tensor if tensor.dtype in _NATIVE else tensor.view(-1).view(torch.uint8)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous, with a conjugation or a sign that torch has put off carried out."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
 
 def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> Tensor:
     """The reduction of all ranks' tensors, on every rank. ``op`` as in ``Partial``; "norm2.0" joins 2-norms."""
     if op.startswith("norm"):
         power = float(op[4:])
-        return all_reduce(local.abs() ** power, group, "sum", inplace=True) ** (1.0 / power)
+        joined = all_reduce(local.abs() ** power, group, "sum", inplace=True) ** (1.0 / power)
+        return local.copy_(joined) if inplace else joined
+    if local.dtype not in _NATIVE:
+        joined = _all_reduce_foreign(local, group, op)
+        return local.copy_(joined) if inplace else joined
+    if op in ("max", "min") and local.is_floating_point():
+        extreme = _extreme(local, group, op)
+        return local.copy_(extreme) if inplace else extreme
     result = local if inplace and local.is_contiguous() else local.clone(memory_format=torch.contiguous_format)
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
     if pg is not None and result.numel():
-        _wait("all_reduce", group, result.nbytes, lambda: pg.allreduce([buffer], _OPTIONS[op]))
+        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]))
     return result.div_(group.size) if op == "avg" else result
+
+
+def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
+    """Of a dtype that backends do not know: complex numbers add as pairs, small integers as larger ones."""
+    if not local.is_complex():
+        return all_reduce(local.to(torch.int32 if local.element_size() < 4 else torch.int64), group, op).to(local.dtype)
+    if op not in ("sum", "avg"):
+        gathered = all_gather(local.unsqueeze(0), group, 0, [1] * group.size)
+        if op != "product":
+            raise CommunicationError(
+                f"complex numbers have no {op}: reduce their real and imaginary parts or their abs()"
+            )
+        return gathered.prod(0)
+    return torch.view_as_complex(all_reduce(torch.view_as_real(_dense(local)), group, op))
+
+
+def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
+    """The maximum or minimum of floating-point tensors; NaN wins, as on one card (Gloo and NCCL may drop it).
+
+    The bits of a float, with those below the sign turned over where it is negative, order as integers do.
+    """
+    wide = local.float() if local.element_size() < 4 else local
+    wide = wide.masked_fill(wide.isnan(), math.nan)  # one NaN: positive, so above every number
+    kind = torch.int32 if wide.element_size() == 4 else torch.int64
+    low = torch.iinfo(kind).max
+    turned = wide if op == "max" else wide.neg().masked_fill_(wide.isnan(), math.nan)
+    bits = turned.contiguous().view(kind)
+    keys = all_reduce(bits ^ ((bits >> (8 * bits.element_size() - 1)) & low), group, "max", inplace=True)
+    joined = (keys ^ ((keys >> (8 * keys.element_size() - 1)) & low)).view(wide.dtype)
+    return (joined if op == "max" else joined.neg()).to(local.dtype)
 
 
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -88,10 +150,10 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:
         turned = torch.cat([turned, turned.new_zeros((largest - turned.shape[0], *turned.shape[1:]))])
-    send = turned.contiguous()
+    send = _dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send.nbytes, lambda: pg._allgather_base(gathered, send, _GATHER))
+        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER))
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -130,7 +192,7 @@ def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[
     options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
-    _wait("reduce_scatter", group, send.nbytes, lambda: pg._reduce_scatter_base(result, send, options))
+    _wait("reduce_scatter", group, send, lambda: pg._reduce_scatter_base(result, send, options))
     result = result.movedim(0, dim).contiguous()
     return result / group.size if op == "avg" else result
 
@@ -139,7 +201,7 @@ def all_to_all_parts(local: Tensor, group: Group, dim: int, sizes: Sequence[int]
     """Send part i of this tensor along ``dim`` to rank i; return what each rank sent here, all of one shape."""
     send = [part.contiguous() for part in local.split(list(sizes), dim)]
     shape = send[group.index].shape
-    return _exchange(send, [shape] * group.size, local, group)
+    return _exchange(send, [shape] * group.size, local, group, local.numel() > 0)
 
 
 def all_to_all(
@@ -151,19 +213,29 @@ def all_to_all(
     send = [part.contiguous() for part in local.split(list(to_sizes), to_dim)]
     shape = list(send[group.index].shape)
     shapes = [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
-    return torch.cat(_exchange(send, shapes, local, group), dim)
+    rest = math.prod(size for d, size in enumerate(local.shape) if d not in (dim, to_dim))
+    return torch.cat(_exchange(send, shapes, local, group, sum(sizes) * sum(to_sizes) * rest > 0), dim)
 
 
-def _exchange(send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group) -> list[Tensor]:
+def _exchange(
+    send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group, anything: bool
+) -> list[Tensor]:
+    """``anything``: whether any rank of the group has an element; a rank that has none must take part in the others'."""
     send, shapes = _by_rank(send, group), _by_rank(shapes, group)
-    flat = torch.cat([part.reshape(-1) for part in send])
+    flat = _dense(torch.cat([part.reshape(-1) for part in send]))
     counts = [shape.numel() for shape in shapes]
     result = like.new_empty(sum(counts))
     out_splits, in_splits = counts, [part.numel() for part in send]
+    if flat.dtype not in _NATIVE:
+        size = flat.element_size()
+        out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
     pg = group.process_group
-    if result.numel() or flat.numel():
+    if anything:
         _wait(
-            "all_to_all", group, flat.nbytes, lambda: pg.alltoall_base(result, flat, out_splits, in_splits, _EXCHANGE)
+            "all_to_all",
+            group,
+            flat,
+            lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
         )
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
@@ -184,7 +256,7 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     if pg is not None and tensor.numel():
         options = _at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
-        _wait("broadcast", group, tensor.nbytes, lambda: pg.broadcast([tensor], options))
+        _wait("broadcast", group, tensor, lambda: pg.broadcast([_moved(tensor)], options))
     return tensor
 
 
@@ -195,11 +267,12 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     data = pickle.dumps(value) if group.index == index else b""
     size = broadcast(torch.tensor([len(data)]), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    return value if group.index == index else pickle.loads(broadcast(buffer, group, index).numpy().tobytes())
+    buffer = broadcast(buffer, group, index)
+    return value if group.index == index else pickle.loads(buffer.numpy().tobytes())
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group
     if pg is not None:
-        _wait("barrier", group, 0, lambda: pg.barrier(_BARRIER))
+        _wait("barrier", group, None, lambda: pg.barrier(_BARRIER))

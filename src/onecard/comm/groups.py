@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecard.comm import world
+from onecard.comm import check, world
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -38,10 +40,17 @@ class Group:
 def _process_group(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == 1:
         return None
-    if ranks == tuple(range(world.world_size())):
+    if ranks == tuple(range(world.get_world_size())):
         return dist.group.WORLD
-    # Only the members make it, so that ranks outside a mesh need not know of it.
-    return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
+    if check.on:
+        check.agreed(
+            f"the first message among ranks {list(ranks)}", ranks, check.ADVICE
+        )  # making a group waits as well
+    # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
+    # how many groups this process has made before, which the members need not have in common: then they wait for ever.
+    name = "onecard_" + "_".join(map(str, ranks))
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
 _groups: dict[tuple[ProcessMesh, int], Group] = {}
@@ -60,14 +69,14 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ranks = tuple(mesh.neighbours(axis))
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
-        found = Group(ranks, ranks.index(world.rank()), _process_group(ascending), order)
+        found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order)
         _groups[mesh, axis] = found
     return found
 
 
 def check_world(mesh: ProcessMesh) -> None:
     """Raise a CommunicationError if the mesh names ranks that this world does not have."""
-    size = world.world_size()
+    size = world.get_world_size()
     missing = [rank for rank in mesh.process_ids if rank >= size]
     if missing:
         need = max(mesh.process_ids) + 1

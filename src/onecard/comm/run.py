@@ -55,10 +55,13 @@ def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Te
 
 
 def _fill(step: Step, local: Tensor, line: Group) -> Tensor:
-    """Make a replicated value pending: the reduction of what the ranks now hold gives it back."""
+    """Make a replicated value pending: the reduction of what the ranks now hold gives it back.
+
+    What changes nothing is one number, expanded: adding it costs no memory. It must be copied before it is written to.
+    """
     if step.op in _KEEPS or line.index == 0:
         return local
-    return torch.ones_like(local) if step.op == "product" else torch.zeros_like(local)
+    return local.new_full((), 1 if step.op == "product" else 0).expand(local.shape)
 
 
 def lengths(layout: Layout, shape: Sequence[int], dim: int, axis: int) -> list[int]:

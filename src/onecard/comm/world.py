@@ -19,12 +19,12 @@ from onecard.errors import CommunicationError
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
 
 
-def rank() -> int:
+def get_rank() -> int:
     """This process's rank in the world."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def world_size() -> int:
+def get_world_size() -> int:
     """How many processes the program runs on."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -57,7 +57,7 @@ def init() -> None:
     Raises:
         CommunicationError: WORLD_SIZE says more than one, but the rendezvous cannot be reached.
     """
-    if dist.is_initialized() or world_size() == 1:
+    if dist.is_initialized() or get_world_size() == 1:
         return
     place = device()
     if place.type == "cuda":
@@ -67,7 +67,7 @@ def init() -> None:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as fault:
         raise CommunicationError(
-            f"rank {rank()} of {world_size()} cannot join its process group ({backend}): {fault}. "
+            f"rank {get_rank()} of {get_world_size()} cannot join its process group ({backend}): {fault}. "
             "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
         ) from fault
     atexit.register(_leave)
@@ -78,4 +78,4 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-_mesh.rank_source = rank
+_mesh.rank_source = get_rank

@@ -105,9 +105,9 @@ def _explain(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> in
     ends = {rank: end for rank, end in _ends(failures, workplace).items() if end is not None}
     first = root_cause(ends)
     assert first is not None
-    code = failures[first].exitcode
-    log = workplace.log(first)
-    end = ends[first]
+    log, end = workplace.log(first), ends[first]
+    # A rank that noted its own end may have been ended by the agent while it was leaving.
+    code = end.code if isinstance(end, Report) else failures[first].exitcode
     if isinstance(end, Report) and end.text:
         how, text = f"failed first, with exit code {code}", end.text.rstrip()
     else:
@@ -121,16 +121,18 @@ def _explain(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> in
 def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[int, Report | Death | None]:
     """How each failed rank ended; None for one that the agent itself ended because of another."""
     ends: dict[int, Report | Death | None] = {}
+    others = {failure.exitcode for failure in failures.values()}
     for rank, failure in failures.items():  # in the order in which the agent noticed them
         try:
             note = json.loads(workplace.note(rank).read_text())
         except (OSError, ValueError):
-            by_agent = bool(ends) and failure.exitcode == -signal.SIGTERM
+            # A rank that SIGTERM ended is the agent's doing, if another rank ended in any other way.
+            by_agent = failure.exitcode == -signal.SIGTERM and bool(others - {-signal.SIGTERM})
             # Noticed at the agent's next look only: any error that a rank noted itself was earlier.
             ends[rank] = None if by_agent else Death(failure.exitcode, float("inf"))
         else:
             lost = is_consequence(note["text"].rstrip().rpartition("\n")[2])
-            ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost)
+            ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
     return ends
 
 

@@ -39,7 +39,7 @@ def main() -> None:
             _run_script(name)
     except SystemExit as request:
         if request.code not in (None, 0):
-            record.write("")
+            record.write("", request.code if isinstance(request.code, int) else 1)
         raise
 
 
@@ -92,9 +92,9 @@ class _Recorder:
         self.write(text)
         sys.stderr.write(text)
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, code: int = 1) -> None:
         with open(self._path, "w") as file:
-            json.dump({"time": time.monotonic(), "text": text}, file)
+            json.dump({"time": time.monotonic(), "text": text, "code": code & 0xFF or 1}, file)
 
 
 def _own_frames(trace: TracebackType | None, error: BaseException) -> TracebackType | None:

@@ -5,6 +5,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utilities
 
 from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
+from onecard.parallel.local_map import local_map
 from onecard.parallel.optimizer import shard_optimizer
 from onecard.tensor import DistTensor
 
@@ -13,4 +14,4 @@ for _types in (_optimizers, _utilities):
     if DistTensor not in _types:
         _types.append(DistTensor)  # type: ignore[arg-type]
 
-__all__ = ["ShardDataloader", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer"]
+__all__ = ["ShardDataloader", "local_map", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer"]

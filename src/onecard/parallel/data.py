@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from onecard.comm import collectives, groups, world
+from onecard.comm import collectives, groups, record, world
+from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
 from onecard.mesh import ProcessMesh
+from onecard.reshard import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -33,7 +37,6 @@ class ShardDataloader:
         self.axes = [None if a is None else mesh.axis(a) for mesh, a in zip(meshes, axes, strict=True)]
         home = next((i for i, mesh in enumerate(meshes) if mesh.coordinate() is not None), 0)
         self.home, self.axis = meshes[home], self.axes[home]
-        self.sizes: deque[tuple[int, int]] = deque()
         self.part = self._local_loader()
 
     @property
@@ -54,13 +57,11 @@ class ShardDataloader:
 
     def __iter__(self) -> Iterator[Any]:
         """Whole batches; this rank has read only its part of them."""
-        if self.part is None:
-            for batch in self._shared(iter(self.loader)):
+        for batch in self._shared():
+            if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
-            return
-        self.sizes.clear()
-        for batch in self._shared(iter(self.part)):
-            yield self._map(batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole))
+            else:
+                yield self._map(batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole))
 
     def _local_loader(self) -> DataLoader[Any] | None:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
@@ -68,7 +69,7 @@ class ShardDataloader:
         place = self.home.coordinate()
         if self.axis is None or place is None or old._dataset_kind != _DatasetKind.Map or old.batch_sampler is None:
             return None
-        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.sizes)
+        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis])
         return DataLoader(
             old.dataset,
             batch_sampler=sampler,
@@ -83,21 +84,31 @@ class ShardDataloader:
             persistent_workers=old.persistent_workers,
         )
 
-    def _shared(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _shared(self) -> Iterator[Any]:
         """Batches read by the first rank along the non-batch axes and given to the others, so that all are equal."""
         place = self.home.coordinate() or ()
-        lines = [groups.group(self.home, a) for a in range(len(place)) if a != self.axis]
-        lines = [line for line in lines if line.size > 1]
-        reader = all(line.index == 0 for line in lines)
+        axes = [a for a in range(len(place)) if a != self.axis and self.home.shape[a] > 1]
+        reads = all(place[a] == 0 for a in axes)
+        batches = self._start() if reads else iter(())
+        # Making the iterator drew from torch's generator (the sampler's permutation): all ranks go on from there.
+        torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
+        own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
         while True:
-            batch = _next(batches) if reader else None
-            if reader and batch is not _END and self.part is not None:
-                batch = {"batch": batch, "sizes": self.sizes.popleft()}
-            for line in lines:
-                batch = collectives.broadcast_object(_DONE if batch is _END else batch, line, 0)
-            if batch is _END or (isinstance(batch, str) and batch == _DONE):
+            batch = own.next(batches) if reads else None
+            batch = _from_first(_DONE if batch is _END else batch, self.home, axes, "batch")
+            if isinstance(batch, str) and batch == _DONE:
                 return
             yield batch
+
+    def _start(self) -> Iterator[Any]:
+        """An iterator over what this rank reads; the sampler has drawn all that it draws as it starts."""
+        if self.part is None:
+            return iter(self.loader)
+        sampler: Any = self.part.batch_sampler
+        batches = iter(self.part)
+        indices = sampler.last
+        indices.start()
+        return ({"batch": batch, "sizes": indices.sizes.popleft()} for batch in batches)
 
     def _map(self, batch: Any, lay_out: Any) -> Any:
         """Lay out each tensor; entry i of a tuple (or key i of ``input_keys``) goes to mesh i, the last for the rest."""
@@ -153,26 +164,81 @@ _END: Any = object()
 _DONE = "onecard: no more batches"
 
 
-def _next(batches: Iterator[Any]) -> Any:
-    return next(batches, _END)
+def _from_first(value: Any, mesh: ProcessMesh, axes: Sequence[int], what: str) -> Any:
+    """The value of the first rank along each of some axes."""
+    for axis in axes:
+        value = collectives.broadcast_object(value, groups.group(mesh, axis), 0)
+        if record.observers:
+            _announce(value, mesh, axis, what)
+    return value
+
+
+def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
+    """Tell the observers of a broadcast; its size is known only once it is there."""
+    layout = Layout.replicated(mesh, 0)
+    sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=MACHINE.message(sent))
+    reason = "read once, equal on all"
+    record.tell(record.Message(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
+
+
+class _OwnRandom:
+    """Torch's random numbers for a dataset, apart from the program's: those must stay in step on all ranks, and ranks
+    that read different samples would draw different counts of them."""
+
+    def __init__(self, part: int) -> None:
+        program = torch.get_rng_state()
+        seed = int(torch.randint(2**62, ())) + part
+        torch.set_rng_state(program)
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    def next(self, batches: Iterator[Any]) -> Any:
+        """The next batch, or ``_END``."""
+        program = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            return next(batches, _END)
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(program)
 
 
 class _PartSampler:
-    """This rank's part of each batch of indices; remembers the sizes of the whole batch and of the part."""
+    """This rank's part of each batch of indices."""
 
-    def __init__(self, batches: Any, parts: int, index: int, sizes: deque[tuple[int, int]]) -> None:
-        self.batches, self.parts, self.index, self.sizes = batches, parts, index, sizes
+    def __init__(self, batches: Any, parts: int, index: int) -> None:
+        self.batches, self.parts, self.index = batches, parts, index
+        self.last: _PartIndices
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self.batches:
-            indices = list(batch)
-            start, length = chunk(len(indices), self.parts, self.index)
-            self.sizes.append((len(indices), length))
-            # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
-            yield indices[start : start + length] or indices[:1]
+    def __iter__(self) -> _PartIndices:
+        self.last = _PartIndices(iter(self.batches), self.parts, self.index)
+        return self.last
+
+
+class _PartIndices(Iterator[list[Any]]):
+    """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
+
+    def __init__(self, batches: Iterator[Any], parts: int, index: int) -> None:
+        self.batches, self.parts, self.index = batches, parts, index
+        self.sizes: deque[tuple[int, int]] = deque()
+        self.begun = False
+
+    def start(self) -> None:
+        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet."""
+        if not self.begun:
+            self.begun = True
+            self.batches = chain(list(islice(self.batches, 1)), self.batches)
+
+    def __next__(self) -> list[Any]:
+        self.begun = True
+        indices = list(next(self.batches))
+        start, length = chunk(len(indices), self.parts, self.index)
+        self.sizes.append((len(indices), length))
+        # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
+        return indices[start : start + length] or indices[:1]
 
 
 def shard_dataloader(
@@ -185,7 +251,8 @@ def shard_dataloader(
 
     The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
     ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
-    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles.
+    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
+    dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
     Args:
         loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
@@ -202,7 +269,8 @@ def shard_dataloader(
     Source: ``paddle.distributed.shard_dataloader``.
 
     Example:
-        >>> from torch.utils.data import DataLoader
+        >>> from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
         >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
         >>> [batch.shape[0] for batch in batches]
         [4, 2]

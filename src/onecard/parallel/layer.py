@@ -30,7 +30,7 @@ def shard_layer(
         mesh: where it goes.
         shard_fn: called as ``shard_fn(name, submodule, mesh)`` for the module (name "") and each submodule; it assigns
             what it wants cut: ``submodule.weight = oc.shard_tensor(submodule.weight, mesh, [oc.Shard(0)])``. What it
-            leaves plain is replicated. A parameter that two modules share stays shared.
+            leaves plain is replicated. A parameter or buffer that two modules share stays shared.
         input_fn, output_fn: ``fn(inputs, mesh)`` and ``fn(outputs, mesh)``, run around each forward; they return what
             takes the place of the positional inputs (a tuple) and of the output.
 
@@ -44,20 +44,20 @@ def shard_layer(
         >>> layer.weight.placements
         (Replicate(),)
     """
-    moved: dict[int, nn.Parameter] = {}
-    kept: list[Any] = []  # the plain parameters, so that no id in ``moved`` is used again
+    moved: dict[int, Any] = {}  # what has taken the place of a plain tensor, by its id
+    kept: list[Any] = []  # the plain tensors, so that no id is used again
     for name, submodule in list(module.named_modules()):
-        before = dict(submodule._parameters)
-        for key, param in before.items():
-            if param is not None and id(param) in moved:
-                setattr(submodule, key, moved[id(param)])
+        before: dict[str, Any] = {**submodule._parameters, **submodule._buffers}
+        for key, tensor in before.items():
+            if tensor is not None and id(tensor) in moved:
+                setattr(submodule, key, moved[id(tensor)])
         if shard_fn is not None:
             shard_fn(name, submodule, mesh)
         _replicate(submodule, mesh)
-        for key, param in before.items():
-            if param is not None and not isinstance(param, DistTensor):
-                kept.append(param)
-                moved[id(param)] = submodule._parameters[key]
+        for key, tensor in before.items():
+            if tensor is not None and not isinstance(tensor, DistTensor):
+                kept.append(tensor)
+                moved[id(tensor)] = getattr(submodule, key)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda _, inputs: _as_tuple(input_fn(inputs, mesh)))
     if output_fn is not None:
@@ -96,7 +96,7 @@ def shard_op(
         out_placements: likewise for the outputs.
 
     Raises:
-        LayoutError: more entries than tensors.
+        LayoutError: more or fewer entries than tensors.
 
     Source: ``paddle.distributed.shard_op``.
 
@@ -129,17 +129,18 @@ def _lay_out(values: tuple[Any, ...], mesh: ProcessMesh, placements: Sequence[An
     if placements is None:
         return [tree_map(lambda v: _on_mesh(v, mesh), value) for value in values]
     tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-    if len(placements) > len(tensors):
+    if len(placements) != len(tensors):
         raise LayoutError(
-            f"shard_op: {len(placements)} entries in {what} for {len(tensors)} tensor(s); give one for each"
+            f"shard_op: {len(placements)} entries in {what} for {len(tensors)} tensor(s); give one for each, None to "
+            "leave a tensor as it is"
         )
     result = list(values)
-    for i, wanted in zip(tensors, placements, strict=False):
+    for i, wanted in zip(tensors, placements, strict=True):
         result[i] = _on_mesh(values[i], mesh) if wanted is None else reshard(values[i], mesh, wanted)
     return result
 
 
 def _on_mesh(value: Any, mesh: ProcessMesh) -> Any:
-    if isinstance(value, Tensor) and not isinstance(value, DistTensor):
-        return shard_tensor(value, mesh, [Replicate()] * mesh.ndim)
-    return value
+    if isinstance(value, DistTensor):
+        return value if value.mesh is mesh else reshard(value, mesh, [Replicate()] * mesh.ndim)
+    return shard_tensor(value, mesh, [Replicate()] * mesh.ndim) if isinstance(value, Tensor) else value

@@ -35,13 +35,31 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         'SGD'
     """
 
-    def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> None:
-        settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
+    def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        def settle() -> None:
+            settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
+
+        settle()
+        return _with_closure(args, kwargs, settle)
 
     optimizer.register_step_pre_hook(sum_gradients)
     if shard_fn is not None:
         optimizer.register_step_post_hook(_StateSharder(shard_fn))
     return optimizer
+
+
+def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[Any, Any]:
+    """Arguments of ``step`` whose closure, if there is one, is followed by ``after``: it makes gradients anew."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if given is None:
+        return args, kwargs
+
+    def closure() -> Any:
+        loss = given()
+        after()
+        return loss
+
+    return args[:1], {**kwargs, "closure": closure}
 
 
 class _StateSharder:

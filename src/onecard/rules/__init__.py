@@ -2,7 +2,8 @@
 
 from onecard.rules import table as _table  # noqa: F401 - fills the registry
 from onecard.rules.decide import Decision, decide
+from onecard.rules.register import register_rule
 from onecard.rules.registry import Row, find, row, rows
 from onecard.rules.rule import Bound, Form, bind
 
-__all__ = ["Bound", "Decision", "Form", "Row", "bind", "decide", "find", "row", "rows"]
+__all__ = ["Bound", "Decision", "Form", "Row", "bind", "decide", "find", "register_rule", "row", "rows"]

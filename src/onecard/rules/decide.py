@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
+from onecard.cost import MACHINE
 from onecard.layout import Axes, Layout, chunk
 from onecard.mesh import ProcessMesh
 from onecard.rules.rule import Bound, Shape
@@ -21,9 +22,6 @@ Sized = tuple[Shape, int]
 
 # Half of what it costs to settle a pending result counts now: the sum may still merge with another, or never be needed.
 PENDING_SHARE = 0.5
-# Seconds for one point of the factors' product (a multiply-add of a matrix product). Without it a large product would
-# gather its operands as soon as they are smaller than the result, and every rank would do all of the work.
-WORK = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def decide(
         candidate = _try(bound, layouts, mesh, uses)
         if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
             continue
-        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, uses, mesh)
+        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, candidate, uses, operands, results)
         if best is None or seconds < best.seconds:
             best = Decision(candidate[0], candidate[1], uses, seconds)
     return best
@@ -125,7 +123,7 @@ def _every_use(bound: Bound) -> list[Use]:
     if bound.moves:
         everything = frozenset(range(len(bound.operands))) - bound.unread
         uses |= {Use(op=op, carriers=everything): None for op in ("sum", "max")}
-    if bound.keeps in ("max", "min"):  # numbers of any sign have no norms or factors that give them
+    if bound.keeps in ("max", "min", "product"):  # numbers of any sign are no norms
         uses[Use(op=bound.keeps, carriers=frozenset(range(len(bound.operands))))] = None
     if bound.terms:
         for chosen in product(*bound.terms):
@@ -142,7 +140,7 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
     for dims, layout in zip(bound.operands, layouts, strict=True):
         dim = layout.dim_of(axis)
         if dim is not None:
-            factor = _factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
+            factor = factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
             if factor in bound.free:
                 uses[Use(factor=factor)] = None
         ops |= {op for a, op in layout.pending if a == axis}
@@ -153,7 +151,7 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
     return list(uses)
 
 
-def _factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
+def factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
     """Which factor of a dim an axis cuts, given that the dim's axes cut its factors from the outside in."""
     if not factors:
         return None
@@ -302,10 +300,17 @@ def _price(
     return seconds
 
 
-def _work(bound: Bound, uses: Sequence[Use], mesh: ProcessMesh) -> float:
-    """Seconds that a rank computes."""
+def _work(
+    bound: Bound, candidate: Candidate, uses: Sequence[Use], operands: Sequence[Sized], results: Sequence[Sized]
+) -> float:
+    """Seconds that a rank computes. Without them a large product would gather its operands as soon as they are smaller
+    than its result, and every rank would do all of the work."""
+    touched = 0
+    for layout, (shape, size) in zip((*candidate[0], *candidate[1]), (*operands, *results), strict=True):
+        touched += size * prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
+    mesh = candidate[0][0].mesh
     shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
-    return WORK * prod(bound.sizes) / shared
+    return MACHINE.compute(touched, prod(bound.sizes) / shared)
 
 
 def _words(use: Use, bound: Bound) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import Tensor
+
 from onecard.rules.call import Call, schema_of
 from onecard.rules.rule import Form
 
@@ -24,6 +26,7 @@ class Row:
         note: (operand, factor). A forward operator notes on the operand which axes cut the factor; its backward operator,
             whose result alone has the factor, cuts it likewise. So the gradient of a table is cut as the table is.
         values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
+        results: makes the result tensors (meta) where PyTorch's meta function refuses what its kernels accept.
     """
 
     names: tuple[str, ...]
@@ -32,11 +35,16 @@ class Row:
     instead: Callable[..., Any] | None = None
     values: bool = False
     note: tuple[str, str] | None = None
+    results: Callable[[Call], list[Tensor]] | None = None
 
     def form_for(self, call: Call) -> Form | None:
         """The rule for one call."""
         found = self.form(call) if callable(self.form) else self.form
         return Form(found) if isinstance(found, str) else found
+
+    def results_of(self, call: Call) -> list[Tensor]:
+        """The result tensors of one call, without their data."""
+        return call.meta_results() if self.results is None else self.results(call)
 
 
 rows: dict[str, Row] = {}
@@ -46,7 +54,8 @@ _TRAITS = {f.name for f in fields(Form)} - {"text"}
 def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
-    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``note``, ``values`` of ``Row``.
+    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``note``, ``values``, ``results``
+    of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
 

@@ -14,7 +14,7 @@ from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Call, Path
-from onecard.rules.decide import Decision, decide
+from onecard.rules.decide import Decision, decide, factor_under
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
@@ -38,16 +38,14 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         program.expand = fallback.out_of_place(func, call)
         return program
     if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
-        raise DispatchError(
-            f"{func}: the shape of a DistTensor cannot change in place; take the form that returns its result: "
-            f"x = x.{call.schema.functional}(...)"
-        )
+        program.expand = fallback.shape_in_place(func, call)
+        return program
     row = find(func)
     if row is None:
         program.expand = fallback.without_rule(func, call)
         return program
     try:
-        call.results = call.meta_results()
+        call.results = row.results_of(call)
         bound = _bind(row, call)
     except RuntimeError as fault:
         if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
@@ -67,7 +65,15 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         program.expand = row.instead
         return program
     noted = _noted(row, call, bound, values)
-    _decide(program, call, row, bound, layouts, device, len(args), noted)
+    decision = _decision(program, call, bound, layouts, noted)
+    if decision is None:
+        program.expand = fallback.copy_back(func)
+        return program
+    _plan(program, call, bound, layouts, decision, device)
+    if row.note is not None and not noted:
+        _note(program, call, bound, decision, row.note)
+    _localise(program, call, row, bound, layouts, decision, device)
+    _shorten(program, call, len(args))
     return program
 
 
@@ -80,20 +86,15 @@ def _noted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[in
     return dict.fromkeys(carrier._spec.note, factor) if isinstance(carrier, DistTensor) else {}
 
 
-def _decide(
-    program: Program,
-    call: Call,
-    row: Row,
-    bound: Bound,
-    layouts: list[Layout],
-    device: torch.device,
-    given: int,
-    noted: dict[int, int],
-) -> None:
+def _decision(
+    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], noted: dict[int, int]
+) -> Decision | None:
+    """Decide, with what the operator writes to kept where it lies."""
     aliases = _aliases(call)
+    program.aliases = aliases if any(aliases) else ()
     kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
     program.writes = tuple(call.paths[i] for i in kept)
-    decision = decide(
+    return decide(
         bound,
         layouts,
         [(tuple(t.shape), t.element_size()) for t in call.operands],
@@ -103,52 +104,72 @@ def _decide(
         kept,
         noted,
     )
-    if decision is None:
-        program.expand = fallback.copy_back(program.func)
-        return
+
+
+def _plan(
+    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], decision: Decision, device: torch.device
+) -> None:
+    """Which operands move where, and what the results are."""
     program.reason = decision.reason(bound)
     program.specs = tuple(
         Spec.like(layout, t, device) for layout, t in zip(decision.results, call.results, strict=True)
     )
+    operands = list(zip(call.paths, layouts, decision.operands, call.names, strict=True))
     program.moves = tuple(
         (path, target, name)
-        for i, (path, layout, target, name) in enumerate(
-            zip(call.paths, layouts, decision.operands, call.names, strict=True)
-        )
+        for i, (path, layout, target, name) in enumerate(operands)
         if layout is not target and i not in bound.unread
     )
+    program.cut_off = call.schema.views and bool(program.moves)
+    program.copied = call.schema.name == "_unsafe_view" and bool(program.moves)
     if program.moves:
         program.pending = tuple(
-            (path, layout)
-            for path, layout, target in zip(call.paths, layouts, decision.operands, strict=True)
-            if layout.pending and layout is target
+            (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
         )
-    program.aliases = aliases if any(aliases) else ()
-    program.cut_off = call.schema.views and bool(program.moves)
-    if row.note is not None and not noted:
-        factor = bound.factor(row.note[1])
-        axes = tuple(axis for axis, use in enumerate(decision.uses) if use.factor == factor and factor is not None)
-        program.note = (call.paths[call.index(row.note[0])], axes) if axes else None
+
+
+def _note(program: Program, call: Call, bound: Bound, decision: Decision, note: tuple[str, str]) -> None:
+    """What to note on an operand for the backward operator."""
+    operand, factor = call.index(note[0]), bound.factor(note[1])
+    axes = tuple(axis for axis, use in enumerate(decision.uses) if factor is not None and use.factor == factor)
+    program.note = (call.paths[operand], axes) if axes else None
+
+
+def _localise(
+    program: Program,
+    call: Call,
+    row: Row,
+    bound: Bound,
+    layouts: Sequence[Layout],
+    decision: Decision,
+    device: torch.device,
+) -> None:
+    """Adapt the call to this rank: the row's hook, and stand-ins for operands that are not read."""
     coordinate = decision.operands[0].mesh.coordinate()
-    if row.local is not None and coordinate is not None:
+    if coordinate is None:
+        return
+    if row.local is not None:
         local = Local(call, bound, decision, coordinate)
         row.local(local)
         program.call = own_result(local.run) if local.run is not None else program.func
         program.cut_off = program.cut_off or (call.schema.views and local.copies)
         order = call.schema.arguments
         program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
-    if coordinate is not None:
-        program.replace += _stand_ins(call, bound, layouts, decision, coordinate, device)
+    program.replace += _stand_ins(call, bound, layouts, decision, coordinate, device)
+
+
+def _shorten(program: Program, call: Call, given: int) -> None:
+    """Mark the program ``simple`` if dispatch itself can run it: local tensors in, one new tensor out."""
     returns = program.func._schema.returns
-    if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(program.specs) == 1:
-        shared = program.view and program.specs[0].layout.pending  # a view must be noted with its base
-        busy = program.moves or program.aliases or shared or program.note
-        plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
-        program.simple = (
-            not busy and plain and program.specs[0].here and all(at < given for at, _, _ in program.replace)
-        )
-        program.swaps = tuple((at, value) for at, _, value in program.replace)
-        program.spec = program.specs[0]
+    if len(returns) != 1 or not isinstance(returns[0].type, torch.TensorType) or len(program.specs) != 1:
+        return
+    program.spec = program.specs[0]
+    program.swaps = tuple((at, value) for at, _, value in program.replace)
+    shared = program.view and program.spec.layout.pending  # a view must be noted with its base
+    busy = program.moves or program.aliases or program.writes or program.note or shared
+    plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
+    in_place = all(at < given for at, _, _ in program.replace)
+    program.simple = bool(not busy and plain and in_place and program.spec.here)
 
 
 def _stand_ins(
@@ -186,9 +207,11 @@ def _bind(row: Row, call: Call) -> Bound | None:
 def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
     """Whether an operand arrives cut along a factor that must be whole."""
     return any(
-        axes and any(factor not in bound.free for factor in factors)
+        factor_under(factors, axes, axis, bound.sizes, layout.mesh) in whole
         for dims, layout in zip(bound.operands, layouts, strict=True)
         for factors, axes in zip(dims, layout.dims, strict=True)
+        if (whole := set(factors) - bound.free)
+        for axis in axes
     )
 
 

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from onecard import reshard as planner
-from onecard.comm import collectives, groups, world
+from onecard.comm import check, collectives, groups, record, world
 from onecard.comm.run import run as run_steps
+from onecard.comm.transfer import run_transfer
 from onecard.errors import LayoutError, MeshError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
+from onecard.transfer import plan_transfer, settled_source
 
 
 def shard_tensor(
@@ -65,6 +67,8 @@ def shard_tensor(
     if dtype is not None:
         tensor = tensor.to(dtype) if not isinstance(data, torch.nn.Parameter) else tensor.detach().to(dtype)
     layout = Layout.of(mesh, tensor.dim(), placements)
+    if check.on and src is None and mesh.coordinate() is not None:
+        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
     if isinstance(data, torch.nn.Parameter):
         made = _distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
@@ -86,7 +90,7 @@ def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTe
     local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
     steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
-    return wrap(run_steps(steps, local, shape), spec)
+    return wrap(run_steps(steps, local, shape).contiguous(), spec)
 
 
 def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
@@ -140,13 +144,22 @@ def from_local(
             for size, axes in zip(local.shape, layout.dims, strict=True)
         ]
     spec = Spec.make(layout, torch.Size(shape), contiguous_stride(torch.Size(shape)), local.dtype, local.device)
+    if check.on and spec.here:
+        whole = f"from_local of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
+        check.agreed(whole, mesh.process_ids, _WHOLE)
     expected = layout.local_shape(shape)
     if spec.here and tuple(local.shape) != expected:
         raise LayoutError(
-            f"from_local: rank {world.rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
+            f"from_local: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
     return _FromLocal.apply(local, spec)
+
+
+_WHOLE = (
+    "Say the same on every rank. Where parts are uneven, every rank gives the whole tensor's shape: "
+    "onecard.from_local(x, mesh, placements, shape=[...])"
+)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -182,14 +195,15 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
 
     Args:
         x: a DistTensor (a plain tensor is laid out as by ``shard_tensor``).
-        mesh: its mesh.
+        mesh: its mesh, or any other: disjoint, overlapping, of another shape. Then every rank of both meshes must call
+            this, and any other rank may.
         placements: one for each mesh axis.
 
     Returns:
         A DistTensor with the same values. The gradient comes back in the layout that ``x`` has.
 
     Raises:
-        LayoutError: placements that do not fit. MeshError: another mesh than that of ``x``.
+        LayoutError: placements that do not fit. CommunicationError: ranks that the world does not have.
 
     Source: ``paddle.distributed.reshard``.
 
@@ -203,10 +217,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
         return shard_tensor(x, mesh, placements)
     layout = Layout.of(mesh, x.dim(), placements)
     if mesh is not x.mesh:
-        raise MeshError(
-            f"reshard from {x.mesh!r} to {mesh!r}: changing the mesh is not possible yet; "
-            "use the mesh that the tensor lives on (x.mesh)"
-        )
+        return _Transfer.apply(x, layout)
     if layout is x._spec.layout:
         return x
     return _Reshard.apply(x, layout)
@@ -229,14 +240,38 @@ class _Reshard(torch.autograd.Function):
         return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
 
 
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.layout = x._spec.layout.settled()
+        return _transfer(x, layout, "reshard")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _transfer(grad, ctx.layout, "gradient of reshard"), None
+
+
+def _transfer(x: DistTensor, layout: Layout, name: str) -> DistTensor:
+    """The tensor on another mesh; what is pending is summed on its own mesh first."""
+    groups.check_world(layout.mesh)
+    shape = tuple(x.shape)
+    source = settled_source(x._spec.layout, shape)
+    local = _to_layout(x, source, name)
+    moves = plan_transfer(shape, x.dtype.itemsize, source, layout)
+    if record.observers:
+        sent, line = moves.sent_by(world.get_rank()), record.user_line()
+        step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=moves.seconds)
+        record.tell(record.Message(step, name, "x", shape, "changes the mesh", line, explicit=True))
+    return wrap(run_transfer(moves, local), x._spec.with_layout(layout))
+
+
 def _idle(layout: Layout, axis: int) -> bool:
     return layout.dim_of(axis) is None
 
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    if local is x._local:
-        local = local.detach()
+    local = local.detach() if local is x._local else local.contiguous()
     return wrap(local, x._spec.with_layout(layout))
 
 
@@ -245,7 +280,9 @@ def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
 
 
 def unshard(x: Tensor) -> Tensor:
-    """The whole tensor as a plain tensor on every rank of its mesh; differentiable. Plain tensors pass through.
+    """The whole tensor as a plain tensor on every rank of the world; differentiable. Plain tensors pass through.
+
+    Every rank of the world calls it, those outside the tensor's mesh included: they are sent the value.
 
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
     """
@@ -268,6 +305,14 @@ class _Unshard(torch.autograd.Function):
 def _whole(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, DistTensor):
         return x
+    if x.mesh.size < world.get_world_size():
+        everyone = ProcessMesh(range(world.get_world_size()), ["world"])
+        return _transfer(x, Layout.replicated(everyone, x.dim()), name)._local
+    return whole_on_mesh(x, name)
+
+
+def whole_on_mesh(x: DistTensor, name: str) -> Tensor:
+    """The whole tensor on the ranks of its mesh; only they take part."""
     local = _to_layout(x, Layout.replicated(x.mesh, x.dim()), name)
     return local.detach() if local is x._local else local
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onecard.comm import check
+from onecard.errors import DispatchError
+from onecard.rules.call import schema_of
+from onecard.rules.register import changed
 from onecard.rules.registry import find
 from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor
@@ -101,6 +106,11 @@ def freeze(value: Any, func: Any) -> Any:
     if kind is list or kind is tuple:
         return tuple([freeze(item, func) for item in value])
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise DispatchError(
+                f"{func}: a {str(value.layout).removeprefix('torch.')} tensor cannot meet a DistTensor; pass x.to_dense(), or "
+                "the whole of the other one (y.full_tensor()) to compute on every rank"
+            )
         return (Tensor, value.shape, value.stride(), value.dtype)
     return value
 
@@ -113,4 +123,27 @@ def _matters(func: Any) -> bool:
     return found
 
 
+def _forget_rows() -> None:
+    for func in [f for f in _by_value if f not in builders]:
+        del _by_value[func]
+
+
+def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """``dispatch`` under the debug check: plain operands must be equal on the ranks of the mesh (see ``comm.check``)."""
+    names = schema_of(func).arguments
+    given = [*zip(names, args, strict=False), *(kwargs or {}).items()]
+    values = [(name, v) for name, value in given for v in (value if isinstance(value, list | tuple) else [value])]
+    plain = [(name, v) for name, v in values if isinstance(v, Tensor) and not isinstance(v, DistTensor)]
+    mesh = next((v.mesh for _, v in values if isinstance(v, DistTensor)), None)
+    if plain and mesh is not None and mesh.coordinate() is not None:
+        check.equal(schema_of(func).name, mesh.process_ids, plain, check.EQUAL)
+    return dispatch(cls, func, types, args, kwargs)
+
+
+def _check() -> None:
+    DistTensor.__torch_dispatch__ = classmethod(checked)  # type: ignore[assignment]
+
+
+changed += [programs.clear, _forget_rows]
 DistTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+check.when_on(_check)

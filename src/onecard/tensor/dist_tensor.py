@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils.weak import TensorWeakRef
 
 from onecard import reshard as planner
 from onecard.comm import record
@@ -17,6 +17,7 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.reshard import Step
+from onecard.tensor import memory
 from onecard.tensor.spec import Spec
 
 _make = Tensor._make_wrapper_subclass
@@ -32,9 +33,9 @@ class DistTensor(Tensor):
     """
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
-    # _views: the pending tensors that share this one's memory, itself included; unset if there are none.
+    # _family, _part_of: the pending tensors that share this one's memory, and those that it is a part of (see memory.py).
     # _cut_off: set if this would be a view on one card but had to be copied, so writes cannot reach the original.
-    __slots__ = ("_cut_off", "_local", "_spec", "_views")
+    __slots__ = ("_cut_off", "_local", "_spec")
     _local: Tensor
     _spec: Spec
     _cut_off: str
@@ -43,7 +44,8 @@ class DistTensor(Tensor):
     full_tensor: Callable[[], Tensor]
     to_dtensor: Callable[[], DTensor]
     redistribute: Callable[[Sequence[Placement]], DistTensor]
-    _views: list[TensorWeakRef]
+    _family: memory.Family | None = None
+    _part_of: memory.Family | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -57,9 +59,10 @@ class DistTensor(Tensor):
     def layout(self) -> Any:  # type: ignore[override]
         """How the tensor lies on its mesh: a ``Layout``.
 
-        PyTorch's own decompositions expect a ``torch.layout`` under this name; while one runs, they get that.
+        PyTorch's own Python code (decompositions, ``torch.masked``) expects a ``torch.layout`` under this name and gets that.
         """
-        return torch.strided if decomposing else self._spec.layout
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return torch.strided if asked_by.startswith("torch.") else self._spec.layout
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -94,39 +97,25 @@ class DistTensor(Tensor):
         """
         layout = self._spec.layout
         if layout.pending:
-            self._become(layout.settled(), "settle", "self", "asked for", explicit=True, force=True)
+            self._become(layout.settled(), "settle", "self", "asked for", explicit=True)
         return self
 
-    def _become(
-        self, target: Layout, op: str, operand: str, reason: str, explicit: bool, force: bool = False
-    ) -> Tensor:
-        """This rank's shard under another layout.
-
-        A pending sum that is settled stays settled, so that no sum runs twice: in place, for this tensor and for the
-        views of its memory, if nobody else sees that memory.
-        """
+    def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> Tensor:
+        """This rank's shard under another layout. A pending sum that is settled stays settled (see ``memory``)."""
         spec = self._spec
-        source = spec.layout
-        steps = planner.plan(tuple(spec.shape), spec.dtype.itemsize, source, target)
+        source, shape = spec.layout, tuple(spec.shape)
+        steps = planner.plan(shape, spec.dtype.itemsize, source, target)
         if record.observers:
-            announce(steps, op, operand, tuple(spec.shape), reason, explicit)
+            announce(steps, op, operand, shape, reason, explicit)
+        settles = bool(source.pending) and target is source.settled()
         if not spec.here:
+            if settles:
+                memory.adopt(self, self._local)
             return self._local
-        if target is not source.settled() or target is source:
-            return run_steps(steps, self._local, spec.shape)
-        family = _family(self)
-        if len(family) > 1:
-            # All views see the same memory, which holds nothing else: reduce it where it lies.
-            memory = self._local.untyped_storage()
-            flat = self._local.new_empty(0).set_(memory, 0, (self._local.numel(),))  # type: ignore[call-overload]
-            run_steps(steps, flat, spec.shape, owned=True)
-            for member in family:
-                member._spec = member._spec.with_layout(member._spec.layout.settled())
-            return self._local
-        local = run_steps(steps, self._local, spec.shape, owned=bool(family))
-        if family or force:
-            self._local, self._spec = local, spec.with_layout(target)
-        return local
+        if not settles:
+            return run_steps(steps, self._local, shape)
+        memory.settle(self, lambda local, owned: run_steps(steps, local, shape, owned))
+        return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local"], (self._spec, self.requires_grad)
@@ -199,39 +188,6 @@ def wrap_view(local: Tensor, spec: Spec) -> DistTensor:
         with torch.inference_mode(False):
             return wrap(local, spec)
     return wrap(local, spec)
-
-
-def sole_owner(local: Tensor) -> bool:
-    """Whether no other tensor shares this one's memory."""
-    return _users(local) == 1
-
-
-def _users(local: Tensor) -> int:
-    """How many tensors share this one's memory (the storage handle made here counts as one more)."""
-    storage = local.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1
-
-
-def join(base: DistTensor, view: DistTensor) -> None:
-    """Note that a pending view shares its base's memory, so that both can be settled at once."""
-    views = getattr(base, "_views", None)
-    if views is None:
-        views = base._views = [TensorWeakRef(base)]
-    views.append(TensorWeakRef(view))
-    view._views = views
-
-
-def _family(x: DistTensor) -> list[DistTensor]:
-    """The tensors that together are all who see this one's memory, alike pending; empty if there are others."""
-    users = _users(x._local)
-    if users == 1:
-        return [x]
-    alive = [member for ref in getattr(x, "_views", ()) if (member := ref()) is not None]
-    storage = x._local.untyped_storage()
-    alike = all(m._spec.layout.pending == x._spec.layout.pending for m in alive)
-    shared = [m for m in alive if m._local.untyped_storage()._cdata == storage._cdata]
-    filled = storage.nbytes() == x._local.nbytes
-    return shared if alike and filled and len({id(m._local) for m in shared}) == users else []
 
 
 def announce(

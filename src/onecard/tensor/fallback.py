@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard import reshard as planner
+from onecard.comm import record
 from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
-from onecard.tensor import dist_tensor
-from onecard.tensor.dist_tensor import DistTensor, describe, sole_owner, wrap
+from onecard.tensor import dist_tensor, memory
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.program import check_writable
 from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An operator without a row was run otherwise: ``how`` is "decomposed" or "gathered"."""
+
+    func: Any
+    how: str
+
+
+# Told of each such call (``coverage``); one list for the process.
+observers: list[Callable[[Event], None]] = []
+
+
+def _tell(func: Any, how: str) -> None:
+    for observer in list(observers):
+        observer(Event(func, how))
 
 
 class GatheredOperatorWarning(UserWarning):
@@ -31,19 +51,66 @@ def out_of_place(func: Any, call: Call) -> Callable[..., Any]:
     """Run an ``out=`` operator as its functional form, then copy each result into its place."""
     functional = _functional(func)
     names = call.schema.out
+    if functional is None:
+        raise DispatchError(f"{func} has no out-of-place form that onecard could run; use one that returns its result")
 
     def expand(*args: Any, **kwargs: Any) -> Any:
         outs = [kwargs.pop(name) for name in names]
         results = functional(*args, **kwargs)
         for out, result in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
-            if out.shape != result.shape:
+            if out.shape == result.shape:
+                write(out, result)
+            elif out.numel() == 0:
+                _fill_empty(out, result)
+            else:
                 raise DispatchError(
                     f"{func}: out= is {describe(out)}, the result is {describe(result)}; make them alike"
                 )
-            write(out, result)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     return expand
+
+
+def _fill_empty(out: Tensor, result: Tensor) -> None:
+    """An empty ``out=`` takes the result's shape, as in torch."""
+    if not isinstance(out, DistTensor):
+        out.resize_(result.shape)
+        write(out, result)
+        return
+    with no_dispatch():
+        torch.ops.aten.resize_.default(out, result.shape)
+    if not isinstance(result, DistTensor):
+        layout = Layout.replicated(out.mesh, result.dim())
+        result = wrap(result, Spec.like(layout, result, out._spec.device))
+    local = result._local if result._local.dtype == out.dtype else result._local.to(out.dtype)
+    out._local, out._spec = local, Spec.like(result._spec.layout, out, out._spec.device)
+
+
+def shape_in_place(func: Any, call: Call) -> Callable[..., Any]:
+    """Run squeeze_, t_ and their kin: the tensor becomes the view that the out-of-place form returns."""
+    functional = _functional(func) if call.schema.name in _SHAPES_IN_PLACE else None
+    if functional is None:
+        raise DispatchError(
+            f"{func}: the memory of a DistTensor cannot change its size in place; make a new tensor, for example with "
+            "x = x.reshape(...), x.new_empty(...) or torch.nn.functional.pad(x, ...)"
+        )
+
+    def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
+        made = functional(target, *args, **kwargs)
+        if getattr(made, "_cut_off", "") and target._is_view():
+            raise DispatchError(
+                f"{func}: {describe(target)} is a view, and this would have to copy it from other ranks. "
+                f" Take the form that returns its result: x = x.{call.schema.functional}(...)"
+            )
+        with no_dispatch():
+            func(target, *args, **kwargs)
+        target._local, target._spec = made._local, made._spec
+        return target
+
+    return expand
+
+
+_SHAPES_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"})
 
 
 def copy_back(func: Any) -> Callable[..., Any]:
@@ -51,11 +118,16 @@ def copy_back(func: Any) -> Callable[..., Any]:
     functional = _functional(func)
 
     def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(target, DistTensor) and target._spec.layout.pending and sole_owner(target._local):
+        if functional is None:
+            return gather(func, [target, *args], kwargs)
+        if not isinstance(target, DistTensor) or not target._spec.layout.pending:
+            write(target, functional(target, *args, **kwargs))
+        elif memory.is_part(target):
+            # The rest of the sum stays pending: write summands of the new value into the part.
+            write(target, functional(target.clone(), *args, **kwargs))
+        else:
             # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
-            target.settle()
-            return func(target, *args, **kwargs)
-        write(target, functional(target, *args, **kwargs))
+            return func(target.settle(), *args, **kwargs)
         return target
 
     return expand
@@ -76,16 +148,29 @@ def write(target: Tensor, value: Tensor) -> None:
     target._local.copy_(local)
 
 
-def _functional(func: Any) -> Any:
+def _functional(func: Any) -> Callable[..., Any] | None:
+    """The form of an in-place or ``out=`` operator that writes to nothing; None if there is none."""
     schema = schema_of(func)
     packet = getattr(torch.ops.aten, schema.functional, None)
-    wanted = [a for a in schema.arguments if a not in schema.out]
+    wanted = _typed(func, schema.out)
     for overload in packet.overloads() if packet is not None else ():
         candidate = getattr(packet, overload)
-        found = schema_of(candidate)
-        if not found.written and list(found.arguments) == wanted:
+        if schema_of(candidate).written or len(candidate._schema.returns) != len(func._schema.returns):
+            continue
+        found = _typed(candidate, ())
+        if found == wanted:
             return candidate
-    raise DispatchError(f"{func} has no out-of-place form that onecard could run; use one that returns its result")
+        if sorted(found) == sorted(wanted):  # polygamma(n, self), but polygamma_(self, n)
+            return _renamed(candidate, [name for name, _ in wanted])
+    return None
+
+
+def _typed(func: Any, without: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in without]
+
+
+def _renamed(func: Any, names: list[str]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: func(**dict(zip(names, args, strict=False)), **kwargs)
 
 
 class _NoRule(Exception):
@@ -107,7 +192,10 @@ def without_rule(func: Any, call: Call) -> Callable[..., Any]:
                 result = _decompose(decomposition, args, kwargs)
                 if result is not NotImplemented and (checked or _same_results(result, call)):
                     checked = True
+                    _tell(func, "decomposed")
                     return result
+            except DispatchError:  # it writes to a view that would have to be copied
+                pass
             except OnecardError:
                 raise
             except Exception:  # whatever stops a decomposition: the gathered call decides whether the call is wrong
@@ -140,13 +228,15 @@ def _same_results(result: Any, call: Call) -> bool:
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on whole operands on every rank; results are replicated. Warns once for each operator."""
+    """Run an operator on whole operands on every rank; results are replicated. Warns once for each operator, the first
+    time that it costs a message."""
     operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DistTensor)]
     mesh, device = operands[0].mesh, operands[0]._spec.device
-    if func not in _warned:
+    if func not in _warned and not all(t._spec.layout.is_replicated for t in operands):
         _warned.add(func)
         _warn(func, operands)
-    originals = {}
+    _tell(func, "gathered")
+    originals, moved = {}, []
 
     def whole(value: Any) -> Any:
         if not isinstance(value, DistTensor):
@@ -157,6 +247,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             local = value._become(
                 target, schema_of(func).name, "operand", "no rule, so it must be whole", explicit=False
             )
+            moved.append(value)
         originals[id(local)] = (value, local)
         return local
 
@@ -172,8 +263,13 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         if id(value) in originals:
             return originals[id(value)][0]
+        if value.layout is not torch.strided:
+            raise DispatchError(
+                f"{func} makes a {str(value.layout).removeprefix('torch.')} tensor, which cannot be distributed. Compute it on "
+                "every rank from the whole: x.full_tensor()"
+            )
         made = wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
-        if schema_of(func).views:
+        if schema_of(func).views and moved:
             made._cut_off = schema_of(func).name
         return made
 
@@ -186,7 +282,8 @@ def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, l
     given = args[place] if place < len(args) else kwargs.get(name)
     local = local_args[place] if place < len(args) else local_kwargs.get(name)
     if isinstance(given, DistTensor) and given._local is not local:
-        write(given, local)
+        spec = Spec.like(Layout.replicated(given.mesh, local.dim()), local, given._spec.device)
+        write(given, wrap(local, spec))
 
 
 def _warn(func: Any, operands: list[DistTensor]) -> None:
@@ -197,11 +294,15 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     )
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
-    warnings.warn(
+    cure = f'To make it fast, add a row: row("{schema.name}", "{terms} -> ...")'
+    if torch.Tag.dynamic_output_shape in func.tags:
+        cure = "The shape of its result depends on data, so no row can divide it"
+    file, _, line = record.user_line().rpartition(":")
+    warnings.warn_explicit(
         f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "
         f"this rank, "
-        f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. To make it fast, add a row: "
-        f'row("{schema.name}", "{terms} -> ...")',
+        f"{', '.join(repr(t._spec) for t in operands[:4])}). The result is right. {cure}",
         GatheredOperatorWarning,
-        stacklevel=2,
+        file or "?",
+        int(line) if line.isdigit() else 0,
     )

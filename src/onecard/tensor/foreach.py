@@ -14,11 +14,15 @@ from torch import Tensor
 
 from onecard import reshard as planner
 from onecard.comm import collectives, groups, record
+from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path, schema_of
-from onecard.tensor import fallback
+from onecard.rules.registry import find
+from onecard.tensor import fallback, memory
 from onecard.tensor.dispatch import Direct, builders, handle, program_for
+from onecard.tensor.dispatch import _by_value as by_value
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.program import Program
 
@@ -36,7 +40,9 @@ def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = Tr
     buckets: dict[Any, list[DistTensor]] = {}
     for x in {id(t): t for t in tensors if isinstance(t, DistTensor)}.values():
         layout = x._spec.layout
-        if layout.pending and x._spec.here:
+        if layout.pending and not x._spec.here:
+            memory.adopt(x, x._local)
+        elif layout.pending:
             buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
     for members in buckets.values():
         for bucket in _fill(members):
@@ -59,7 +65,7 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
     layout = bucket[0]._spec.layout
     if len(bucket) == 1:
         x = bucket[0]
-        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit, force=True)
+        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
         return
     flat = torch.cat([x._local.reshape(-1) for x in bucket])
     if record.observers:
@@ -69,8 +75,7 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
     for axis, op in layout.pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
     for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
-        x._local = part.view(x._local.shape)
-        x._spec = x._spec.with_layout(x._spec.layout.settled())
+        memory.adopt(x, part.view(x._local.shape))
 
 
 class ForeachProgram:
@@ -142,6 +147,13 @@ _RENAMED = {
     ("minimum", "Scalar"): aten.clamp_max.default,
     ("maximum", "ScalarList"): aten.clamp_min.default,
     ("minimum", "ScalarList"): aten.clamp_max.default,
+    # maximum and minimum have no in-place forms; these do the same.
+    ("maximum_", "Scalar"): aten.clamp_min_.default,
+    ("minimum_", "Scalar"): aten.clamp_max_.default,
+    ("maximum_", "ScalarList"): aten.clamp_min_.default,
+    ("minimum_", "ScalarList"): aten.clamp_max_.default,
+    ("maximum_", "List"): aten.clamp_min_.Tensor,
+    ("minimum_", "List"): aten.clamp_max_.Tensor,
     ("norm", "Scalar"): aten.linalg_vector_norm.default,
     ("pow", "ScalarAndTensor"): aten.pow.Scalar,
     ("pow", "List"): aten.pow.Tensor_Tensor,
@@ -189,7 +201,10 @@ def _only_settles(x: Any, target: Layout) -> bool:
 
 
 class FusedProgram:
-    """A fused optimizer step: gradients and states come to their parameter's layout, then one local kernel."""
+    """A fused optimizer step: gradients and states come to their parameter's layout, then one local kernel.
+
+    States that lie otherwise (``shard_fn``, a state dict of plain tensors) are brought there and written back.
+    """
 
     simple = False
 
@@ -200,13 +215,26 @@ class FusedProgram:
         params = args[0]
         lists = [a for a in args[1:] if isinstance(a, list | tuple)]
         settle_all([x for a in lists for x in a if _settles_to(x, params)], self.name, explicit=False)
-        local = [[_local(p) for p in params]]
-        for a in args[1:]:
-            if isinstance(a, list | tuple):
-                local.append([self._fit(x, p) for x, p in zip(a, params, strict=False)])
-            else:
+        local: list[Any] = [[_local(p) for p in params]]
+        back: list[tuple[Tensor, Tensor]] = []
+        for i, a in enumerate(args[1:], 1):
+            if not isinstance(a, list | tuple):
                 local.append(_local(a))
-        return self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+                continue
+            local.append([self._fit(x, p) for x, p in zip(a, params, strict=False)])
+            if self._writes(i, kwargs):
+                moved = zip(a, local[i], params, strict=False)
+                back += [(x, _like_param(y, p)) for x, y, p in moved if y is not _local(x)]
+        result = self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+        for x, value in back:
+            fallback.write(x, value)
+        return result
+
+    def _writes(self, position: int, kwargs: Any) -> bool:
+        """Whether the kernel writes to a list; to gradients it does only where it must unscale them."""
+        schema = schema_of(self.func)
+        name = schema.arguments[position]
+        return name in schema.written and (name != "grads" or kwargs.get("grad_scale") is not None)
 
     def _fit(self, x: Any, param: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape != param.shape:
@@ -219,8 +247,14 @@ class FusedProgram:
                 return x._local
             if x.mesh is not target.mesh:
                 raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
-            return x._become(target, self.name, "grads", "follows its parameter", explicit=False)
+            moved = x._become(target, self.name, "grads", "follows its parameter", explicit=False)
+            return x._local if x._spec.layout is target else moved
         return x[target.local_slices(x.shape)].contiguous()
+
+
+def _like_param(local: Tensor, param: Any) -> Tensor:
+    """A local tensor as what it is a part of: laid out as its parameter."""
+    return wrap(local, param._spec) if isinstance(param, DistTensor) and local.dim() == param.dim() else local
 
 
 def _settles_to(x: Any, params: Any) -> bool:
@@ -233,15 +267,17 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     settle_all(grads, "unscale", explicit=False)
     found, scale = _whole(found_inf), _whole(inv_scale)
     func([_local(g) for g in grads], found, scale)
-    axes = {
-        (g.mesh, a)
-        for g in grads
-        if isinstance(g, DistTensor) and g._spec.here
-        for dim in g._spec.layout.dims
-        for a in dim
-    }
-    for mesh, axis in sorted(axes, key=lambda pair: (str(pair[0]), pair[1])):
-        found.copy_(collectives.all_reduce(found, groups.group(mesh, axis), "max"))
+    cuts: dict[ProcessMesh, set[int]] = {}
+    for g in grads:
+        if isinstance(g, DistTensor) and g._spec.here:
+            cuts.setdefault(g.mesh, set()).update(a for dim in g._spec.layout.dims for a in dim)
+    shape = tuple(found.shape)
+    for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
+        seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
+        steps = planner.plan(shape, found.element_size(), seen, seen.settled())
+        if record.observers:
+            announce(steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False)
+        found.copy_(run_steps(steps, found, shape))
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -256,9 +292,13 @@ def _register() -> None:
         func = getattr(getattr(aten, packet), overload or "default")
         if schema_of(func).out:
             continue
-        builders[func] = (
-            build_foreach if packet.startswith("_foreach_") else lambda func, args, kwargs: FusedProgram(func)
-        )
+        if packet.startswith("_foreach_"):
+            builders[func] = build_foreach
+            element = _element(func)
+            row = None if element is None else find(element)
+            by_value[func] = row is not None and row.values  # a norm's order decides, a learning rate does not
+        else:
+            builders[func] = lambda func, args, kwargs: FusedProgram(func)
     func = aten._amp_foreach_non_finite_check_and_unscale_.default
     handle(func, _unscale)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from onecard import reshard as planner
 from onecard.comm import record
@@ -14,7 +15,8 @@ from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor.dist_tensor import DistTensor, announce, join, wrap, wrap_view
+from onecard.tensor import memory
+from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
@@ -36,13 +38,14 @@ class Program:
         note: axes to note on an operand for its backward operator.
         view: the result shares memory with the first argument.
         cut_off: this is a view on one card, but here its operand had to be moved first.
+        copied: likewise of _unsafe_view, which promises a view only while nobody looks at the operand.
         writes: operands that are written to.
         wrap: makes the result's DistTensor.
         expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
     """
 
     __slots__ = (
-        "aliases", "call", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "simple", "spec",
+        "aliases", "call", "copied", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "simple", "spec",
         "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
@@ -62,6 +65,7 @@ class Program:
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
         self.cut_off = False
+        self.copied = False
         self.note: tuple[Path, tuple[int, ...]] | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.call: Callable[..., Any] = func
@@ -98,8 +102,10 @@ class Program:
         made = self.wrap(result, spec)
         if self.cut_off:
             made._cut_off = self.name
+        elif self.copied:
+            made._copy_of = TensorWeakRef(args[0])
         elif self.view and spec.layout.pending:
-            join(args[0], made)
+            memory.join(args[0], made)
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
@@ -188,6 +194,14 @@ def check_writable(value: Any, name: str) -> None:
     origin, base = getattr(value, "_cut_off", ""), value._base
     if not origin and isinstance(base, DistTensor) and not _share(base._local, value._local):
         origin = "a view"  # of such a view
+    copied = getattr(value, "_copy_of", None)
+    if not origin and copied is not None and copied() is not None:
+        origin = "_unsafe_view"
+    if origin == memory.A_VIEW:
+        raise DispatchError(
+            f"{name}: {value._spec!r} is {origin}, on its own: writing to it would not reach the sum that it was taken "
+            "from. Settle the sum before you take the view: x.settle()"
+        )
     if origin:
         raise DispatchError(
             f"{name}: writing into the result of {origin} would not reach the tensor it was taken from: on one card it is "

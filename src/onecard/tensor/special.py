@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
+from onecard.layout import Layout
+from onecard.tensor.convert import whole_on_mesh
 from onecard.tensor.dispatch import handle
-from onecard.tensor.dist_tensor import describe
+from onecard.tensor.dist_tensor import describe, wrap, wrap_view
+from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
 
@@ -18,9 +23,10 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not x._spec.here:
         raise DispatchError(
-            f".item() (or bool(), float()) of {describe(x)}: this rank is not in {x.mesh!r}, so it does not hold the value"
+            f".item() (or bool(), float()) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it does not hold "
+            "the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
         )
-    return func(x.detach().full_tensor())
+    return func(whole_on_mesh(x, "item"))
 
 
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
@@ -36,6 +42,35 @@ def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0]._local.is_pinned()
 
 
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last of a strided tensor."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """as_strided(): reads memory as one card would have it, so that must be there: all of it, and from its beginning."""
+    x, shape, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    own = offset is None and _span(shape, stride) <= _span(x._spec.shape, x._spec.stride) == x.numel()
+    if x._is_view() and not own:
+        raise DispatchError(
+            f"as_strided of {describe(x)}, which is a view: the memory around it is not on this rank. Take it from a copy, "
+            "x.clone().as_strided(...), or index instead"
+        )
+    local, spec = whole_on_mesh(x, "as_strided"), x._spec
+    if not spec.here:
+        return wrap(local, Spec.like(Layout.replicated(x.mesh, len(args[1])), func(spec.meta(), *args[1:], **kwargs), spec.device))
+    shares = spec.layout.is_replicated and local.stride() == spec.stride and local.storage_offset() == 0
+    if not shares:
+        local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(local)
+    part = func(local, *args[1:], **kwargs)
+    made = wrap_view(part, Spec.like(Layout.replicated(x.mesh, part.dim()), part, spec.device))
+    if not shares:
+        made._cut_off = "as_strided"
+    return made
+
+
+handle(aten.as_strided.default, _as_strided)
 handle(aten._local_scalar_dense.default, _scalar)
 handle(aten.is_same_size.default, _same_size)
 handle(aten.equal.default, _equal)

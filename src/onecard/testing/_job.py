@@ -52,6 +52,7 @@ class Report:
     text: str = ""
     consequence: bool = False  # an error that the loss of another rank brings about
     counts: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    code: int = 1  # exit status of an error
 
 
 def locate(function: Callable[..., Any]) -> Where:

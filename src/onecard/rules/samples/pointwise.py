@@ -26,7 +26,8 @@ _BINARY_REAL = """
     minimum nextafter remainder logical_and logical_or logical_xor"""
 _BINARY_POSITIVE = "igamma igammac pow xlogy special_xlog1py polar complex"
 _BINARY_INTEGER = """
-    add sub mul div bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm __lshift__ __rshift__ floor_divide remainder maximum eq"""
+    add sub mul div bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm __lshift__
+    __rshift__ floor_divide remainder maximum eq"""
 _WITH_NUMBER = "add sub rsub mul div pow eq ne lt le gt ge fmod remainder clamp_min clamp_max"
 _SPECIAL_ONE = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr modified_bessel_i0 modified_bessel_i1

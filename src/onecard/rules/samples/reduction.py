@@ -73,4 +73,6 @@ SAMPLES = [
     lambda: real(1, 5).mean(0, keepdim=True),
     lambda: real().sum(),
     lambda: inside(1).amax(),
+    lambda: torch.histc(real(5, 3, grad=False), 4, -1.0, 1.0),
+    lambda: torch.histc(real(7, grad=False), 3, 0, 2),
 ]

@@ -5,7 +5,7 @@ from importlib import import_module
 from onecard.rules.registry import rows
 
 NAMES = (
-    "pointwise", "matmul", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax",
+    "pointwise", "matmul", "grouped", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax",
     "loss", "normalization", "batch_norm", "attention", "convolution", "resampling",
 )  # fmt: skip
 families: dict[str, list[str]] = {}

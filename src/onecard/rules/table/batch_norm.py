@@ -70,7 +70,7 @@ def _forward(
     var = centred.mul_(centred).mean(dims)
     if running_mean is not None and running_var is not None:
         _average(running_mean, mean, momentum)
-        _average(running_var, var * (size / (size - 1)), momentum)
+        _average(running_var, var * (size / max(size - 1, 1)), momentum)
     like = x.dtype if weight is None else weight.dtype
     out = aten.native_batch_norm(input, weight, bias, cast(mean, like), cast(var, like), False, momentum, eps)[0]
     return out, mean, (var + eps).rsqrt_()

@@ -95,14 +95,6 @@ row("addcdiv", "..., ..., ... -> ...", linear="self + tensor1")
 row("complex", "..., ... -> ...", linear="real + imag")
 
 
-@row("masked_fill", values=True)
-def _masked_fill(call: Call) -> Form:
-    """Zero is the one number of which each rank may fill in all; a tensor is left to one rank."""
-    if call.schema.overload == "Tensor":
-        return Form("..., ..., () -> ...", linear="self + value")
-    return Form("..., ... -> ...", linear="self" if call.value == 0 else "")
-
-
 row("neg deg2rad rad2deg _conj_physical", "... -> ...", linear="self")
 
 # Backward operators are linear in the gradient, which therefore may stay pending.

@@ -228,10 +228,15 @@ def _std_mean(
     return cast(var.sqrt(), _real(self.dtype)), cast(mean, self.dtype)
 
 
-row("var.correction", instead=_var)(_whole_dims)
-row("std.correction", instead=_std)(_whole_dims)
-row("var_mean.correction", instead=_var_mean)(_whole_dims)
-row("std_mean.correction", instead=_std_mean)(_whole_dims)
+def _nothing_if_empty(c: Local) -> None:
+    """The kernels warn of too few numbers where there is no result to compute."""
+    if_empty(c, lambda dtype: 0)
+
+
+row("var.correction", instead=_var, local=_nothing_if_empty)(_whole_dims)
+row("std.correction", instead=_std, local=_nothing_if_empty)(_whole_dims)
+row("var_mean.correction", instead=_var_mean, local=_nothing_if_empty)(_whole_dims)
+row("std_mean.correction", instead=_std_mean, local=_nothing_if_empty)(_whole_dims)
 
 
 # ---- Norms: a norm of norms is a norm, so a pending norm passes through
@@ -289,3 +294,12 @@ def _logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 row("logsumexp", instead=_logsumexp)(_whole_dims)
+
+
+# ---- Counts
+
+
+@row("histc", values=True)
+def _histc(call: Call) -> str | None:
+    """Without bounds it takes the smallest and largest element, which no rank knows."""
+    return signature([names(call.self.dim())], [["_"]]) if call.min != call.max else None

@@ -45,8 +45,9 @@ def capture(program: Callable[[], Any], where: str = "", seed: int = 0) -> list[
         seed: of ``torch.random``, whose state is put back afterwards.
 
     Example:
-        >>> [call.name for call in capture(lambda: torch.ones(2, requires_grad=True) * 3)][-2:]
-        ['mul.Tensor', 'mul.Tensor']
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> [call.name for call in capture(lambda: x.exp()) if call.name in ("exp.default", "mul.Tensor")]
+        ['exp.default', 'mul.Tensor']
     """
     recorder = _Recorder(where)
     with torch.random.fork_rng(devices=[]):

@@ -13,17 +13,9 @@ from onecard.rules.verify.split import mismatch
 from onecard.rules.verify.trial import Trial, one_axis_layouts
 
 LARGEST_SEARCH = 3000
-# Kernels that read or write out of bounds on shapes that do not fit.
-UNCHECKED = re.compile(r"nll_loss2d|batch_norm|scaled_dot_product|pool|unique|embedding_bag|rnn|gru|lstm")
-# Kernels that take any shape they are given and end the process on shards that do not fit together.
-_UNCHECKED = (
-    "_reshape_alias",
-    "reflection_pad",
-    "replication_pad",
-    "as_strided",
-    "_scaled_dot_product",
-    "_unsafe",
-    "nll_loss2d",
+# Kernels that do not check the shapes they are given, and may end the process on shards that do not fit together.
+UNCHECKED = re.compile(
+    r"^(_reshape_alias|as_strided|_unsafe)|nll_loss2d|batch_norm|scaled_dot_product|pool|_pad|unique|embedding_bag|rnn|gru|lstm"
 )
 
 
@@ -34,24 +26,41 @@ def search(trial: Trial) -> tuple[dict[str, str], set[str]]:
         Those that are right, with their results' layouts; and those that are not. A layout can be right by accident of
         the numbers (a mask that is all true), so only what no other call refutes is worth telling.
     """
-    right: dict[str, str] = {}
+    right: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+    allowed: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
     refuted: set[str] = set()
     choices = [_layouts(trial, i) for i in range(len(trial.operands))]
-    if trial.call.schema.name.startswith(_UNCHECKED):
-        return right, refuted
     unsafe = UNCHECKED.search(trial.call.schema.name)
     if unsafe or trial.written or not trial.values or prod(map(len, choices)) > LARGEST_SEARCH:
-        return right, refuted
+        return {}, set()
     for layouts in product(*choices):
-        if all(layout.is_replicated for layout in layouts) or exactly(trial.bound, layouts) is not None:
+        decision = exactly(trial.bound, layouts)
+        if decision is not None:
+            allowed[layouts] = decision.results
             continue
         found = _right_as(trial, layouts)
-        words = " x ".join(map(_short, layouts))
         if found:
-            right[words] = ", ".join(map(_short, found))
+            right[layouts] = found
         else:
-            refuted.add(words)
-    return right, refuted
+            refuted.add(_words(layouts))
+    known = allowed | right
+    missed = {_words(layouts): results for layouts, results in right.items() if not _idle(layouts, results, known)}
+    return {words: ", ".join(map(_short, results)) for words, results in missed.items()}, refuted
+
+
+def _idle(
+    layouts: tuple[Layout, ...], results: tuple[Layout, ...], known: dict[tuple[Layout, ...], tuple[Layout, ...]]
+) -> bool:
+    """Whether an operand's layout changes nothing: with that operand replicated the results are the same."""
+    for i, layout in enumerate(layouts):
+        whole = Layout.replicated(layout.mesh, layout.ndim)
+        if layout is not whole and known.get((*layouts[:i], whole, *layouts[i + 1 :])) == results:
+            return True
+    return False
+
+
+def _words(layouts: Sequence[Layout]) -> str:
+    return " x ".join(map(_short, layouts))
 
 
 def _layouts(trial: Trial, i: int) -> list[Layout]:
@@ -59,11 +68,12 @@ def _layouts(trial: Trial, i: int) -> list[Layout]:
     tensor, mesh = trial.operands[i], trial.mesh
     if i in trial.bound.unread:
         return [Layout.replicated(mesh, tensor.dim())]
-    # Cutting a dim of size one tells nothing.
+    # Few kernels expect a shard to be empty, so those are not asked about.
+    last = (mesh.size - 1,)
     layouts = [
         layout
         for layout in one_axis_layouts(mesh, tensor.dim())
-        if layout.is_replicated or _size(tensor.shape, layout) > 1
+        if layout.is_replicated or 0 not in layout.local_shape(tensor.shape, last)
     ]
     # A comparison of random numbers is often right by accident on summands.
     if tensor.is_floating_point() and tensor.numel() and any(t.is_floating_point() for t in trial.results):
@@ -71,12 +81,7 @@ def _layouts(trial: Trial, i: int) -> list[Layout]:
     return layouts
 
 
-def _size(shape: Sequence[int], layout: Layout) -> int:
-    dim = layout.dim_of(0)
-    return 1 if dim is None else shape[dim]
-
-
-def _right_as(trial: Trial, layouts: Sequence[Layout]) -> list[Layout]:
+def _right_as(trial: Trial, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
     """Layouts that make the local results right, one for each result; empty if there are none."""
     try:
         # The meta function refuses most of what the kernel would not survive.
@@ -84,7 +89,7 @@ def _right_as(trial: Trial, layouts: Sequence[Layout]) -> list[Layout]:
         trial.run(bare, None, meta=True)
         results, _ = trial.run(bare, None)
     except Exception:  # shards that the kernel does not take
-        return []
+        return ()
     found = []
     for whole, local in zip(trial.results, results, strict=True):
         options = list(one_axis_layouts(trial.mesh, whole.dim()))
@@ -92,9 +97,9 @@ def _right_as(trial: Trial, layouts: Sequence[Layout]) -> list[Layout]:
             options.append(Layout.make(trial.mesh, ((),) * whole.dim(), ((0, op),)))
         right = next((layout for layout in options if not mismatch(whole, layout, local, True, trial.tolerance)), None)
         if right is None:
-            return []
+            return ()
         found.append(right)
-    return found
+    return tuple(found)
 
 
 def _short(layout: Layout) -> str:

@@ -69,7 +69,7 @@ def verify_call(
     kwargs: dict[str, Any] | None = None,
     mesh_shape: Sequence[int] = (2,),
     *,
-    missed: bool = False,
+    missed: bool = True,
     seed: int = 0,
     limit: int = 300,
 ) -> Result:
@@ -89,10 +89,11 @@ def verify_call(
         limit: strategies to try at most.
 
     Example:
+        >>> import torch
         >>> a, b = torch.randn(4, 6).double(), torch.randn(6, 3).double()
-        >>> result = verify_call(torch.ops.aten.mm.default, (a, b), missed=True)
+        >>> result = verify_call(torch.ops.aten.mm.default, (a, b))
         >>> result.proved, result.wrong, result.missed
-        (6, [], {})
+        (8, [], {})
     """
     return prove(Captured(func, tuple(args), dict(kwargs or {})), mesh_of(mesh_shape), missed, seed, limit)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -86,7 +87,23 @@ def verify_calls(
     watch: Callable[[Captured], None] | None = None,
 ) -> Report:
     """Prove the rows of all these calls; ``watch`` is told of each before."""
-    report, hit = Report(), set()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small threads only wait for each other
+    try:
+        return _verify_calls(calls, meshes, missed, limit, watch)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _verify_calls(
+    calls: Iterable[Captured],
+    meshes: Sequence[Sequence[int]],
+    missed: bool,
+    limit: int,
+    watch: Callable[[Captured], None] | None,
+) -> Report:
+    report = Report()
+    hit: set[str] = set()
     ruleless: dict[str, None] = {}
     family_of = {name: family for family, names in table.families.items() for name in names}
     for call in calls:
@@ -94,13 +111,15 @@ def verify_calls(
         if row is None:
             ruleless[call.name] = None
             continue
-        hit.add(row)
         name = schema_of(call.func).name
         operator = report.operators.setdefault(name, Operator(name, family_of.get(row, "own")))
         if watch is not None:
             watch(call)
         for shape in meshes:
-            _add(operator, prove(call, mesh_of(shape), missed, limit=limit))
+            result = prove(call, mesh_of(shape), missed, limit=limit)
+            _add(operator, result)
+            if result.rule:
+                hit.add(row)
     report.uncovered = sorted(set(rows) - hit - set(elsewhere()))
     report.ruleless = sorted(ruleless)
     return report
@@ -139,7 +158,7 @@ def show(report: Report, console: Console, missed: bool = False, each: int = 3) 
             )
     for operator in report.operators.values() if missed else ():
         for line in operator.missed:
-            console.print(f"[yellow]missed[/] {operator.name}  {escape(line)}", highlight=False)
+            console.print(f"[yellow]missed[/] {operator.name}  {escape(line)}", highlight=False, soft_wrap=True)
     if report.ruleless:
         console.print(f"operators without a row in the samples: {', '.join(report.ruleless)}", highlight=False)
     if report.uncovered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import product
 
@@ -52,6 +53,9 @@ def summands(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> 
     if op == "sum":
         parts = [noise(whole, generator) for _ in range(ranks - 1)]
         return [*parts, whole - sum(parts)] if parts else [whole]
+    if op == "product":
+        factors = [noise(whole, generator).abs() + 0.5 for _ in range(ranks - 1)]
+        return [*factors, whole / math.prod(factors)] if factors else [whole]
     sign = {"max": -1, "min": 1}[op]
     owner = torch.randint(ranks, whole.shape, generator=generator)
     return [torch.where(owner == i, whole, whole + sign * noise(whole, generator).abs()) for i in range(ranks)]

@@ -15,7 +15,7 @@ from onecard.rules.call import Call, tensors_in
 from onecard.rules.decide import Decision, strategies
 from onecard.rules.local import Local
 from onecard.rules.registry import Row
-from onecard.rules.rule import Bound, bind
+from onecard.rules.rule import Bound, Form, bind
 from onecard.rules.verify.capture import Captured, copied
 from onecard.rules.verify.split import Coordinate, coordinates, mismatch, noise, split, tolerance
 
@@ -76,17 +76,20 @@ class Trial:
         """What the rule allows here. A result that is an operand keeps that operand's layout."""
         for decision in strategies(self.bound, self.mesh):
             kept = all(decision.results[r] is decision.operands[i] for r, i in self.aliases.items())
-            pending = [i for i, layout in enumerate(decision.operands) if layout.pending]
-            ops = {op for i in pending for _, op in decision.operands[i].pending}
-            # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
-            masks = any(
-                use.op and all(self.operands[i].dtype is torch.bool for i in use.carriers) for use in decision.uses
-            )
-            # Infinity times a sum is not the sum of the products.
-            infinite = pending and not self.finite
-            # A sum over one axis of a max over another has no one value.
-            if kept and not masks and not infinite and len(ops) < 2:
+            if kept and self._can_be_split(decision):
                 yield decision
+
+    def _can_be_split(self, decision: Decision) -> bool:
+        """Whether there are local tensors that, pending as the decision says, stand for the operands."""
+        pending = [i for i, layout in enumerate(decision.operands) if layout.pending]
+        ops = {op for i in pending for _, op in decision.operands[i].pending}
+        # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
+        if any(use.op and all(self.operands[i].dtype is torch.bool for i in use.carriers) for use in decision.uses):
+            return False
+        if "product" in ops and not all(self.operands[i].is_floating_point() for i in pending):
+            return False
+        # A sum over one axis of a max over another has no one value; infinity times a sum is not the sum of products.
+        return len(ops) < 2 and (self.finite or not pending)
 
     def fault(self, decision: Decision) -> str:
         """Why a strategy is wrong; "" if it is right."""
@@ -163,13 +166,30 @@ def one_axis_layouts(mesh: ProcessMesh, ndim: int) -> Iterator[Layout]:
         yield Layout.make(mesh, tuple((0,) if d == dim else () for d in range(ndim)))
 
 
+def described(form: Form) -> str:
+    """A rule with its traits, on one line.
+
+    Example:
+        >>> described(Form("a b -> a", reduce="max", nonempty="b"))
+        'a b -> a; reduce max; nonempty b'
+    """
+    words = [form.text]
+    if form.reduce != "sum":
+        reduce = (form.reduce,) if isinstance(form.reduce, str) else form.reduce
+        words.append(f"reduce {', '.join(op or 'none' for op in reduce)}")
+    for name in ("whole", "linear", "keeps", "nonempty", "even", "unread"):
+        if getattr(form, name):
+            words.append(f"{name} {getattr(form, name)}")
+    return "; ".join([*words, "moves"] if form.moves else words)
+
+
 def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     metas, keywords = [_meta(a) for a in captured.args], {k: _meta(v) for k, v in captured.kwargs.items()}
     call = Call(captured.func, metas, keywords)
     if call.schema.out or torch.Tag.inplace_view in captured.func.tags:
         raise Unfit("", "")  # not decided by a rule: an out= form is run as the functional form and a copy
     try:
-        call.results = call.meta_results()
+        call.results = row.results_of(call)
     except NotImplementedError as fault:
         why = str(fault).partition(". ")[0]
         raise Unfit("", f"no result shapes without data, so the row is never used: {why}") from None
@@ -179,8 +199,8 @@ def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     try:
         bound = bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
     except RuleError as fault:
-        raise Unfit(form.text, str(fault)) from None
-    return call, form.text, bound
+        raise Unfit(described(form), str(fault)) from None
+    return call, described(form), bound
 
 
 def _aliases(call: Call) -> dict[int, int]:

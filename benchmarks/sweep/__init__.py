@@ -1,0 +1,1 @@
+"""The sweep over PyTorch's operator database: cases, what one card gives, what the distributed libraries give."""

@@ -1,0 +1,233 @@
+"""The debug check, ``ONECARD_CHECK=1``: ranks compare what they are about to do, and what they believe to be equal.
+
+Off, it costs nothing. On, each collective, each plain operand and each value given to ``shard_tensor`` is first compared
+through the store of the rendezvous. Not through a collective: where the ranks are out of step, that would hang as well.
+A difference raises a CommunicationError on every rank that takes part, which names both sides.
+
+The idea is that of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with the operator and the line of the user's program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onecard.comm import record, world
+from onecard.errors import CommunicationError
+
+on = False
+LOOK = 0.5  # seconds to wait before asking where the others are
+_SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_AT = "onecard/check/at"
+
+_counts: dict[tuple[int, ...], int] = {}
+_said: list[record.Message] = []
+_switched: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one rank is about to do: ``call`` and ``digest`` must be equal on all ranks, the rest is for people."""
+
+    call: str
+    line: str
+    why: str = ""
+    digest: str = ""
+    value: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call}{self.why}{self.value}, at {self.line}"
+
+
+def enable() -> None:
+    """Switch the check on in this process, as ``ONECARD_CHECK=1`` does. Every rank must."""
+    global on
+    if not on:
+        on = True
+        record.observers.append(_listen)
+        atexit.register(_leave)
+        for switched in _switched:
+            switched()
+
+
+def when_on(switched: Callable[[], None]) -> None:
+    """Call a function as soon as the check is on."""
+    _switched.append(switched)
+    if on:
+        switched()
+
+
+def collective(name: str, ranks: Iterable[int], sent: Tensor | None) -> None:
+    """Compare a collective that is about to run. Parts of an all_to_all may differ in size."""
+    kind = "" if sent is None else f" of {_kind(sent) if name != 'all_to_all' else _dtype(sent)}"
+    why = ""
+    if _said:
+        message = _said.pop(0)
+        why = f", for {message.operand!r} {list(message.shape)} of {message.operator}"
+    found = _exchange(tuple(sorted(ranks)), Entry(name + kind, record.user_line(), why))
+    if len({(entry.call, entry.why) for entry in found.values()}) > 1:
+        _stop(_out_of_step(found))
+
+
+def equal(operator: str, ranks: Iterable[int], tensors: Iterable[tuple[str, Tensor]], cure: str) -> None:
+    """Compare plain tensors that count as equal on all ranks."""
+    for name, tensor in tensors:
+        call = f"{operator} with the plain tensor {name!r} {_kind(tensor)}"
+        entry = Entry(call, record.user_line(), digest=_digest(tensor), value=f" = {_first(tensor)}")
+        found = _exchange(tuple(sorted(ranks)), entry)
+        if len({entry.call for entry in found.values()}) > 1:
+            _stop(_out_of_step(found))
+        if len({entry.digest for entry in found.values()}) > 1:
+            _stop(
+                f"{operator} at {entry.line}: the plain tensor {name!r} {_kind(tensor)} counts as Replicate, but it differs "
+                f"between ranks\n{_sides(found, lambda e: e.value.removeprefix(' = '))}\n{cure}"
+            )
+
+
+def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
+    """Compare what a call says of a whole tensor, such as its shape."""
+    found = _exchange(tuple(sorted(ranks)), Entry(call, record.user_line()))
+    if len({entry.call for entry in found.values()}) > 1:
+        _stop(_out_of_step(found, cure))
+
+
+def _listen(message: record.Message) -> None:
+    """Remember which operator the next collectives are for: those of one operand are announced before they run."""
+    last = _said[-1] if _said else None
+    if last is not None and (last.operator, last.operand, last.source) != (
+        message.operator,
+        message.operand,
+        message.source,
+    ):
+        _said.clear()
+    if message.step.kind in _SENT:
+        _said.append(message)
+
+
+def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
+    """Each rank's entry. The keys of one exchange are deleted in the next one: whoever is there has read them."""
+    if len(ranks) == 1:
+        return {ranks[0]: entry}
+    world.init()
+    me, store = world.get_rank(), dist.distributed_c10d._get_default_store()
+    number = _counts[ranks] = _counts.get(ranks, 0) + 1
+    key, before = f"onecard/check/{ranks}/{number}", f"onecard/check/{ranks}/{number - 1}"
+    try:
+        store.set(f"{key}/{me}", json.dumps(asdict(entry)))
+        store.set(f"{_AT}/{me}", json.dumps({"ranks": ranks, "number": number, "text": str(entry)}))
+        found = {rank: entry if rank == me else _await(store, key, rank, ranks, entry) for rank in ranks}
+        if number > 1:
+            store.delete_key(f"{before}/{me}")
+    except (RuntimeError, dist.DistError) as fault:
+        if isinstance(fault, CommunicationError):
+            raise
+        raise CommunicationError(f"rank {me} cannot compare {entry}: another rank is gone ({fault})") from fault
+    return found
+
+
+def _await(store: Any, key: str, rank: int, ranks: tuple[int, ...], mine: Entry) -> Entry:
+    begin, pause = time.monotonic(), 0.0005
+    while not store.check([f"{key}/{rank}"]):
+        waited = time.monotonic() - begin
+        if waited > LOOK:
+            where, certain = _whereabouts(store, rank, ranks)
+            if certain or waited > world.TIMEOUT.total_seconds():
+                wait = "" if certain else f" after {waited:.0f} s"
+                _stop(
+                    f"ranks are out of step: rank {world.get_rank()} waits for rank {rank}, which does not come{wait}\n"
+                    f"  rank {world.get_rank()}: {mine}\n  rank {rank}: {where}\n{ADVICE}"
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return Entry(**json.loads(store.get(f"{key}/{rank}")))
+
+
+def _whereabouts(store: Any, rank: int, ranks: tuple[int, ...]) -> tuple[str, bool]:
+    """Where a rank was last, and whether it is certain that it will not come: it ended, or waits for this one."""
+    if not store.check([f"{_AT}/{rank}"]):
+        return "has come to no collective yet", False
+    at = json.loads(store.get(f"{_AT}/{rank}"))
+    if at["ranks"] is None:
+        return at["text"], True
+    group = tuple(at["ranks"])
+    waits = group != ranks and world.get_rank() in group and at["number"] > _counts.get(group, 0)
+    return (f"waits in {at['text']}" if waits else f"was last in {at['text']}"), waits
+
+
+def _stop(text: str) -> NoReturn:
+    _tell("has stopped with an error: " + text.partition("\n")[0])
+    raise CommunicationError(text)
+
+
+def _leave() -> None:
+    if _counts:
+        _tell("has ended its program")
+
+
+def _tell(text: str) -> None:
+    """Tell the others that this rank comes no more, so that nobody waits for it."""
+    with suppress(RuntimeError, ValueError, dist.DistError):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{_AT}/{world.get_rank()}", json.dumps({"ranks": None, "text": text}))
+
+
+ADVICE = (
+    "Every rank must run the same operators in the same order, on tensors of the same whole shape. Look for a branch on the "
+    "rank around something that communicates, and take it out:\n"
+    "    value = loss.item()  # on every rank\n    if onecard.get_rank() == 0:\n        print(value)"
+)
+
+
+EQUAL = (
+    "Make it equal: draw it after the same torch.manual_seed(...) on every rank, or take one rank's: "
+    "onecard.shard_tensor(x, mesh, [onecard.Replicate()], src=0). If each rank holds a part: "
+    "onecard.from_local(x, mesh, [onecard.Shard(0)])"
+)
+
+
+def _out_of_step(found: dict[int, Entry], cure: str = ADVICE) -> str:
+    return f"ranks are out of step\n{_sides(found, str)}\n{cure}"
+
+
+def _sides(found: dict[int, Entry], text: Callable[[Entry], str]) -> str:
+    """One line for each rank, those that say the same together."""
+    sides: dict[str, list[int]] = {}
+    for rank, entry in sorted(found.items()):
+        sides.setdefault(text(entry), []).append(rank)
+    return "\n".join(
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {words}" for words, ranks in sides.items()
+    )
+
+
+def _kind(x: Tensor) -> str:
+    return f"{list(x.shape)} {_dtype(x)}"
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _digest(x: Tensor) -> str:
+    data = x.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
+    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _first(x: Tensor) -> str:
+    values = x.detach().flatten()[:4].tolist()
+    more = ", ..." if x.numel() > 4 else ""
+    return f"[{', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in values)}{more}]"
+
+
+if os.environ.get("ONECARD_CHECK", "0") not in ("", "0"):
+    enable()

@@ -1,0 +1,35 @@
+"""A world of many ranks in one process, in which nothing is sent: to see what a program would do, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from onecard.comm import groups
+
+
+@contextmanager
+def pretend_world(size: int) -> Iterator[None]:
+    """Be rank 0 of ``size`` ranks inside the block, unless a process group is there already.
+
+    Messages have no effect, so values are meaningless; shapes, layouts and messages are those of rank 0.
+
+    Example:
+        >>> from onecard.comm import get_world_size
+        >>> with pretend_world(8):
+        ...     get_world_size()
+        8
+    """
+    if dist.is_initialized() or size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        groups.forget()

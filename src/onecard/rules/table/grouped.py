@@ -1,0 +1,91 @@
+"""Products of matrices in groups of rows, one matrix for each group: the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.local import Local
+from onecard.rules.registry import row
+from onecard.rules.rule import Form
+
+aten = torch.ops.aten
+
+
+def _bounds(offs: Tensor) -> Iterator[tuple[int, int]]:
+    """Where each group begins and ends; ``offs`` are the ends."""
+    ends = offs.tolist()
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _aligned(x: Tensor) -> bool:
+    """What the kernel wants: rows (or columns) that begin at multiples of 16 bytes, and are not empty."""
+    steps = sorted(x.stride()[-2:])
+    return x.numel() > 0 and steps[0] == 1 and steps[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """``x[group] @ weights[group]`` for each group of rows; zeros for rows in none."""
+    if _aligned(x) and _aligned(weights):
+        return aten._grouped_mm(x, weights, offs).contiguous()  # its rows may be padded
+    result = x.new_zeros(x.shape[0], weights.shape[-1])
+    for (start, end), weight in zip(_bounds(offs), weights, strict=True):
+        result[start:end] = x[start:end] @ weight
+    return result
+
+
+def _summed(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
+    """``x[:, group] @ y[group]`` for each group of what is summed over."""
+    if _aligned(x) and _aligned(y):
+        return aten._grouped_mm(x, y, offs).contiguous()
+    return torch.stack([x[:, start:end] @ y[start:end] for start, end in _bounds(offs)])
+
+
+def _grouped_local(c: Local) -> None:
+    (start, length), rows = c.span("n"), c.call.values["mat2"].dim() == 3
+    first, count = c.span("e")
+
+    def run(x: Tensor, y: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+        if c.cut("n"):
+            offs = (offs - start).clamp(0, length).to(offs.dtype)
+        if not rows:
+            return _summed(x, y, offs)
+        if not c.cut("e"):
+            return _rows(x, y, offs)
+        # This rank's experts: their rows lie side by side, all others are another rank's.
+        result = x.new_zeros(x.shape[0], y.shape[-1])
+        if count:
+            begin, end = int(offs[first - 1]) if first else 0, int(offs[first + count - 1])
+            result[begin:end] = _rows(x[begin:end], y, (offs[first : first + count] - begin).to(offs.dtype))
+        return result
+
+    c.run = run
+
+
+def _results(call: Call) -> list[Tensor]:
+    """PyTorch's own meta function takes bfloat16 alone (2.13)."""
+    x, y, offs = call.self, call.values["mat2"], call.values.get("offs")
+    if offs is None or (x.dim(), y.dim()) not in ((2, 3), (2, 2)):
+        return call.meta_results()
+    shape = (x.shape[0], y.shape[2]) if y.dim() == 3 else (offs.shape[0], x.shape[0], y.shape[1])
+    return [x.new_empty(shape, dtype=call.values.get("out_dtype"))]
+
+
+@row("_grouped_mm", local=_grouped_local, results=_results)
+def _grouped_mm(call: Call) -> Form | None:
+    """Rows ``x (n, k)`` by ``mat2 (e, k, m)``, or the gradient of ``mat2``: ``x (k, n)`` by ``y (n, m)``."""
+    kinds = (call.self.dim(), call.values["mat2"].dim())
+    narrows = call.values.get("out_dtype") not in (None, call.self.dtype)
+    if (
+        call.values.get("offs") is None
+        or call.values.get("bias") is not None
+        or narrows
+        or kinds not in ((2, 3), (2, 2))
+    ):
+        return None
+    text = "n k, e k m, _ -> n m" if kinds == (2, 3) else "k n, n m, _ -> _ k m"
+    return Form(text, linear="self * mat2")

@@ -1,0 +1,287 @@
+"""The ten most likely mistakes: what is wrong, where, and the call that works are in the message; or it is no mistake.
+
+docs/howto/mistakes.md shows each with its text; the last test holds the page to the messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecard as oc
+from onecard.comm import check
+from onecard.errors import CommunicationError, DispatchError, LayoutError, OnecardError
+from onecard.testing import assert_close, multirank, run_ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+def pair(name: str = "x") -> oc.ProcessMesh:
+    return oc.ProcessMesh([0, 1], [name])
+
+
+def message(call: Callable[[], Any], kind: type[OnecardError]) -> str:
+    """The text of the error that a call must raise."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def has(text: str, *parts: str) -> None:
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+# 1. A batch smaller than the axis is no mistake: some ranks have nothing to do.
+
+
+@multirank(2)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_smaller_than_the_axis_is_right(batch):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+    twin = oc.shard_layer(copy.deepcopy(plain), pair())
+    x, target = torch.randn(batch, 6), torch.randint(4, (batch,))
+    parts = [oc.shard_tensor(t, pair(), [oc.Shard(0)]) for t in (x, target)]
+    expected = nn.functional.cross_entropy(plain(x), target)
+    loss = nn.functional.cross_entropy(twin(parts[0]), parts[1])
+    expected.backward()
+    loss.backward()
+    assert parts[0].to_local().shape[0] == ((batch + 1) // 2, batch // 2)[oc.get_rank()]
+    assert_close(loss.detach(), expected.detach())
+    for mine, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+
+
+@multirank(2, timeout=20)
+def test_a_rank_without_elements_takes_part_in_every_message():
+    x = oc.shard_tensor(torch.tensor([[5.0]]), pair(), [oc.Shard(0)])  # all of it is on rank 0
+    assert_close(oc.reshard(x, pair(), [oc.Shard(1)]), torch.tensor([[5.0]]))
+    assert_close(oc.reshard(x, pair(), [oc.Replicate()]), torch.tensor([[5.0]]))
+
+
+# 2. Heads that the axis does not divide are no mistake: the view that separates them gathers, and says why.
+
+
+@multirank(2)
+def test_heads_that_do_not_divide_are_gathered():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 12), torch.randn(12, 12)
+    cut = oc.shard_tensor(weight, pair("tp"), [oc.Shard(0)])
+
+    def heads(w, count):
+        q = nn.functional.linear(x, w).view(2, 5, count, 12 // count).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    with oc.explain() as even:
+        assert_close(heads(cut, 4), heads(weight, 4))
+    with oc.explain() as odd:
+        assert_close(heads(cut, 3), heads(weight, 3))
+    gathered = [m for m in odd.messages if m.step.kind == "all_gather" and m.operator == "view"]
+    assert len(gathered) == 1 and "test_mistakes.py" in gathered[0].source
+    # Comparing gathers as well; that is not the program's doing.
+    assert not [m for m in even.messages if m.step.bytes and m.operator == "view"]
+
+
+# 3, 4. Placements that do not fit.
+
+
+def test_wrong_number_of_placements():
+    mesh = oc.ProcessMesh([[0]], ["dp", "tp"])
+    text = message(lambda: oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Shard(0)]), LayoutError)
+    has(text, "1 placement(s) ['Shard(0)']", "2 axes ['dp', 'tp']", "for example [Shard(0), Replicate()]")
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "parts"),
+    [
+        ((4, 4), oc.Shard(2), ("the tensor has 2 dim(s)", "-2 to 1 are possible", "for example [Shard(1)]")),
+        ((), oc.Shard(0), ("the tensor has 0 dim(s)", "only Replicate() or Partial() fit", "for example [Replicate()]")),
+    ],
+)
+def test_shard_dim_out_of_range(shape, placement, parts):
+    text = message(lambda: oc.shard_tensor(torch.ones(shape), oc.ProcessMesh([0], ["x"]), [placement]), LayoutError)
+    has(text, f"Shard({placement.dim}) on axis 'x'", *parts)
+
+
+# 5. Ranks that disagree. The debug check compares through the store, so it sees what would hang.
+
+
+def disagree(kind: str) -> str:
+    """On a rank: make the mistake, return the error."""
+    check.enable()
+    rank, mesh = oc.get_rank(), pair()
+    x = oc.shard_tensor(torch.arange(8.0).view(4, 2), mesh, [oc.Shard(0)])
+    programs: dict[str, Callable[[], Any]] = {
+        "operator": lambda: x.sum().item() if rank == 0 else x.full_tensor(),
+        "shape": lambda: oc.from_local(torch.ones(2 + rank, 3), mesh, [oc.Shard(0)]),
+        "dtype": lambda: oc.from_local(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]), mesh, [oc.Shard(0)]),
+        "data": lambda: oc.shard_tensor(torch.full((2,), float(rank)), mesh, [oc.Shard(0)]),
+        "operand": lambda: x * torch.tensor([1.0, 1.0 + rank]),
+    }
+    return message(programs[kind], CommunicationError)
+
+
+def test_ranks_that_call_other_operators_are_named():
+    for text in run_ranks(disagree, 2, "operator", timeout=20):
+        has(text, "ranks are out of step", "test_mistakes.py:", "on every rank")
+        has(text, "  rank 0: all_reduce of [] float32, for 'x' [] of item, at ")
+        has(text, "  rank 1: all_gather of [2, 2] float32, for 'x' [4, 2] of full_tensor, at ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("shape", "[4, 3] float32", "[6, 3] float32"), ("dtype", "[4] float32", "[4] float64")],
+)
+def test_ranks_that_disagree_about_a_tensor_are_named(kind, first, second):
+    for text in run_ranks(disagree, 2, kind, timeout=20):
+        has(text, f"  rank 0: from_local of a part of {first} as [x=Shard(0)]", "shape=[...]")
+        has(text, f"  rank 1: from_local of a part of {second} as [x=Shard(0)]")
+
+
+def cross_waits() -> str:
+    """Rank 0 waits for rank 1 among all; rank 1 waits for rank 0 in a group of its own."""
+    check.enable()
+    rank = oc.get_rank()
+    wide = oc.shard_tensor(torch.ones(3), oc.ProcessMesh([0, 1, 2], ["x"]), [oc.Shard(0)])
+    narrow = oc.shard_tensor(torch.ones(2), pair(), [oc.Shard(0)])
+    return message(lambda: (wide if rank != 1 else narrow).sum().item(), CommunicationError)
+
+
+def test_ranks_that_wait_for_each_other_in_other_groups_are_named():
+    begin = time.monotonic()
+    texts = run_ranks(cross_waits, 3, timeout=30)
+    has(texts[0], "rank 0 waits for rank 1, which does not come", "rank 1: waits in the first message among ranks [0, 1], at ")
+    assert time.monotonic() - begin < 25
+
+
+@multirank(2)
+def test_the_check_finds_no_fault_in_a_right_program():
+    check.enable()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    twin = oc.shard_layer(copy.deepcopy(plain), pair())
+    optimizer = torch.optim.AdamW(twin.parameters(), foreach=True)
+    for _ in range(2):
+        x, target = torch.randn(5, 6), torch.randint(4, (5,))
+        loss = nn.functional.cross_entropy(twin(oc.shard_tensor(x, pair(), [oc.Shard(0)])), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+    assert loss.item() > 0
+
+
+# 6. Two meshes
+
+
+@multirank(2)
+def test_operands_on_two_meshes():
+    a, b = (oc.shard_tensor(torch.ones(2), oc.ProcessMesh([r], [n]), [oc.Shard(0)]) for r, n in ((0, "a"), (1, "b")))
+    text = message(lambda: a + b, DispatchError)
+    has(text, "aten.add.Tensor", "[2] float32 [a=Shard(0)]", "[2] float32 [b=Shard(0)]")
+    has(text, repr(a.mesh), repr(b.mesh), "onecard.reshard(x, mesh, placements)")
+    assert_close(a + oc.reshard(b, a.mesh, [oc.Replicate()]), torch.full((2,), 2.0))
+
+
+# 7. A value that is not here
+
+
+@multirank(2)
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float])
+def test_the_value_of_a_tensor_that_lives_elsewhere(ask):
+    x = oc.shard_tensor(torch.tensor(3.0), oc.ProcessMesh([0], ["pp"]), [oc.Replicate()])
+    if oc.get_rank() == 0:
+        assert ask(x) == ask(torch.tensor(3.0))
+    else:
+        text = message(lambda: ask(x), DispatchError)
+        has(text, ".item()", "[] float32 [pp=Replicate]", "rank 1 is not in", repr(x.mesh), "x.full_tensor().item()")
+    assert x.full_tensor().item() == 3.0
+
+
+# 8. torch.save
+
+
+@multirank(2)
+def test_saving_a_distributed_tensor():
+    layer = oc.shard_layer(nn.Linear(2, 2), pair())
+    for value in (layer.weight, layer.state_dict()):
+        text = message(lambda value=value: torch.save(value, io.BytesIO()), DispatchError)
+        has(text, "cannot be pickled", "[2, 2] float32 [x=Replicate]", "x.full_tensor()", "safetensors")
+    file = io.BytesIO()
+    torch.save({name: t.full_tensor() for name, t in layer.state_dict().items()}, file)
+    file.seek(0)
+    assert_close(torch.load(file)["weight"], layer.weight.detach().full_tensor())
+
+
+# 9. Writing to a pending sum is no mistake.
+
+
+@multirank(2)
+def test_writing_to_a_pending_sum_is_right():
+    a, b = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(4, 3)
+    pending = oc.shard_tensor(a, pair(), [oc.Shard(1)]) @ oc.shard_tensor(b, pair(), [oc.Shard(0)])
+    assert isinstance(pending.placements[0], oc.Partial)
+    expected = a @ b
+    for change in (lambda t: t.add_(1), lambda t: t.mul_(2), lambda t: t.relu_(), lambda t: t[0].zero_()):
+        change(pending)
+        change(expected)
+        assert_close(pending, expected)
+
+
+# 10. A plain tensor that differs
+
+
+def test_a_plain_operand_that_differs_is_named():
+    for text in run_ranks(disagree, 2, "operand", timeout=20):
+        has(text, "mul at ", "test_mistakes.py:", "the plain tensor 'other' [2] float32 counts as Replicate")
+        has(text, "  rank 0: [1, 1]", "  rank 1: [1, 2]", "torch.manual_seed", "src=0", "from_local")
+
+
+def test_data_that_differs_is_named():
+    for text in run_ranks(disagree, 2, "data", timeout=20):
+        has(text, "shard_tensor as [x=Shard(0)] at ", "'data' [2] float32", "  rank 0: [0, 0]", "  rank 1: [1, 1]")
+
+
+# The page, and ONECARD_CHECK under the launcher
+
+
+def launch(folder: Path, source: str, **environment: str) -> str:
+    """What `onecard run` prints of a program that must fail."""
+    (folder / "train.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "onecard.launch", "--nproc_per_node", "2", "train.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "400", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def programs_of_the_page() -> list[tuple[str, str]]:
+    """(program, what it raises) of the page's programs that need ONECARD_CHECK=1."""
+    page = (ROOT / "docs" / "howto" / "mistakes.md").read_text(encoding="utf-8")
+    return re.findall(r"```python check\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
+    assert len(programs_of_the_page()) == 2
+    source, expected = programs_of_the_page()[number]
+    printed = launch(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")
+    flat = re.sub(r"[\s│]+", " ", printed)
+    assert re.sub(r"\s+", " ", expected).strip() in flat, printed
