@@ -7,11 +7,9 @@ rank sleeps on its mail bell, which every rank rings that wrote to it or made ro
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
@@ -19,57 +17,13 @@ from torch import Tensor
 
 from onecard.comm.shm import futex, tensors
 from onecard.comm.shm.channel import Channel
+from onecard.comm.shm.envelopes import CODES, HEADER, Arriving, Inbox, Receiving, Sending
 from onecard.comm.shm.segment import FAILED, GONE, HERE, LINE, MAIL, STATE, rank_word
 from onecard.comm.shm.signature import DTYPES
 from onecard.comm.shm.work import LAG, ShmWork, take
 from onecard.errors import CommunicationError
 
-_HEADER = struct.Struct("<qqqi")  # number of the message, elements, bytes, tag with the dtype before it
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MASK = 0xFFFFFFFF
-
-
-@dataclass(eq=False)
-class _Sending:
-    work: ShmWork
-    to: int
-    dense: Tensor
-    header: bytes
-    deadline: float
-    done: int = -1  # bytes; -1: not even the header
-
-
-@dataclass(eq=False)
-class _Receiving:
-    work: ShmWork
-    source: int | None
-    tag: int
-    tensor: Tensor
-    dense: Tensor
-    deadline: float
-
-
-@dataclass(eq=False)
-class _Arriving:
-    number: int
-    count: int
-    size: int
-    tag: int
-    dtype: torch.dtype
-    receiving: _Receiving | None = None
-    buffer: Tensor | None = None
-    done: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.count} {str(self.dtype).removeprefix('torch.')}"
-
-
-@dataclass
-class _Inbox:
-    """What comes from one rank: the message on its way, and those that nobody has asked for yet."""
-
-    current: _Arriving | None = None
-    early: deque[_Arriving] = field(default_factory=deque)
 
 
 class Messages:
@@ -85,9 +39,9 @@ class Messages:
         self._mail = self._segment.word_address(rank_word(self._rank, MAIL))
         self._rung = 0
         self._sent = [0] * self._size
-        self._outbox: list[deque[_Sending]] = [deque() for _ in range(self._size)]
-        self._inbox = [_Inbox() for _ in range(self._size)]
-        self._wanted: list[_Receiving] = []
+        self._outbox: list[deque[Sending]] = [deque() for _ in range(self._size)]
+        self._inbox = [Inbox() for _ in range(self._size)]
+        self._wanted: list[Receiving] = []
         self._signal: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = 0  # callers that move things while they wait, so that the thread need not
@@ -102,8 +56,8 @@ class Messages:
         dense = tensors.dense(tensor)
         with self._lock:
             number = self._sent[to] = self._sent[to] + 1
-            header = _HEADER.pack(number, dense.numel(), dense.nbytes, tag) + bytes([_CODES[dense.dtype]])
-            self._outbox[to].append(_Sending(work, to, dense, header, time.monotonic() + timeout))
+            header = HEADER.pack(number, dense.numel(), dense.nbytes, tag) + bytes([CODES[dense.dtype]])
+            self._outbox[to].append(Sending(work, to, dense, header, time.monotonic() + timeout))
         return self._begin(work)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int, timeout: float) -> ShmWork:
@@ -111,7 +65,7 @@ class Messages:
         self._check(self._rank if source is None else source)
         work = ShmWork(None, [tensor], timeout, self._finish)
         dense = tensors.dense(tensor, read=False)
-        wanted = _Receiving(work, source, tag, tensor, dense, time.monotonic() + timeout)
+        wanted = Receiving(work, source, tag, tensor, dense, time.monotonic() + timeout)
         with self._lock:
             if not self._match_early(wanted):
                 self._wanted.append(wanted)
@@ -219,7 +173,7 @@ class Messages:
         self._words[rank_word(rank, MAIL)] = (self._rung * self._size + self._rank) & _MASK
         futex.wake(self._segment.word_address(rank_word(rank, MAIL)))
 
-    def _push(self, to: int, sending: _Sending) -> bool:
+    def _push(self, to: int, sending: Sending) -> bool:
         """Writes as much of a message as there is room for; whether that was anything."""
         ring = self._segment.ring(self._rank, to)
         head, tail = ring // 4, (ring + LINE) // 4
@@ -283,10 +237,10 @@ class Messages:
 
     # -- matching ------------------------------------------------------------------------------------------------
 
-    def _open(self, source: int, start: int) -> _Arriving:
-        data = self._segment.bytes[start : start + _HEADER.size + 1]
-        number, count, size, tag = _HEADER.unpack_from(data)
-        arriving = _Arriving(number, count, size, tag, DTYPES[data[_HEADER.size]])
+    def _open(self, source: int, start: int) -> Arriving:
+        data = self._segment.bytes[start : start + HEADER.size + 1]
+        number, count, size, tag = HEADER.unpack_from(data)
+        arriving = Arriving(number, count, size, tag, DTYPES[data[HEADER.size]])
         for wanted in self._wanted:
             if wanted.tag == tag and wanted.source in (None, source):
                 self._wanted.remove(wanted)
@@ -296,7 +250,7 @@ class Messages:
         self._inbox[source].early.append(arriving)
         return arriving
 
-    def _give(self, source: int, arriving: _Arriving, wanted: _Receiving) -> None:
+    def _give(self, source: int, arriving: Arriving, wanted: Receiving) -> None:
         """Lets a message fill the tensor of who asked for it; a message that does not fit is an error of both."""
         ranks = self._channel.ranks
         if (arriving.count, arriving.dtype) != (wanted.tensor.numel(), wanted.tensor.dtype):
@@ -313,7 +267,7 @@ class Messages:
         if arriving.buffer is None:
             arriving.buffer = wanted.dense
 
-    def _match_early(self, wanted: _Receiving) -> bool:
+    def _match_early(self, wanted: Receiving) -> bool:
         sources = range(self._size) if wanted.source is None else (wanted.source,)
         for source in sources:
             for arriving in self._inbox[source].early:
@@ -325,7 +279,7 @@ class Messages:
                     return True
         return False
 
-    def _arrived(self, source: int, arriving: _Arriving) -> None:
+    def _arrived(self, source: int, arriving: Arriving) -> None:
         wanted, buffer = arriving.receiving, arriving.buffer
         if wanted is None:
             return
@@ -355,7 +309,7 @@ class Messages:
                     box.current = None
                     arriving.receiving.work.end(CommunicationError(reason))
 
-    def _look_at(self, wanted: _Receiving, now: float) -> None:
+    def _look_at(self, wanted: Receiving, now: float) -> None:
         sources = [r for r in range(self._size) if r != self._rank] if wanted.source is None else [wanted.source]
         if not all(self._empty(source) for source in sources):
             return

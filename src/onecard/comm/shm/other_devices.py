@@ -25,7 +25,7 @@ class OtherDevices(dist.ProcessGroup):
     _timeout: float
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch makes no Python class
         self._store = store
         self._backends: dict[str, Any] = {}
         self._names = {"name": "", "desc": ""}

@@ -25,13 +25,13 @@ _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(DTYP
 class Signature(NamedTuple):
     """A collective: its number in the group, what it does, and on how many elements of what.
 
-    `count` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other
+    `elements` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other
     fields do not.
     """
 
     seq: int
     kind: str
-    count: int = 0
+    elements: int = 0
     dtype: torch.dtype = torch.uint8
     op: str = ""
     root: int = -1
@@ -40,11 +40,11 @@ class Signature(NamedTuple):
     def pack(self) -> bytes:
         """The card's bytes, equal if and only if the signatures are."""
         return _CARD.pack(
-            self.seq, self.count, self.extra, self.root, _KIND[self.kind], _OP[self.op], _DTYPE[self.dtype]
+            self.seq, self.elements, self.extra, self.root, _KIND[self.kind], _OP[self.op], _DTYPE[self.dtype]
         )
 
     def __str__(self) -> str:
-        return _text(self.seq, self.count, self.root, self.kind, self.op, _NAMES[_DTYPE[self.dtype]])
+        return _text(self.seq, self.elements, self.root, self.kind, self.op, _NAMES[_DTYPE[self.dtype]])
 
 
 def describe(card: bytes) -> str:
