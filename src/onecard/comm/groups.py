@@ -43,9 +43,7 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
     if ranks == tuple(range(world.get_world_size())):
         return dist.group.WORLD
     if check.on:
-        check.agreed(
-            f"the first message among ranks {list(ranks)}", ranks, check.ADVICE
-        )  # making a group waits as well
+        check.agreed(f"the first message among ranks {list(ranks)}", ranks, check.ADVICE)  # making a group waits as well
     # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
     # how many groups this process has made before, which the members need not have in common: then they wait for ever.
     name = "onecard_" + "_".join(map(str, ranks))
