@@ -13,17 +13,17 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
 from rich.console import Console
+
+from onecard.testing import RankError, RankTimeout, run_ranks
 from sweep import report
 from sweep.engine import Options, Outcome, run
 from sweep.samples import operators, title
-
-from onecard.testing import RankError, RankTimeout, run_ranks
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,11 @@ def _names(args: SweepArgs, dtype: str) -> list[str]:
     return names[: args.limit or None]
 
 
-def sweep(names: Sequence[str], options: Options) -> list[Outcome]:
-    """Run the operators on 2 ranks, in fresh ones after each that hangs or kills them."""
+def sweep(names: Sequence[str], options: Options, entry: Callable[..., None] = run) -> list[Outcome]:
+    """Run the operators on 2 ranks, in fresh ones after each that hangs or kills them.
+
+    ``entry`` is what each rank runs, ``engine.run`` or a function that prepares something and calls it.
+    """
     done: dict[str, Outcome] = {}
     left = list(names)
     while left:
@@ -92,7 +95,7 @@ def sweep(names: Sequence[str], options: Options) -> list[Outcome]:
             path = os.path.join(folder, "outcomes")
             why = ""
             try:
-                run_ranks(run, 2, left, options, path, timeout=3600)
+                run_ranks(entry, 2, left, options, path, timeout=3600)
             except (RankError, RankTimeout) as error:
                 why = " ".join(str(error).split())[:600]
             begun = read(path, done)

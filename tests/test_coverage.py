@@ -45,7 +45,9 @@ def test_a_ruled_model():
 def test_the_model_is_left_alone():
     model = Mlp()
     oc.coverage(model, torch.ones(8, 16), grid(), megatron, [[S(0), R()]])
-    assert type(model.up.weight) is nn.Parameter and model.up.weight.device.type == "cpu" and model.up.weight.grad is None
+    assert (
+        type(model.up.weight) is nn.Parameter and model.up.weight.device.type == "cpu" and model.up.weight.grad is None
+    )
 
 
 def test_bytes_are_those_of_the_real_run():
@@ -80,7 +82,7 @@ def test_warnings_are_kept_for_the_real_run():
         return torch.linalg.slogdet(x)[1]
 
     oc.coverage(program, torch.eye(4), oc.ProcessMesh([0, 1], ["x"]), None, [[S(0)]])
-    x = oc.shard_tensor(torch.eye(4), oc.ProcessMesh([0], ["x"]), [R()])
+    x = oc.shard_tensor(torch.eye(4), oc.ProcessMesh([0], ["x"]), [S(0)])
     with pytest.warns(oc.GatheredOperatorWarning):
         program(x)
 
@@ -121,7 +123,8 @@ scale_rows.register_autograd(
 
 def sample():
     return scale_rows(
-        torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64, requires_grad=True)
+        torch.randn(5, 3, dtype=torch.float64, requires_grad=True),
+        torch.randn(5, dtype=torch.float64, requires_grad=True),
     )
 
 

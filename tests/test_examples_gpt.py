@@ -242,10 +242,11 @@ def test_single(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
     launcher = ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path / "logs")]
-    done = run([*launcher, *command_line(corpus_folder, tmp_path / "out", mesh)])
+    # Without dropout: Adam turns the round-off of a gradient that is next to nothing into a visible step.
+    done = run([*launcher, *command_line(corpus_folder, tmp_path / "out", mesh), "--dropout", "0"])
     assert_results(gpt, done, tmp_path / "out")
     assert "Messages of one training step" in done.stdout
-    args = gpt.train.TrainArgs(corpus=corpus_folder, out=tmp_path / "single", **TINY)
+    args = gpt.train.TrainArgs(corpus=corpus_folder, out=tmp_path / "single", dropout=0.0, **TINY)
     assert gpt.train.main(args) == 0
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "single"))
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

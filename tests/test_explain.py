@@ -226,7 +226,7 @@ def test_backward_and_optimizers_are_watched_too() -> None:
     optimizer = oc.shard_optimizer(torch.optim.SGD([weight], lr=0.1))
     with oc.no_implicit_communication():
         (oc.shard_tensor(torch.ones(4, 2), MESH, [oc.Shard(0)]) @ weight).sum().backward()  # leaves a pending gradient
-        with pytest.raises(ImplicitCommunication, match="gradients at .* needs all_reduce of 16 bytes"):
+        with pytest.raises(ImplicitCommunication, match=r"gradients at .* needs all_reduce of 16 bytes"):
             optimizer.step()
         weight.grad.settle()
         optimizer.step()

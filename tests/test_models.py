@@ -34,11 +34,9 @@ def words(seed: int, *shape: int) -> Tensor:
     return torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def text_batch(padded: bool = True) -> dict[str, Tensor]:
+def text_batch() -> dict[str, Tensor]:
     """Token ids with padding at the end of two rows, whose labels do not count."""
     ids = words(1, BATCH, TIME)
-    if not padded:
-        return {"input_ids": ids, "labels": ids.clone()}
     mask = torch.ones(BATCH, TIME, dtype=torch.long)
     mask[1, 4:] = mask[3, 5:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

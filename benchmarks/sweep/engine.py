@@ -19,12 +19,13 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from sweep.compare import difference
-from sweep.libraries import Library, make
-from sweep.samples import VALUELESS, Placing, Sample, operators, placings, samples, title, variants
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
+
+from sweep.compare import difference
+from sweep.libraries import Library, make
+from sweep.samples import RANDOM, VALUELESS, Placing, Sample, operators, placings, samples, title, variants
 
 STATES = ("right", "refused", "wrong", "crashed", "one-sided", "hung")
 
@@ -80,7 +81,9 @@ def run(names: Sequence[str], options: Options, path: str) -> None:
                 return  # the ranks may be out of step: the parent starts fresh ones
 
 
-def sweep_operator(op: Any, dtype: torch.dtype, library: Library, control: Any, options: Options, out: TextIO) -> Outcome:
+def sweep_operator(
+    op: Any, dtype: torch.dtype, library: Library, control: Any, options: Options, out: TextIO
+) -> Outcome:
     """Run one operator in all its cases."""
     outcome, start = Outcome(title(op), options.dtype), time.monotonic()
     with library.watch() as seen:
@@ -131,9 +134,7 @@ def _agreed(state: str, why: str, control: Any) -> tuple[str, str]:
     return worst, why if worst == state else f"on another rank ({state} here)"
 
 
-def _cases(
-    op: Any, dtype: torch.dtype, library: Library, options: Options
-) -> Iterator[tuple[str, Callable[[], str]]]:
+def _cases(op: Any, dtype: torch.dtype, library: Library, options: Options) -> Iterator[tuple[str, Callable[[], str]]]:
     for number, sample in enumerate(samples(op, dtype, options.samples)):
         for form, function in variants(op):
             if form and number:
@@ -141,6 +142,8 @@ def _cases(
             expected = _expected(function, sample, bool(form), op.name)
             if expected is None:
                 continue
+            if op.name.startswith(RANDOM):
+                expected = _drawn(function, sample, expected, library)
             limit = options.placings if not form else 3
             for placing in placings(sample.tensors, limit, options.partial):
                 text = f"{form} {_words(sample, placing)}".strip()
@@ -151,7 +154,9 @@ def _cases(
 
 def _words(sample: Sample, placing: Placing) -> str:
     def one(t: Tensor, p: Any) -> str:
-        kind = "plain" if p is None else "R" if isinstance(p, Replicate) else f"S{p.dim}" if isinstance(p, Shard) else "P"
+        kind = (
+            "plain" if p is None else "R" if isinstance(p, Replicate) else f"S{p.dim}" if isinstance(p, Shard) else "P"
+        )
         return f"{list(t.shape)}:{kind}"
 
     return " ".join(one(t, p) for t, p in zip(sample.tensors, placing, strict=True))
@@ -190,6 +195,26 @@ def _expected(function: Callable[..., Any], sample: Sample, inplace: bool, name:
         with contextlib.suppress(Exception):  # no gradient on one card, none asked of others
             grads, weights = _gradients(sample.finish(result), leaves, None)
     return Expected(kept, after, grads, weights, values)
+
+
+def _drawn(function: Callable[..., Any], sample: Sample, expected: Expected, library: Library) -> Expected:
+    """What the library itself draws where everything is replicated, if that has the right shape: the reference then."""
+    placing = (Replicate(),) * len(sample.tensors)
+    case = Case(function, sample, placing, expected, library, expected.grads is None)
+    try:
+        placed = case.placed()
+        result = _call(function, sample, placed)
+        whole = _snapshot(case.whole(result))
+        if difference(whole, expected.result, values=False):
+            return expected
+        grads = None
+        if expected.grads is not None:
+            found, _ = _gradients(sample.finish(result), placed, expected.weights, case.replicate)
+            grads = case.whole(found)
+        after = [_snapshot(case.whole(t)) for t in placed]
+    except Exception:  # the cases will show it
+        return expected
+    return Expected(whole, after, grads, expected.weights, expected.values)
 
 
 def _leaf(t: Tensor, grad: bool) -> Tensor:
@@ -236,35 +261,38 @@ class Case:
 
     def __call__(self) -> str:
         expected = self.expected
-        placed = self._place(self.placing)
+        placed = self.placed()
         result = _call(self.function, self.sample, placed)
-        whole = self._whole(result)
+        whole = self.whole(result)
         random = not expected.values
         why = difference(whole, expected.result, values=not random)
         if why:
             return why
         if self.inplace:
-            why = difference(self._whole(list(placed)), expected.after, values=not random)
+            why = difference(self.whole(list(placed)), expected.after, values=not random)
             return f"the operand after the call: {why}" if why else ""
         if expected.grads is None or random:
             return ""
-        grads, _ = _gradients(self.sample.finish(result), placed, expected.weights, self._replicate)
-        why = difference(self._whole(grads), expected.grads)
+        grads, _ = _gradients(self.sample.finish(result), placed, expected.weights, self.replicate)
+        why = difference(self.whole(grads), expected.grads)
         return f"gradient: {why}" if why else ""
 
-    def _place(self, placing: Placing) -> list[Tensor]:
+    def placed(self) -> list[Tensor]:
+        """The tensors of the sample, laid out."""
         placed = []
-        for t, p in zip(self.sample.tensors, placing, strict=True):
+        for t, p in zip(self.sample.tensors, self.placing, strict=True):
             leaf = _leaf(t, not self.inplace)
             if p is None and not self.library.takes_plain:
                 p = Replicate()
             placed.append(leaf if p is None else self.library.place(leaf, p))
         return placed
 
-    def _replicate(self, weight: Tensor) -> Tensor:
+    def replicate(self, weight: Tensor) -> Tensor:
+        """A replicated tensor."""
         return self.library.place(weight, Replicate())
 
-    def _whole(self, value: Any) -> Any:
+    def whole(self, value: Any) -> Any:
+        """A result with every distributed tensor gathered."""
         kind = self.library.tensor
         return tree_map(lambda v: self.library.whole(v) if isinstance(v, kind) else _plain(v), value)
 

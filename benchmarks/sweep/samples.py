@@ -18,10 +18,16 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 SEED = 20
-SAMPLES_LOOKED_AT = 24
+SAMPLES_LOOKED_AT = 64
 LARGEST = 3000  # elements of all tensors of a sample
 # Their values are whatever was in memory.
 VALUELESS = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+
+# They need not draw what plain torch draws, only the same under every layout.
+RANDOM = (
+    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "rand", "uniform",
+    "nn.functional.dropout", "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout", "nn.functional.rrelu",
+)  # fmt: skip
 
 
 def database() -> list[Any]:

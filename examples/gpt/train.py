@@ -48,6 +48,8 @@ class TrainArgs:
     d_model: int = 224
     lr: float = 3e-3
     """highest learning rate, reached after the first twentieth of the steps"""
+    dropout: float = 0.1
+    """share of activations and attention weights that are dropped in training"""
     weight_decay: float = 0.1
     clip: float = 1.0
     """largest global norm of the gradient"""
@@ -73,7 +75,13 @@ class TrainArgs:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(max_seq_len=self.seq_len, n_layer=self.n_layer, n_head=self.n_head, d_model=self.d_model)
+        return GPTConfig(
+            max_seq_len=self.seq_len,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            d_model=self.d_model,
+            dropout=self.dropout,
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,11 @@ def distribute(batch: tuple[Tensor, ...], mesh: oc.ProcessMesh | None, args: Tra
 def run_steps(
     model: nn.Module, corpus: Corpus, mesh: oc.ProcessMesh | None, args: TrainArgs, n_steps: int
 ) -> Iterator[StepRecord]:
-    """Train for `n_steps` without validating, yielding each step; the last one with the messages it sent."""
+    """Train for `n_steps` without validating, yielding each step; the last one with the messages it sent.
+
+    Dropout draws the same numbers on one card as on any mesh: distributed tensors do by themselves, plain ones are told.
+    """
+    oc.manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
     if mesh is not None:
         optimizer = oc.shard_optimizer(optimizer)
@@ -150,7 +162,8 @@ def run_steps(
         batch = sample_batch(corpus.train, args.batch_size, args.seq_len, args.seed, step)
         lr = learning_rate(step, args)
         recorded = mesh is not None and step == n_steps - 1
-        with oc.explain() if recorded else nullcontext() as report:
+        one_card = oc.one_card_random() if mesh is None else nullcontext()
+        with one_card, oc.explain() if recorded else nullcontext() as report:
             loss = train_step(model, optimizer, distribute(batch, mesh, args), lr, args.clip)
         yield StepRecord(step + 1, loss, lr, time.perf_counter() - start, messages=report)
 

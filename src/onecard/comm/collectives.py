@@ -116,13 +116,10 @@ def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
     """Of a dtype that backends do not know: complex numbers add as pairs, small integers as larger ones."""
     if not local.is_complex():
         return all_reduce(local.to(torch.int32 if local.element_size() < 4 else torch.int64), group, op).to(local.dtype)
+    if op == "product":
+        return all_gather(local.unsqueeze(0), group, 0, [1] * group.size).prod(0)
     if op not in ("sum", "avg"):
-        gathered = all_gather(local.unsqueeze(0), group, 0, [1] * group.size)
-        if op != "product":
-            raise CommunicationError(
-                f"complex numbers have no {op}: reduce their real and imaginary parts or their abs()"
-            )
-        return gathered.prod(0)
+        raise CommunicationError(f"complex numbers have no {op}: reduce their real and imaginary parts, or their abs()")
     return torch.view_as_complex(all_reduce(torch.view_as_real(_dense(local)), group, op))
 
 
@@ -145,7 +142,7 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
     pg, largest = group.process_group, max(sizes)
-    if pg is None:
+    if pg is None or not largest:
         return local
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:

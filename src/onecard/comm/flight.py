@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Board", "Entry", "board", "describe", "overtaken", "rank_text", "read"]
+__all__ = ["Board", "Entry", "board", "describe", "out_of_step", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
 _CURRENT = len(_MAGIC)  # one byte after it: which of two slots holds the entry
@@ -171,6 +171,29 @@ def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[int, ...], int]
     if not entry.inside:
         return []
     return [r for r in entry.ranks if r in finished and finished[r].get(entry.ranks, 0) < entry.group_seq]
+
+
+_ALIKE = ("all_reduce", "all_gather", "broadcast")  # collectives to which every rank brings as many bytes
+
+
+def out_of_step(boards: Mapping[int, Entry]) -> list[int]:
+    """Returns ranks that wait at the same place of one group in different collectives, or with different sizes.
+
+    Their counts are equal, so they mean the same message: they will never understand each other.
+
+    >>> both = Entry(5, 3, "all_reduce", (0, 1), 4, True), Entry(9, 3, "all_gather", (0, 1), 4, True)
+    >>> out_of_step(dict(enumerate(both)))
+    [0, 1]
+    >>> out_of_step({0: both[0], 1: both[0]})
+    []
+    """
+    places: dict[tuple[tuple[int, ...], int], dict[tuple[str, int], list[int]]] = {}
+    for rank, entry in boards.items():
+        if entry.inside:
+            kind = (entry.name, entry.nbytes if entry.name in _ALIKE else 0)
+            places.setdefault((entry.ranks, entry.group_seq), {}).setdefault(kind, []).append(rank)
+    differ = next((kinds for kinds in places.values() if len(kinds) > 1), {})
+    return sorted(rank for ranks in differ.values() for rank in ranks)
 
 
 def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:

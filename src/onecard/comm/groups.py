@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -42,8 +43,8 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         return None
     if ranks == tuple(range(world.get_world_size())):
         return dist.group.WORLD
-    if check.on:
-        check.agreed(f"the first message among ranks {list(ranks)}", ranks, check.ADVICE)  # making a group waits as well
+    if check.on:  # making a group waits for its members as well
+        check.agreed(f"the first message among ranks {list(ranks)}", ranks, check.ADVICE)
     # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
     # how many groups this process has made before, which the members need not have in common: then they wait for ever.
     name = "onecard_" + "_".join(map(str, ranks))
@@ -68,6 +69,9 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
         found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order)
+        if not _groups:
+            # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
+            atexit.register(forget)
         _groups[mesh, axis] = found
     return found
 

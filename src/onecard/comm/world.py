@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from onecard import mesh as _mesh
-from onecard.comm import shm
+from onecard.comm import flight, shm
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -71,6 +73,10 @@ def init() -> None:
             "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
         ) from fault
     atexit.register(_leave)
+    launcher = sys.modules.get("_onecard_launcher")  # under ``onecard run``: it watches what the ranks wait for
+    if launcher is not None and flight.board is None:
+        with suppress(OSError):
+            flight.board = flight.Board.create(launcher.board)
 
 
 def _leave() -> None:

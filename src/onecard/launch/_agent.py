@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from onecard.launch._options import LaunchError, Options, Target, endpoint
 from onecard.launch._screen import Screen
+from onecard.launch._watch import Watch
 
 GRACE = 5  # seconds between the signal that asks ranks to end and the one that makes them
 MEETING_TIME = timedelta(minutes=15)
@@ -114,6 +115,9 @@ class Workplace:
     screen: Screen | None = None
     ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
 
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.notes)
+
     def log(self, rank: int) -> Path:
         return self.log_dir / f"rank{rank}.log"
 
@@ -125,6 +129,7 @@ class Workplace:
         rank, attempt = int(environment["RANK"]), environment["TORCHELASTIC_RESTART_COUNT"]
         self.ranks[local_rank] = rank
         self.note(rank).unlink(missing_ok=True)
+        self.watch.board(rank).unlink(missing_ok=True)
         output = str(self.log(rank).absolute())
         if rank == 0:
             self.screen = self.screen or Screen(self.log(0), self.notes)
@@ -140,6 +145,7 @@ class Workplace:
             ONECARD_OUTPUT=output, ONECARD_ERROR_FILE=str(self.note(rank)), ONECARD_LAUNCHER_PID=str(os.getpid())
         )
         environment["TORCHELASTIC_ERROR_FILE"] = ""
+        environment["ONECARD_BOARD"] = str(self.watch.board(rank))
 
     def close(self) -> None:
         if self.screen is not None:
@@ -170,11 +176,18 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, workplace: Workplace) -> None:
         super().__init__(spec, logs_specs=_Logs(workplace))
         self.started: set[int] = set()
+        self._workplace = workplace
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self.started.update(pids.values())
         return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._workplace.ranks
+        if self._pcontext is not None:
+            self._workplace.watch.look({ranks[local]: pid for local, pid in self._pcontext.pids().items()})
+        return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         # Here and not by the argument of torch's method, which 2.11 does not have.

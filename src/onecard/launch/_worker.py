@@ -26,6 +26,7 @@ def main() -> None:
     _die_with(int(os.environ.pop("ONECARD_LAUNCHER_PID")))
     _redirect(os.environ.pop("ONECARD_OUTPUT"))
     record = _Recorder(os.environ.pop("ONECARD_ERROR_FILE"))
+    _hand_over(os.environ.pop("ONECARD_BOARD"))
     sys.excepthook = record.exception
     sys.argv[:] = [name, *sys.argv[3:]]
     try:
@@ -52,6 +53,13 @@ def _die_with(launcher: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it went before the call
         os._exit(1)
+
+
+def _hand_over(board: str) -> None:
+    """Leaves the path of this rank's flight board where ``comm.world`` finds it, and no program that the rank starts."""
+    launcher = ModuleType("_onecard_launcher")
+    launcher.__dict__["board"] = board
+    sys.modules[launcher.__name__] = launcher
 
 
 def _redirect(output: str) -> None:

@@ -61,7 +61,9 @@ class ShardDataloader:
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:
-                yield self._map(batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole))
+                yield self._map(
+                    batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
+                )
 
     def _local_loader(self) -> DataLoader[Any] | None:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
@@ -269,8 +271,7 @@ def shard_dataloader(
     Source: ``paddle.distributed.shard_dataloader``.
 
     Example:
-        >>> from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+        >>> from torch.utils.data import DataLoader
         >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
         >>> [batch.shape[0] for batch in batches]
         [4, 2]

@@ -86,7 +86,9 @@ def _mesh_of(fn: Any, args: Sequence[Any]) -> ProcessMesh:
     for value in args:
         if isinstance(value, DistTensor):
             return value.mesh
-    raise LayoutError(f"{_name(fn)}: no argument is a DistTensor, so pass the mesh: onecard.local_map(fn, ..., mesh=mesh)")
+    raise LayoutError(
+        f"{_name(fn)}: no argument is a DistTensor, so pass the mesh: onecard.local_map(fn, ..., mesh=mesh)"
+    )
 
 
 def _per_tensor(
@@ -159,14 +161,18 @@ def _enter(x: DistTensor, pending: tuple[int, ...]) -> Tensor:
     return _Enter.apply(x, pending) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
+def _gradient_spec(x: DistTensor, pending: tuple[int, ...]) -> Spec:
+    layout = x._spec.layout
+    idle = [a for a in pending if layout.dim_of(a) is None and all(a != axis for axis, _ in layout.pending)]
+    return x._spec.with_layout(Layout.make(layout.mesh, layout.dims, tuple((a, "sum") for a in idle)))
+
+
 class _Enter(torch.autograd.Function):
     """This rank's part; its gradient is a summand on the axes where the argument is replicated and outputs are not."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, pending: tuple[int, ...]) -> Any:
-        layout = x._spec.layout
-        idle = [a for a in pending if layout.dim_of(a) is None and all(a != axis for axis, _ in layout.pending)]
-        ctx.spec = x._spec.with_layout(Layout.make(layout.mesh, layout.dims, tuple((a, "sum") for a in idle)))
+        ctx.spec = _gradient_spec(x, pending)
         return x._local.detach()
 
     @staticmethod
@@ -239,15 +245,32 @@ def _elsewhere(
             f"{_name(fn)}: this rank is not in {mesh!r}, so it cannot know the outputs; pass out_shapes=[...] with the "
             "whole shape of each (a meta tensor, if its dtype is not that of the first argument)"
         )
-    first = next(v for v in args if isinstance(v, DistTensor))
-    made = []
+    inputs = [v for v in args if isinstance(v, DistTensor)]
+    first, specs = inputs[0], []
     for given, known, placements in zip(shapes, _shapes(fn, shapes, len(outs)), outs, strict=True):
         assert known is not None and placements is not None
         dtype = given.dtype if isinstance(given, Tensor) else first.dtype
         layout = Layout.of(mesh, known.dim(), placements)
-        spec = Spec.make(layout, known.shape, contiguous_stride(known.shape), dtype, first._spec.device)
-        made.append(wrap(torch.empty(0, dtype=dtype, device=spec.device), spec))
-    return made[0] if len(made) == 1 else tuple(made)
+        specs.append(Spec.make(layout, known.shape, contiguous_stride(known.shape), dtype, first._spec.device))
+    made = _Outside.apply(specs, _pending_axes(mesh, [p for p in outs if p is not None]), *inputs)
+    return made[0] if len(made) == 1 else made
+
+
+class _Outside(torch.autograd.Function):
+    """Empty parts in, empty parts out; so are the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: Sequence[Spec], pending: tuple[int, ...], *inputs: Any) -> Any:
+        ctx.specs = [_gradient_spec(x, pending) for x in inputs]
+        return tuple(_nothing(spec) for spec in specs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *(_nothing(spec) for spec in ctx.specs)
+
+
+def _nothing(spec: Spec) -> DistTensor:
+    return wrap(torch.empty(0, dtype=spec.dtype, device=spec.device), spec)
 
 
 __all__ = ["local_map"]

@@ -98,16 +98,18 @@ def _name_of(op: Any) -> str:
         return (f"{name}.{overload}" if overload else name).removeprefix("aten::")
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op._qualified_op_name.removeprefix("aten::")
-    name = getattr(op, "_qualname", None)
-    if name is None:
+    qualified: str | None = getattr(op, "_qualname", None)
+    if qualified is None:
         raise RuleError(f"register_rule: {op!r} is no operator; give its name, 'mylib::op', or torch.ops.mylib.op")
-    return name
+    return qualified
 
 
 def _check(name: str, text: str | None, traits: dict[str, Any], replace: bool) -> None:
     unknown = sorted(set(traits) - set(_OPTIONS))
     if unknown:
-        raise RuleError(f"register_rule({name!r}): no such trait: {', '.join(unknown)}. There are {', '.join(_OPTIONS)}")
+        raise RuleError(
+            f"register_rule({name!r}): no such trait: {', '.join(unknown)}. There are {', '.join(_OPTIONS)}"
+        )
     if text is not None:
         parse(text)
     if name in rows and not replace:

@@ -1,12 +1,17 @@
 """DistTensor and how operators run on it: rule -> decide -> reshard -> local operator -> wrap."""
 
-from onecard.tensor import chance as _chance  # noqa: F401 - these three fill the table of operators
+from onecard.tensor import attention as _attention  # noqa: F401 - these four fill the table of operators
+from onecard.tensor import chance as _chance  # noqa: F401
 from onecard.tensor import foreach as _foreach  # noqa: F401 - that are not decided by a row
 from onecard.tensor import special as _special  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard
+from onecard.tensor.create import rand, randint, randn, randperm
+from onecard.tensor.deferred import deferred_init
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.fallback import GatheredOperatorWarning
+from onecard.tensor.one_card import manual_seed, one_card_random
 
 __all__ = [
-    "DistTensor", "GatheredOperatorWarning", "from_dtensor", "from_local", "reshard", "shard_tensor", "to_dtensor", "unshard",
+    "DistTensor", "GatheredOperatorWarning", "deferred_init", "from_dtensor", "from_local", "manual_seed", "one_card_random",
+    "rand", "randint", "randn", "randperm", "reshard", "shard_tensor", "to_dtensor", "unshard",
 ]  # fmt: skip

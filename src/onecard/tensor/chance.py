@@ -1,88 +1,301 @@
-"""Random operators: every rank draws the whole tensor from torch's generator and keeps its part.
+"""Random operators: values are a function of a key and of each element's index in the whole tensor (see onecard.random).
 
-So a program draws the numbers that it draws on one card, under every layout, provided that all ranks are seeded alike;
-each rank pays the time of the whole draw. The generators of all ranks stay in step, those outside the mesh included.
+Every operator draws one key from torch's generator, on each rank alike, and fills only the part that the rank holds. The
+same handlers serve DistTensors and, under ``one_card_random``, plain tensors.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onecard import random
+from onecard.comm import world
+from onecard.comm.agree import first_to_say
+from onecard.errors import DispatchError
+from onecard.layout import Layout
+from onecard.random import Key, Law, new_key
+from onecard.rules.call import schema_of
 from onecard.tensor.dispatch import handle
-from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap
+from onecard.tensor.program import check_writable
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
 
-_IN_PLACE = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
-_LIKE = ("rand_like", "randn_like", "randint_like")
+Handler = Callable[[Any, Any, Any], Any]
+handlers: dict[Any, Handler] = {}  # of operators that have a tensor among their arguments
+factories: dict[Any, Handler] = {}  # of those that have none
 
 
-def _part(whole: Tensor, x: DistTensor) -> Tensor:
-    slices = x._spec.layout.local_slices(whole.shape)
-    return whole[slices].clone(memory_format=torch.contiguous_format) if x._spec.here else x._local
-
-
-def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """x.normal_() and its kin: draw the whole, write this rank's part."""
-    x, *rest = args
+def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
+    """Fill a plain or distributed tensor in place; each rank its part."""
+    if not isinstance(x, DistTensor):
+        return random.fill(x, law, key)
+    check_writable(x, name)
     x.settle()
-    whole = torch.empty(x.shape, dtype=x.dtype, device=x._spec.device)
-    whole = func(whole, *[_gathered(a) for a in rest], **kwargs)
-    x._local.copy_(_part(whole, x))
+    spec = x._spec
+    if spec.here:
+        random.fill(x._local, law, key, spec.shape, spec.layout.local_offset(spec.shape))
     return x
 
 
-def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DistTensor) else value
+def key_for(func: Any, like: Any, generator: Any) -> Key:
+    """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh."""
+    key = new_key(generator)
+    if isinstance(like, DistTensor) and isinstance(key.low, int):
+        _draws[like.mesh] += 1
+        count = _draws[like.mesh]
+        if count & (count - 1) == 0 and like._spec.here:
+            _compare(f"{like.mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(like.shape)}")
+    return key
+
+
+_draws: Counter[Any] = Counter()
+
+
+def _compare(label: str, word: str) -> None:
+    first = first_to_say(label, word)
+    if first is not None and first[1] != word:
+        raise DispatchError(
+            f"rank {world.get_rank()} draws with key {word}, but rank {first[0]} with {first[1]}: random operators must draw "
+            "the same on every rank. Seed all alike (onecard.manual_seed(s)), and draw from torch's default generator on "
+            "every rank or on none; what one rank alone draws needs a generator of its own (generator=...)"
+        )
+
+
+@lru_cache(4096)
+def _law(func: Any, dtype: torch.dtype, *params: Any) -> Law:
+    """The law of a call of an in-place operator, its parameters checked by torch itself."""
+    func(torch.empty(0, dtype=dtype), *params)
+    return random.law(schema_of(func).name, dtype, *params)
+
+
+def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments by their names in the schema, with defaults."""
+    declared = func._schema.arguments
+    given = {a.name: a.default_value for a in declared}
+    given.update(zip((a.name for a in declared), args, strict=False))
+    given.update(kwargs)
+    return given
+
+
+def _options(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Of a tensor that is to be made, those that the call names (a schema's own default is an int for a dtype)."""
+    listed = names or ("dtype", "layout", "device", "pin_memory", "memory_format")
+    return {n: given[n] for n in listed if given.get(n) is not None and type(given[n]) is not int}
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """x.normal_() and its kin."""
+    given = arguments(func, args, kwargs)
+    x, generator = given.pop("self"), given.pop("generator")
+    if schema_of(func).name == "random_":
+        func, given = _INTEGERS, {"low": given.get("from", 0), "high": given.get("to")}
+    return fill(x, _law(func, x.dtype, *given.values()), key_for(func, x, generator), schema_of(func).name)
+
+
+_INTEGERS = getattr(aten.random_, "from")
+
+
+_SAME = {"rand": aten.uniform_.default, "randn": aten.normal_.default, "normal": aten.normal_.default}
+
+
+def _of(func: Any, given: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The in-place operator that fills what a factory makes, and its parameters."""
+    name = schema_of(func).name.removesuffix("_like")
+    if name == "randint":
+        return _INTEGERS, (_number(given.get("low", 0)), _number(given["high"]))
+    return _SAME[name], (given["mean"], given["std"]) if name == "normal" else ()
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """rand_like(x) and its kin: in the layout of x."""
-    x, *rest = args
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "memory_format")}
-    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x._spec.device), *rest, **kwargs)
-    return _as(whole, x)
+    given = arguments(func, args, kwargs)
+    x = given["self"]
+    made = torch.empty_like(x, **_options(given, *(("dtype", "memory_format") if isinstance(x, DistTensor) else ())))
+    maker, params = _of(func, given)
+    return fill(made, _law(maker, made.dtype, *params), key_for(func, made, given.get("generator")))
 
 
-def _as(whole: Tensor, x: DistTensor) -> DistTensor:
-    spec = Spec.like(x._spec.layout.settled(), whole, x._spec.device)
-    return wrap(_part(whole, x), spec)
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _factory(func: Any, args: Any, kwargs: Any) -> Any:
+    """rand(size) and its kin, as a plain tensor; rand(size, out=x)."""
+    given = arguments(func, args, kwargs)
+    made = given.get("out")
+    if made is None:
+        integer = {"dtype": torch.int64} if schema_of(func).name == "randint" else {}
+        made = torch.empty(given["size"], **{**integer, **_options(given)})
+    elif made.shape != torch.Size(given["size"]):
+        made = _resized(made, given["size"])
+    maker, params = _of(func, given)
+    return fill(made, _law(maker, made.dtype, *params), new_key(given.get("generator")))
+
+
+def _resized(out: Tensor, size: Any) -> Tensor:
+    if isinstance(out, DistTensor):
+        raise DispatchError(f"out= is {describe(out)}, the result is {list(size)}; make them alike")
+    return out.resize_(size)
+
+
+def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    return permutation(given["n"], new_key(given.get("generator")), **{"dtype": torch.int64, **_options(given)})
+
+
+def permutation(n: int, key: Key, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
+    """A random permutation: the order of ``n`` 64-bit numbers. Whole on every rank; takes 24 bytes an element."""
+    bits = torch.empty(n, dtype=torch.int64, **options)
+    random.fill(bits, random.law("random_", torch.int64, -(2**63)), key)
+    return bits.argsort(stable=True).to(dtype)
+
+
+def _below(func: Any, x: Tensor, p: Tensor, generator: Any) -> Tensor:
+    """Where a uniform number is below a probability; in the layout of x."""
+    words = torch.empty_like(x, dtype=torch.int64)
+    fill(words, random.law("words", torch.int64), key_for(func, x, generator))
+    return words.to(torch.float64).mul_(2.0**-32) < p
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
-    """bernoulli(x) and bernoulli(x, p): with probabilities from x they must be whole to be drawn whole."""
-    x, *rest = args
-    x.settle()
-    probabilities = x.full_tensor() if not rest else torch.empty(x.shape, dtype=x.dtype, device=x._spec.device)
-    return _as(func(probabilities, *rest, **kwargs), x)
+    """bernoulli(x), with probabilities from x, and bernoulli(x, p)."""
+    given = arguments(func, args, kwargs)
+    x, p = given["self"], given.get("p")
+    if p is None:
+        return _below(func, x, x, given["generator"]).to(x.dtype)
+    if isinstance(p, Tensor):
+        return _below(func, x, p, given["generator"]).to(x.dtype)
+    made = torch.empty_like(x)
+    return fill(made, _law(aten.bernoulli_.float, x.dtype, p), key_for(func, x, given["generator"]))
+
+
+def _bernoulli_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    x = given["self"]
+    return x.copy_(_below(func, x, given["p"], given["generator"]))
+
+
+def _normal(func: Any, args: Any, kwargs: Any) -> Any:
+    """normal(mean, std) with one or two tensors."""
+    given = arguments(func, args, kwargs)
+    mean, std = given["mean"], given["std"]
+    like = mean + std if isinstance(mean, Tensor) and isinstance(std, Tensor) else torch.empty_like(_tensor(mean, std))
+    made = torch.empty_like(like)
+    fill(made, _law(aten.normal_.default, made.dtype, 0.0, 1.0), key_for(func, made, given["generator"]))
+    return made.mul_(std).add_(mean)
+
+
+def _tensor(*values: Any) -> Tensor:
+    return next(v for v in values if isinstance(v, Tensor))
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """native_dropout(x, p, train) -> (result, mask)."""
-    x, p, train = args
-    x.settle()
-    whole, mask = func(torch.ones(x.shape, dtype=x.dtype, device=x._spec.device), p, train, **kwargs)
-    scaled = _as(whole, x)
-    result = wrap(x._local * scaled._local, x._spec)
-    return result, _as(mask, x)
+    given = arguments(func, args, kwargs)
+    x, p = given["input"], given["p"]
+    if not given["train"]:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.empty_like(x, dtype=torch.bool)
+    fill(mask, _law(aten.bernoulli_.float, torch.bool, 1 - p), key_for(func, x, None))
+    return (x * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
+    """rrelu_with_noise: the slope of each negative element is drawn, and kept in ``noise`` for the backward operator."""
+    given = arguments(func, args, kwargs)
+    x, noise, lower, upper = given["self"], given["noise"], given["lower"], given["upper"]
+    if not given["training"]:
+        slope = (lower + upper) / 2
+        return torch.where(x <= 0, x * slope, x)
+    slopes = torch.empty_like(x)
+    fill(slopes, _law(aten.uniform_.default, x.dtype, lower, upper), key_for(func, x, given["generator"]))
+    noise.copy_(torch.where(x <= 0, slopes, torch.ones_like(slopes)))
+    return x * noise
+
+
+def _multinomial(func: Any, args: Any, kwargs: Any) -> Any:
+    """Indices drawn with the probabilities in the last dim, which each rank needs whole."""
+    given = arguments(func, args, kwargs)
+    x, count, again = given["self"], given["num_samples"], given["replacement"]
+    aten.multinomial(torch.empty(x.shape, dtype=x.dtype, device="meta"), count, again)  # torch's own checks
+    key = key_for(func, x, given["generator"])
+    if not isinstance(x, DistTensor):
+        return _choose(x, count, again, key, tuple(x.shape), (0,) * x.dim())
+    layout = Layout.make(x.mesh, (*x._spec.layout.dims[:-1], ()))
+    local = x._become(layout, "multinomial", "self", "probabilities must be whole", explicit=False)
+    shape = torch.Size((*x.shape[:-1], count))
+    meta = torch.empty(shape, dtype=torch.int64, device="meta")
+    spec = Spec.like(layout, meta, x._spec.device)
+    if not spec.here:
+        return wrap(torch.empty(0, dtype=torch.int64, device=spec.device), spec)
+    return wrap(_choose(local, count, again, key, tuple(x.shape), layout.local_offset(x.shape)), spec)
+
+
+def _choose(p: Tensor, count: int, again: bool, key: Key, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+    """Rows of probabilities -> rows of indices.
+
+    Without replacement by a race of exponential variates (Efraimidis and Spirakis, 2006), with it by inversion.
+    """
+    if p.device.type == "cpu":
+        _check_probabilities(p, 1 if again else count)
+    if again and count > 1:
+        ends = p.double().cumsum(-1)  # in order, row by row: sums alike under every layout
+        total = ends[..., -1:]
+        u = torch.empty((*p.shape[:-1], count), dtype=torch.float64, device=p.device)
+        random.fill(u, random.law("uniform_", torch.float64), key, (*shape[:-1], count), offset)
+        return torch.searchsorted(ends, torch.minimum(u * total, torch.nextafter(total, total * 0)), right=True)
+    dtype = p.dtype if p.dtype is torch.float64 else torch.float32
+    arrival = torch.empty(p.shape, dtype=dtype, device=p.device)
+    random.fill(arrival, random.law("exponential_", dtype), key, shape, offset)
+    speed = p.to(dtype) / arrival
+    return speed.argmax(-1, keepdim=True) if count == 1 else speed.topk(count).indices
+
+
+def _check_probabilities(p: Tensor, count: int) -> None:
+    if not bool(((p >= 0) & (p < torch.inf)).all()):
+        raise RuntimeError("multinomial: the probability tensor contains inf, nan or an element < 0")
+    if not bool(((p > 0).sum(-1) >= count).all()):
+        raise RuntimeError(f"multinomial: a row has fewer than {count} categories of probability > 0")
 
 
 def _register() -> None:
+    in_place = "uniform_ normal_ log_normal_ exponential_ cauchy_ geometric_ random_"
+    handler: Handler
     for names, handler in (
-        (_IN_PLACE, _fill),
-        (_LIKE, _like),
-        (("bernoulli",), _bernoulli),
-        (("native_dropout",), _dropout),
+        (in_place, _in_place),
+        ("rand_like randn_like randint_like", _like),
+        ("bernoulli", _bernoulli),
+        ("native_dropout", _dropout),
+        ("multinomial", _multinomial),
+        ("rrelu_with_noise", _rrelu),
     ):
-        for name in names:
+        for name in names.split():
             packet = getattr(aten, name)
             for overload in packet.overloads():
-                if "out" not in overload:
-                    handle(getattr(packet, overload), handler)
+                if not overload.endswith("out"):
+                    handlers[getattr(packet, overload)] = handler
+    handlers[aten.bernoulli_.float] = _in_place
+    handlers[aten.bernoulli_.Tensor] = _bernoulli_tensor_
+    for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
+        handlers[getattr(aten.normal, overload)] = _normal
+    for name in ("rand", "randn", "randint", "normal"):
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            if "size" in schema_of(getattr(packet, overload)).arguments and "names" not in overload:
+                table = handlers if overload.endswith("out") else factories
+                table[getattr(packet, overload)] = _factory
+    for overload in ("default", "generator"):
+        factories[getattr(aten.randperm, overload)] = _randperm
+    for func, handler in handlers.items():
+        handle(func, handler)
 
 
 _register()

@@ -19,7 +19,8 @@ from onecard.comm.transfer import run_transfer
 from onecard.errors import LayoutError, MeshError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.deferred import materialise
+from onecard.tensor.dist_tensor import DistTensor, check_fresh, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.transfer import plan_transfer, settled_source
 
@@ -60,7 +61,7 @@ def shard_tensor(
         (torch.Size([2, 2]), (Shard(dim=0),))
     """
     if isinstance(data, DistTensor):
-        return reshard(data, mesh, placements)
+        return _again(data, mesh, placements, dtype, requires_grad)
     placements = check_placements(mesh, placements)
     groups.check_world(mesh)
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
@@ -78,8 +79,30 @@ def shard_tensor(
     return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
 
 
+def _again(
+    x: DistTensor,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None,
+    requires_grad: bool | None,
+) -> DistTensor:
+    """``shard_tensor`` of what is distributed already: a Parameter gives a Parameter."""
+    wanted = x.requires_grad if requires_grad is None else requires_grad
+    if not isinstance(x, torch.nn.Parameter) and wanted == x.requires_grad:
+        moved: Any = reshard(x, mesh, placements)
+        return moved if dtype is None else moved.to(dtype)
+    moved = reshard(x.detach(), mesh, placements)  # type: ignore[arg-type]
+    moved = moved if dtype is None else moved.to(dtype)
+    if isinstance(x, torch.nn.Parameter):
+        same = moved.layout is x._spec.layout and moved.dtype == x.dtype and wanted == x.requires_grad
+        return x if same else torch.nn.Parameter(moved, wanted)  # type: ignore[return-value]
+    return moved.requires_grad_(wanted)
+
+
 def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
     """This rank's part of a value that every rank holds whole."""
+    if whole.is_meta:
+        return materialise(whole, layout)
     device = world.device() if whole.device.type == "cpu" else whole.device
     shape = whole.shape
     spec = Spec.make(layout, shape, contiguous_stride(shape), whole.dtype, device)
@@ -175,6 +198,7 @@ class _FromLocal(torch.autograd.Function):
 
 def to_local(x: DistTensor) -> Tensor:
     """This rank's part as a plain tensor that shares memory; its gradient is the gradient of the part."""
+    check_fresh(x, "to_local")
     return _ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
@@ -286,7 +310,10 @@ def unshard(x: Tensor) -> Tensor:
 
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
     """
-    return _Unshard.apply(x) if isinstance(x, DistTensor) else x
+    if isinstance(x, DistTensor):
+        check_fresh(x, "full_tensor")
+        return _Unshard.apply(x)
+    return x
 
 
 class _Unshard(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from onecard.comm import check
 from onecard.errors import DispatchError
@@ -14,7 +15,7 @@ from onecard.rules.call import schema_of
 from onecard.rules.register import changed
 from onecard.rules.registry import find
 from onecard.tensor.build import build
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.dist_tensor import DistTensor, check_fresh
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
 # and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
@@ -22,7 +23,7 @@ builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
 programs: dict[tuple[Any, ...], Any] = {}
 LIMIT = 50_000
-_by_value: dict[Any, bool] = {}
+by_value: dict[Any, bool] = {}
 
 
 def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,6 +85,9 @@ def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if len(programs) >= LIMIT:
         programs.clear()
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, DistTensor):
+            check_fresh(value, func)
     program = programs[key] = builders.get(func, build)(func, args, kwargs)
     return program
 
@@ -116,16 +120,16 @@ def freeze(value: Any, func: Any) -> Any:
 
 
 def _matters(func: Any) -> bool:
-    found = _by_value.get(func)
+    found = by_value.get(func)
     if found is None:
         row = find(func)
-        found = _by_value[func] = row is not None and row.values
+        found = by_value[func] = row is not None and row.values
     return found
 
 
 def _forget_rows() -> None:
-    for func in [f for f in _by_value if f not in builders]:
-        del _by_value[func]
+    for func in [f for f in by_value if f not in builders]:
+        del by_value[func]
 
 
 def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

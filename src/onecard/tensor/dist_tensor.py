@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import TensorWeakRef
 
 from onecard import reshard as planner
 from onecard.comm import record
@@ -18,7 +19,7 @@ from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.reshard import Step
 from onecard.tensor import memory
-from onecard.tensor.spec import Spec
+from onecard.tensor.spec import STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
 
@@ -46,6 +47,9 @@ class DistTensor(Tensor):
     redistribute: Callable[[Sequence[Placement]], DistTensor]
     _family: memory.Family | None = None
     _part_of: memory.Family | None = None
+    # Copies that stand for views of this memory (see program.py); of what an _unsafe_view is a copy.
+    _copies: Sequence[TensorWeakRef] = ()
+    _copy_of: TensorWeakRef | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -105,7 +109,7 @@ class DistTensor(Tensor):
         spec = self._spec
         source, shape = spec.layout, tuple(spec.shape)
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
-        if record.observers:
+        if record.observers and spec.here:
             announce(steps, op, operand, shape, reason, explicit)
         settles = bool(source.pending) and target is source.settled()
         if not spec.here:
@@ -212,3 +216,13 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a plain tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return repr(value)
+
+
+def check_fresh(value: DistTensor, reader: Any) -> None:
+    """Refuse to read a view that had to be copied, if the tensor it was taken from was written to since."""
+    if value._spec.note is STALE:
+        origin = getattr(value, "_cut_off", "a view")
+        raise DispatchError(
+            f"{reader}: {describe(value)}, the result of {origin}, is out of date. On one card it is a view; here it had to be "
+            f"copied from other ranks, and the tensor it was taken from was written to since. Take it again after the write"
+        )

@@ -20,8 +20,8 @@ from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor, memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.program import check_writable
-from onecard.tensor.spec import Spec
+from onecard.tensor.program import check_writable, note_copy
+from onecard.tensor.spec import STALE, Spec
 
 _warned: set[Any] = set()
 
@@ -133,9 +133,29 @@ def copy_back(func: Any) -> Callable[..., Any]:
     return expand
 
 
-def write(target: Tensor, value: Tensor) -> None:
+def write(target: Any, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
+    base = _reshaped_base(target)
+    if base is not None:
+        # On one card this is the same memory under another shape: write there, and into the copy as well.
+        spec = target._spec
+        write(base, value.reshape(base.shape))
+        target._spec = spec
+        _write(target, value)
+        return
     check_writable(target, "copy_")
+    _write(target, value)
+
+
+def _reshaped_base(target: Any) -> Any:
+    """What a copied view() is a view of on one card, if that is still there."""
+    if not isinstance(target, DistTensor) or target._copy_of is None:
+        return None
+    reshaped = getattr(target, "_cut_off", "_unsafe_view") in ("view", "_unsafe_view", "_reshape_alias")
+    return target._copy_of() if reshaped and target._spec.note is not STALE else None
+
+
+def _write(target: Any, value: Tensor) -> None:
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)
@@ -270,7 +290,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             )
         made = wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
         if schema_of(func).views and moved:
-            made._cut_off = schema_of(func).name
+            note_copy(moved[0], made, schema_of(func).name)
         return made
 
     return tree_map(rewrap, result)

@@ -21,8 +21,7 @@ from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
 from onecard.tensor import fallback, memory
-from onecard.tensor.dispatch import Direct, builders, handle, program_for
-from onecard.tensor.dispatch import _by_value as by_value
+from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_for
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.program import Program
 
@@ -276,7 +275,9 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
         steps = planner.plan(shape, found.element_size(), seen, seen.settled())
         if record.observers:
-            announce(steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False)
+            announce(
+                steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False
+            )
         found.copy_(run_steps(steps, found, shape))
 
 

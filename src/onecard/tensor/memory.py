@@ -71,7 +71,8 @@ def adopt(x: DistTensor, total: Tensor) -> None:
         old = x._local.untyped_storage()
         fresh = x._local.new_empty(old.nbytes() // x._local.element_size())
         fresh.copy_(x._local.new_empty(0).set_(old, 0, (fresh.numel(),)))  # type: ignore[call-overload]
-        _like(fresh, x._local).copy_(total)
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x._local.stride())  # an expanded dim
+        _like(fresh, x._local)[once].copy_(total[once])
         for member in same:
             member._local = _like(fresh, member._local)
     _relabel(x, same)

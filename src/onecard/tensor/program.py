@@ -17,7 +17,7 @@ from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
 from onecard.tensor import memory
 from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
-from onecard.tensor.spec import Spec
+from onecard.tensor.spec import STALE, Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
 
@@ -45,8 +45,8 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "copied", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "simple", "spec",
-        "specs", "swaps", "view", "wrap", "writes",
+        "aliases", "call", "copied", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason",
+        "replace", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -99,9 +99,11 @@ class Program:
         return self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
 
     def _wrap_one(self, result: Tensor, spec: Spec, args: Sequence[Any]) -> DistTensor:
+        if self.cut_off and spec.layout.pending:
+            result = result.contiguous()  # a rank that adds nothing holds one zero, expanded; views need memory
         made = self.wrap(result, spec)
         if self.cut_off:
-            made._cut_off = self.name
+            note_copy(args[0], made, self.name)
         elif self.copied:
             made._copy_of = TensorWeakRef(args[0])
         elif self.view and spec.layout.pending:
@@ -187,6 +189,24 @@ def _unalias(result: Any, local: Sequence[Any]) -> Any:
     return type(result)([_unalias(r, local) for r in result]) if isinstance(result, list | tuple) else result
 
 
+def note_copy(base: DistTensor, copy: DistTensor, name: str) -> None:
+    """Note a result that is a view on one card, but a copy here: neither sees what is written to the other."""
+    copy._cut_off, copy._copy_of = name, TensorWeakRef(base)
+    root: Any = base._base if isinstance(base._base, DistTensor) else base
+    root._copies = [*(r for r in root._copies if r() is not None), TensorWeakRef(copy)]
+
+
+def _outdate(value: DistTensor) -> None:
+    """Before a write: the copies that stand for views of this memory no longer have its values; reading them is refused."""
+    root: Any = value._base if isinstance(value._base, DistTensor) else value
+    for reference in root._copies:
+        copy = reference()
+        if copy is not None and copy is not value:
+            copy._spec = copy._spec.with_note(STALE)
+    if root._copies:
+        root._copies = ()
+
+
 def check_writable(value: Any, name: str) -> None:
     """A view that had to be copied cannot be written to: the tensor that it was taken from would not see it."""
     if not isinstance(value, DistTensor) or not value._spec.here:
@@ -194,7 +214,7 @@ def check_writable(value: Any, name: str) -> None:
     origin, base = getattr(value, "_cut_off", ""), value._base
     if not origin and isinstance(base, DistTensor) and not _share(base._local, value._local):
         origin = "a view"  # of such a view
-    copied = getattr(value, "_copy_of", None)
+    copied = value._copy_of
     if not origin and copied is not None and copied() is not None:
         origin = "_unsafe_view"
     if origin == memory.A_VIEW:
@@ -208,3 +228,4 @@ def check_writable(value: Any, name: str) -> None:
             f"a view, but here {value._spec!r} had to be copied from other ranks. Write to a clone(), or reshard the "
             f"original first so that {origin} cuts no dim: x = onecard.reshard(x, mesh, placements)"
         )
+    _outdate(value)

@@ -8,6 +8,7 @@ import torch
 
 from onecard.layout import Layout
 
+STALE = (-1,)  # the note of a copy that stands for a view, after the tensor it was taken from was written to
 _interned: dict[tuple[Any, ...], Spec] = {}
 
 

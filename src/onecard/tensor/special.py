@@ -13,6 +13,7 @@ from onecard.layout import Layout
 from onecard.tensor.convert import whole_on_mesh
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import describe, wrap, wrap_view
+from onecard.tensor.program import note_copy
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -59,14 +60,15 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
         )
     local, spec = whole_on_mesh(x, "as_strided"), x._spec
     if not spec.here:
-        return wrap(local, Spec.like(Layout.replicated(x.mesh, len(args[1])), func(spec.meta(), *args[1:], **kwargs), spec.device))
+        meta = func(spec.meta(), *args[1:], **kwargs)
+        return wrap(local, Spec.like(Layout.replicated(x.mesh, meta.dim()), meta, spec.device))
     shares = spec.layout.is_replicated and local.stride() == spec.stride and local.storage_offset() == 0
     if not shares:
         local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(local)
     part = func(local, *args[1:], **kwargs)
     made = wrap_view(part, Spec.like(Layout.replicated(x.mesh, part.dim()), part, spec.device))
     if not shares:
-        made._cut_off = "as_strided"
+        note_copy(x, made, "as_strided")
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import linecache
+import multiprocessing
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ WATCH = "onecard-watch"
 
 def main(job: Job, pipe: Connection) -> None:
     """Entry point of a rank process. Ends the process with status 0 after the parent's release."""
+    multiprocessing.set_start_method(None, force=True)  # not the harness' own: a DataLoader's workers start as usual
     os.setsid()  # its own process group: one signal ends it with all that it started, and Ctrl-C goes to the parent
     released = threading.Event()
     threading.Thread(target=_watch, args=(job.folder, pipe, released), name=WATCH, daemon=True).start()

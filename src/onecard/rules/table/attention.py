@@ -54,7 +54,7 @@ def _operand(name: str, tensor: Tensor, query: list[str]) -> str:
 
 
 def _forward(call: Call) -> Form | None:
-    """With dropout there is no rule: the whole operator then draws the one-card numbers."""
+    """With dropout there is no rule: see tensor/attention.py."""
     query = _heads(call)
     if query is None or call.dropout_p:
         return None
@@ -112,6 +112,7 @@ row(
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable""",
     local=_local,
+    values=True,
 )(_forward)
 
 row(
@@ -119,4 +120,5 @@ row(
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
     _scaled_dot_product_fused_attention_overrideable_backward""",
     local=_local,
+    values=True,
 )(_backward)

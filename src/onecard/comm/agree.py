@@ -1,0 +1,25 @@
+"""Whether ranks say the same: a word left in the world's store, compared without waiting for anybody."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from onecard.comm import world
+
+
+def first_to_say(label: str, word: str) -> tuple[int, str] | None:
+    """The rank that came first to a label, and its word; None in a world of one or before there is a process group.
+
+    Costs one round trip to the store (about 0.1 ms on one host) and waits for nobody, so a rank that never comes is no
+    hang. Labels are never used twice.
+
+    Example:
+        >>> first_to_say("seed", "0") is None
+        True
+    """
+    if world.get_world_size() == 1 or not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    found = store.compare_set(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}").decode()
+    rank, _, said = found.partition(" ")
+    return int(rank), said

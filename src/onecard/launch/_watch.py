@@ -1,0 +1,48 @@
+"""Watches the flight boards of this machine's ranks: ranks that are out of step are ended, and told why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from onecard.comm import flight
+
+PAUSE = 0.5  # seconds between two looks
+ADVICE = (
+    "They will wait for ever: every rank must run the same operators in the same order, on tensors of the same shape. "
+    "Run it again with ONECARD_CHECK=1 to see both lines of your program."
+)
+
+
+class Watch:
+    """Looks at the boards in a folder, one file for each rank; notes of failures go beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next = 0.0
+
+    def board(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.board"
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Ends one of the ranks that are out of step, with a note; the agent then ends the others. ``pids``: by rank."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + PAUSE
+        boards = {}
+        for rank in pids:
+            with suppress(OSError, ValueError):
+                boards[rank] = flight.read(self.board(rank))
+        stuck = flight.out_of_step(boards)
+        if stuck:
+            text = f"onecard.errors.CommunicationError: ranks are out of step\n{flight.describe(boards)}\n{ADVICE}"
+            note = {"time": now, "text": text, "code": 1}
+            (self._folder / f"rank{stuck[0]}.json").write_text(json.dumps(note))
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pids[stuck[0]], signal.SIGKILL)

@@ -1,0 +1,52 @@
+"""The key of one random operator: 64 bits of torch's generator.
+
+So all that torch has for random state works: ``torch.manual_seed``, ``get_rng_state`` and ``set_rng_state``,
+``fork_rng``, the recomputation of ``torch.utils.checkpoint``, and ``generator=`` arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from onecard.random.philox import MASK, Word
+
+
+class Key(NamedTuple):
+    """The two key words of Philox: ints, or while a graph is traced 0-dim int64 tensors, so that it draws anew."""
+
+    low: Word
+    high: Word
+
+
+def new_key(generator: Any = None) -> Key:
+    """Draw the key of one operator.
+
+    Args:
+        generator: a ``torch.Generator``; None for torch's default CPU generator, whatever the device of the operator,
+            so that CPU and GPU draw the same. A Key is returned as it is.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> state = torch.get_rng_state()
+        >>> key = new_key()
+        >>> torch.set_rng_state(state)
+        >>> new_key() == key, new_key() == key
+        (True, False)
+    """
+    if isinstance(generator, Key):
+        return generator
+    device = generator.device if generator is not None else "cpu"
+    bits = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device)
+    if not tracing():
+        value = int(bits)
+        return Key(value & MASK, (value >> 32) & MASK)
+    return Key(bits & MASK, (bits >> 32) & MASK)
+
+
+def tracing() -> bool:
+    """Whether operators are now recorded into a graph, in which nothing may depend on a value."""
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None or detect_fake_mode() is not None

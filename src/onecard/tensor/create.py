@@ -1,0 +1,116 @@
+"""New tensors on a mesh, random ones (rand, randn, randint, randperm) and ``eye(out=)``. Each rank makes its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement
+
+from onecard.errors import DispatchError
+from onecard.layout import Layout, check_placements
+from onecard.mesh import ProcessMesh
+from onecard.tensor.chance import key_for, permutation
+from onecard.tensor.deferred import empty
+from onecard.tensor.dispatch import handle
+from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.program import check_writable
+
+
+def _empty(size: Sequence[int], mesh: ProcessMesh, placements: Sequence[Placement], dtype: Any) -> DistTensor:
+    layout = Layout.of(mesh, len(size), check_placements(mesh, placements))
+    return empty(size, layout.settled(), dtype or torch.get_default_dtype())
+
+
+def rand(
+    size: Sequence[int],
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> DistTensor:
+    """Uniform numbers of [0, 1): the same whole tensor on every mesh, under all placements, and as ``torch.rand`` under
+    ``one_card_random``.
+
+    Args:
+        size: of the whole tensor.
+        mesh, placements: where the parts go; what would be pending is replicated.
+        dtype: floating or complex; torch's default if left out.
+        generator: draws the key, on every rank alike; torch's default one if left out.
+
+    Source: ``torch.distributed.tensor.rand``.
+
+    Example:
+        >>> from onecard import ProcessMesh, Shard, one_card_random
+        >>> _ = torch.manual_seed(0)
+        >>> x = rand((2, 3), ProcessMesh([0], ["x"]), [Shard(0)])
+        >>> with one_card_random():
+        ...     torch.equal(x.full_tensor(), torch.manual_seed(0) and torch.rand(2, 3))
+        True
+    """
+    return _empty(size, mesh, placements, dtype).uniform_(generator=generator)  # type: ignore[return-value]
+
+
+def randn(
+    size: Sequence[int],
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> DistTensor:
+    """Standard normal numbers; as ``rand`` otherwise."""
+    return _empty(size, mesh, placements, dtype).normal_(generator=generator)  # type: ignore[return-value]
+
+
+def randint(
+    low: int,
+    high: int,
+    size: Sequence[int],
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype = torch.int64,
+    generator: torch.Generator | None = None,
+) -> DistTensor:
+    """Integers of [low, high); as ``rand`` otherwise."""
+    return _empty(size, mesh, placements, dtype).random_(low, high, generator=generator)  # type: ignore[return-value]
+
+
+def randperm(
+    n: int,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype = torch.int64,
+    generator: torch.Generator | None = None,
+) -> DistTensor:
+    """A random permutation of 0 ... n - 1. Every rank makes it whole and keeps its part; as ``rand`` otherwise.
+
+    Example:
+        >>> from onecard import ProcessMesh, Shard
+        >>> randperm(5, ProcessMesh([0], ["x"]), [Shard(0)]).sort().values.full_tensor()
+        tensor([0, 1, 2, 3, 4])
+    """
+    made = _empty((n,), mesh, placements, dtype)
+    key = key_for(torch.ops.aten.randperm.default, made, generator)
+    if made._spec.here:
+        made._local.copy_(permutation(n, key, device=made._spec.device)[made._spec.layout.local_slices((n,))])
+    return made
+
+
+def _eye(func: Any, args: Any, kwargs: Any) -> Any:
+    """eye(n, m, out=x), as torch.nn.init.eye_ calls it: each rank writes its part."""
+    out, size = kwargs["out"], torch.Size([args[0], args[-1]])
+    check_writable(out, "eye")
+    if out.shape != size:
+        raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
+    out.settle()
+    if out._spec.here:
+        rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))
+        out._local.copy_(rows[:, None] == columns)
+    return out
+
+
+handle(torch.ops.aten.eye.out, _eye)
+handle(torch.ops.aten.eye.m_out, _eye)
+
+__all__ = ["rand", "randint", "randn", "randperm"]

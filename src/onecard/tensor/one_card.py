@@ -1,0 +1,121 @@
+"""Seeding all ranks alike, and plain torch programs that draw the numbers of distributed ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onecard.comm import world
+from onecard.comm.agree import first_to_say
+from onecard.errors import DispatchError
+from onecard.tensor.chance import factories, handlers
+from onecard.tensor.dist_tensor import DistTensor
+
+_seedings: Counter[str] = Counter()
+
+
+def manual_seed(seed: int) -> torch.Generator:
+    """Seed the random numbers of this rank; every rank must call it with the same seed.
+
+    It is ``torch.manual_seed`` plus a check that the ranks agree. All of torch's ways with random state apply to
+    distributed tensors: ``torch.get_rng_state()`` and ``set_rng_state`` save and restore it.
+
+    Raises:
+        DispatchError: another rank gave another seed.
+
+    Source: ``paddle.seed``, ``torch.manual_seed``.
+
+    Example:
+        >>> _ = manual_seed(3)
+        >>> torch.initial_seed()
+        3
+    """
+    _seedings["seed"] += 1
+    first = first_to_say(f"seed/{_seedings['seed']}", str(seed))
+    if first is not None and first[1] != str(seed):
+        raise DispatchError(
+            f"onecard.manual_seed({seed}) on rank {world.get_rank()}, but rank {first[0]} gave {first[1]}: "
+            "give the same seed on every rank. What one card draws may not depend on the rank"
+        )
+    return torch.manual_seed(seed)
+
+
+class _Dispatch(TorchDispatchMode):
+    """Below autograd: random operators on plain tensors by onecard's handlers."""
+
+    paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = None if self.paused else handlers.get(func) or factories.get(func)
+        if handler is None or _not_plain((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        return handler(func, args, kwargs)
+
+
+def _not_plain(values: Any) -> bool:
+    return any(isinstance(v, DistTensor) or (isinstance(v, torch.Tensor) and v.is_meta) for v in values)
+
+
+# Their noise, one number for a channel, is a plain tensor also where the input is distributed.
+_CHANNEL_DROPOUT = (
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+)
+
+
+class one_card_random(TorchFunctionMode):
+    """Inside, a plain torch program draws the numbers that the same program draws on distributed tensors.
+
+    For comparisons: run the program on plain tensors in this context, and on a mesh without it, from the same seed.
+    Where the distributed program draws on plain tensors as well (shuffles, masks), run both in it.
+
+    Example:
+        >>> from onecard import ProcessMesh, Replicate, shard_tensor
+        >>> x = torch.ones(5)
+        >>> with one_card_random():
+        ...     plain = torch.manual_seed(0) and torch.nn.functional.dropout(x)
+        >>> _ = torch.manual_seed(0)
+        >>> twin = torch.nn.functional.dropout(shard_tensor(x, ProcessMesh([0], ["x"]), [Replicate()]))
+        >>> torch.equal(plain, twin.full_tensor())
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._below = _Dispatch()
+
+    def __enter__(self) -> one_card_random:
+        super().__enter__()
+        self._below.__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        self._below.__exit__(*fault)
+        super().__exit__(*fault)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CHANNEL_DROPOUT:
+            self._below.paused += 1
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._below.paused -= 1
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            # Fused kernels draw their own numbers.
+            with sdpa_kernel(SDPBackend.MATH) if _drops(*args, **kwargs) else nullcontext():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:
+    return dropout_p > 0

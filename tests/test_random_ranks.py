@@ -1,0 +1,189 @@
+"""The same random numbers on one card and on real ranks: 50 operators and layouts each, meshes, checkpoint, disagreement."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from random_operators import OPERATORS, TALKING, layouts, probabilities
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import onecard as oc
+from onecard.errors import DispatchError
+from onecard.testing import RankError, assert_close, multirank, run_ranks
+
+# Gloo cannot gather complex numbers; in one process they are compared without.
+ALL = {name: operator for name, operator in (OPERATORS | TALKING).items() if "complex" not in name}
+
+
+def compare(ranks: int, cases: int) -> None:
+    """Random cases, the same on every rank, each against plain torch under ``one_card_random``."""
+    warnings.simplefilter("ignore", oc.GatheredOperatorWarning)  # orthogonal_: a QR decomposition has no rule
+
+    @settings(max_examples=cases, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(case=layouts(ranks), name=st.sampled_from(sorted(ALL)), seed=st.integers(0, 2**32))
+    def run(case, name, seed):
+        shape, layout = case
+        x = probabilities(shape)
+        torch.manual_seed(seed)
+        with oc.one_card_random():
+            expected = ALL[name](x)
+        torch.manual_seed(seed)
+        twin = oc.shard_tensor(x, layout.mesh, [oc.Replicate()] * layout.mesh.ndim)
+        result = ALL[name](twin.redistribute(layout.placements))
+        found = oc.unshard(result)
+        if name in ("attention", "gumbel_softmax"):  # products of matrices and sums, whose order a cut changes
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(found, expected), f"{name} {shape} {layout}"
+
+    run()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_operators_on_real_ranks(ranks):
+    run_ranks(compare, ranks, ranks, 50, timeout=120)
+
+
+@multirank(4)
+def test_a_change_of_mesh():
+    """The same program on one mesh, then on another: the draws go on as if nothing had changed."""
+
+    def program(meshes):
+        oc.manual_seed(5)
+        kept = []
+        for mesh, placements in meshes:
+            x = oc.shard_tensor(torch.ones(7, 6), mesh, placements)
+            kept.append((F.dropout(x, 0.5) + torch.randn_like(x)).full_tensor())
+        return torch.stack(kept)
+
+    line, square = oc.ProcessMesh(range(4), ["x"]), oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
+    one = program([(line, [oc.Replicate()])] * 3)
+    both = program([(line, [oc.Shard(0)]), (square, [oc.Shard(0), oc.Shard(0)]), (square, [oc.Shard(1), oc.Partial()])])
+    assert torch.equal(one, both)
+
+
+@multirank(3)
+def test_ranks_outside_a_mesh_stay_in_step():
+    mesh = oc.ProcessMesh([1, 2], ["x"])
+    oc.manual_seed(0)
+    x = oc.shard_tensor(torch.ones(5, 4), mesh, [oc.Shard(0)])
+    F.dropout(x, 0.5).normal_()
+    torch.multinomial(x, 2)
+    everywhere = oc.ProcessMesh([0, 1, 2], ["x"])
+    state = torch.get_rng_state().view(1, -1)
+    states = oc.from_local(state, everywhere, [oc.Shard(0)]).full_tensor()
+    assert (states == states[0]).all()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(0.4)
+
+    def forward(self, x):
+        return x + self.dropout(self.second(self.dropout(F.gelu(self.first(x)))))
+
+
+@multirank(2)
+def test_checkpoint_draws_the_same_again():
+    mesh = oc.ProcessMesh([0, 1], ["tp"])
+
+    def gradients(layer, x, how):
+        oc.manual_seed(1)
+        layer.zero_grad()
+        if how is None:
+            y = layer(layer(x))
+        else:
+            y = checkpoint(layer, checkpoint(layer, x, use_reentrant=how), use_reentrant=how)
+        y.sum().backward()
+        return [oc.unshard(p.grad).clone() for p in layer.parameters()]
+
+    def column_and_row(name, layer, mesh):
+        if name == "first":
+            layer.weight = oc.shard_tensor(layer.weight, mesh, [oc.Shard(0)])
+            layer.bias = oc.shard_tensor(layer.bias, mesh, [oc.Shard(0)])
+        if name == "second":
+            layer.weight = oc.shard_tensor(layer.weight, mesh, [oc.Shard(1)])
+
+    torch.manual_seed(0)
+    plain = Block()
+    x = torch.randn(3, 6)
+    with oc.one_card_random():
+        expected = gradients(plain, x.clone().requires_grad_(), None)
+        for how in (True, False):
+            assert_close(gradients(plain, x.clone().requires_grad_(), how), expected)
+    layer = oc.shard_layer(plain, mesh, column_and_row)
+    for how in (None, True, False):
+        twin = oc.shard_tensor(x, mesh, [oc.Replicate()], requires_grad=True)
+        assert_close(gradients(layer, twin, how), expected)
+
+
+def seed_by_rank() -> None:
+    oc.shard_tensor(torch.ones(2), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)]).full_tensor()
+    oc.manual_seed(int(torch.distributed.get_rank()))
+
+
+def draw_out_of_step() -> None:
+    x = oc.shard_tensor(torch.ones(4), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)])
+    x.full_tensor()
+    torch.manual_seed(0)
+    if torch.distributed.get_rank():
+        torch.rand(3)  # what one rank alone draws
+    torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    "program, message", [(seed_by_rank, "the same seed on every rank"), (draw_out_of_step, "or on none")]
+)
+def test_ranks_that_disagree_are_told(program, message):
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(program, 2)
+    assert DispatchError.__name__ in str(caught.value)
+
+
+@multirank(4)
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "fused"])
+def test_dropout_in_fused_attention(name):
+    """The kernels of GPUs, whose operators are called here as torch calls them there; twin: attention written out."""
+    operators = {
+        "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+        "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+        "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+        "fused": torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+    }
+    torch.manual_seed(2)
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    bias = torch.randn(3, 1, 5) if name == "efficient" else None
+    grown = [x for x in (q, k, v, bias) if x is not None]
+    plain = [x.clone().requires_grad_() for x in grown]
+    oc.manual_seed(7)
+    with oc.one_card_random():
+        mask = plain[3] if bias is not None else None
+        expected = F.scaled_dot_product_attention(*plain[:3], attn_mask=mask, dropout_p=0.4, is_causal=mask is None)
+    (expected * expected).sum().backward()
+    for placements in (
+        [oc.Replicate()] * 2,
+        [oc.Shard(0), oc.Shard(1)],
+        [oc.Shard(1), oc.Shard(1)],
+        [oc.Shard(2), oc.Shard(3)],
+    ):
+        twins = [oc.shard_tensor(x, mesh, placements if x.dim() == 4 else [oc.Replicate()] * 2) for x in grown]
+        twins = [x.requires_grad_() for x in twins]
+        oc.manual_seed(7)
+        if name == "flash":
+            found = operators[name](*twins[:3], 0.4, True)[0]
+        elif name == "fused":
+            found = operators[name](*twins[:3], None, 0.4, True)[0]
+        else:
+            found = operators[name](*twins[:3], twins[3] if bias is not None else None, True, 0.4, bias is None)[0]
+        assert_close(found, expected.detach())
+        (found * found).sum().backward()
+        for twin, one in zip(twins, plain, strict=True):
+            assert_close(twin.grad, one.grad)
