@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import onecard.testing
+from onecard.comm.world import default_backend
 from onecard.testing import RankError, RankTimeout, assert_close, multirank, run_ranks
 from onecard.testing._job import Report
 from onecard.testing._report import Death, root_cause
@@ -71,7 +72,7 @@ class TestMethods:
 @multirank(2)
 def values(pair):
     names = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CHECK")}
-    assert torch.get_num_threads() == 1 and dist.get_backend() == "gloo"
+    assert torch.get_num_threads() == 1 and dist.get_backend() == default_backend()
     return names, Pair(dist.get_rank(), pair.right * 2)
 
 

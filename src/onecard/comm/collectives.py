@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from onecard.comm import check, flight
 from onecard.comm.groups import Group
@@ -56,13 +57,21 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
             board.leave()
 
 
-def _options(op: str) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(_REDUCE[op])
+def _at_once(options: Any) -> Any:
+    """Options of a call whose result is awaited right after: no need to hand it to another thread or stream."""
+    options.asyncOp = False
     return options
 
 
+def _options(op: str) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(_REDUCE[op])
+    return _at_once(options)
+
+
 _OPTIONS = {op: _options(op) for op in _REDUCE}
+_GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
+_BARRIER = _at_once(dist.BarrierOptions())
 
 # Gloo moves these as they are; others travel as bytes, and are added in a wider or a real type.
 _NATIVE = frozenset(
@@ -141,7 +150,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     send = _dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send)))
+        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER))
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -177,7 +186,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
 def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
     send = local.movedim(dim, 0).contiguous()
     result = send.new_empty((sizes[0], *send.shape[1:]))
-    options = dist.ReduceScatterOptions()
+    options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
     _wait("reduce_scatter", group, send, lambda: pg._reduce_scatter_base(result, send, options))
@@ -219,7 +228,12 @@ def _exchange(
         out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
     pg = group.process_group
     if anything:
-        _wait("all_to_all", group, flat, lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits))
+        _wait(
+            "all_to_all",
+            group,
+            flat,
+            lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
+        )
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
 
@@ -237,7 +251,7 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     """Fill ``tensor`` in place on every rank of the group with that of the rank at ``index``."""
     pg = group.process_group
     if pg is not None and tensor.numel():
-        options = dist.BroadcastOptions()
+        options = _at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
         _wait("broadcast", group, tensor, lambda: pg.broadcast([_moved(tensor)], options))
     return tensor
@@ -258,4 +272,4 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group
     if pg is not None:
-        _wait("barrier", group, None, lambda: pg.barrier())
+        _wait("barrier", group, None, lambda: pg.barrier(_BARRIER))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from onecard import mesh as _mesh
-from onecard.comm import flight
+from onecard.comm import flight, shm
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -38,6 +38,19 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def default_backend(device_type: str = "cpu") -> str:
+    """ONECARD_BACKEND if set; else NCCL on GPUs, shared memory where the launcher says that all ranks are on one host.
+
+    With several hosts, or where there is no such memory, Gloo. No word from a launcher: the ranks find out themselves.
+    """
+    if named := os.environ.get("ONECARD_BACKEND"):
+        return named
+    if device_type == "cuda":
+        return "nccl"
+    everywhere = os.environ.get("WORLD_SIZE", "1")
+    return "shm" if shm.available() and os.environ.get("LOCAL_WORLD_SIZE", everywhere) == everywhere else "gloo"
+
+
 def init() -> None:
     """Join the process group that the launcher's environment describes; nothing to do in a world of one.
 
@@ -51,7 +64,7 @@ def init() -> None:
     place = device()
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    backend = os.environ.get("ONECARD_BACKEND", "nccl" if place.type == "cuda" else "gloo")
+    backend = default_backend(place.type)
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as fault:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard.comm import flight
+from onecard.comm.world import default_backend
 from onecard.testing import _rank, _report
 from onecard.testing._job import Job, Report, locate, pack
 from onecard.testing._report import Death, RankError
@@ -42,8 +43,8 @@ def run_ranks(
     The ranks are processes of this host, forked from a server that has imported torch already. `function` must be
     defined at the top level of a module; arguments and return values are copied between processes. In a script, call
     it below `if __name__ == "__main__":`, because the ranks import the script. `timeout` is in seconds for all of
-    `function`; `backend` is a name for `init_process_group`, by default "gloo". Warnings in a rank are errors. What
-    the ranks print appears, rank by rank, when the run is over.
+    `function`; `backend` is a name for `init_process_group`, by default that of `comm.world.default_backend`. Warnings in
+    a rank are errors. What the ranks print appears, rank by rank, when the run is over.
 
     Raises RankError with the traceback of the rank that failed first; RankTimeout, with the stack of each rank and
     who is missing from which collective, if a rank does not finish; ValueError or TypeError, before anything starts,
@@ -56,7 +57,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as folder:
         environment = dict(os.environ)
         jobs = [
-            Job(where, arguments, rank, nproc, folder, timeout, backend or "gloo", environment) for rank in range(nproc)
+            Job(where, arguments, rank, nproc, folder, timeout, backend or default_backend(), environment)
+            for rank in range(nproc)
         ]
         crew = _Crew(where.qualname, jobs)
         try:

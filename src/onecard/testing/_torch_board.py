@@ -40,7 +40,8 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             ranks = tuple(dist.get_process_group_ranks(given.get("group") or dist.group.WORLD))
         except Exception:  # a wrong call, or this rank is not in the group: torch says what is wrong
             return function(*args, **kwargs)
-        board.enter(name, ranks, next((v.nbytes for v in given.values() if isinstance(v, torch.Tensor)), 0))
+        tensors = (v for v in given.values() if isinstance(v, torch.Tensor) and v.layout is torch.strided)
+        board.enter(name, ranks, next((v.nbytes for v in tensors), 0))
         try:
             return function(*args, **kwargs)
         finally:

@@ -1,0 +1,217 @@
+"""The collectives, on addresses: four patterns, from which all others are made.
+
+Every function is one collective as one rank runs it, from the first crossing to the last. Large messages go in chunks
+that stay in the caches: while the ranks of one step write chunk k, they reduce chunk k-1 and copy chunk k-2 out, so
+one crossing a chunk is enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onecard.comm.shm.channel import Channel
+from onecard.comm.shm.reduction import Array, Fold, view
+from onecard.comm.shm.signature import Signature
+
+DIRECT = 32 * 1024
+"""Bytes up to which every rank reduces everything itself: one crossing, and n times the reading."""
+
+_move = ctypes.memmove
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is reduced: where it lies, how many, of which (numpy) kind and size, and how."""
+
+    address: int
+    count: int
+    kind: Any
+    itemsize: int
+    fold: Fold
+
+
+def barrier(channel: Channel, signature: Signature, deadline: float) -> None:
+    """Nobody leaves before all have come."""
+    channel.meet(signature, deadline)
+
+
+def all_reduce(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool = True) -> None:
+    """Reduces in place on every rank (without `receive`: takes part, and keeps its own)."""
+    size = numbers.count * numbers.itemsize
+    if size <= DIRECT:
+        parity = channel.parity
+        _move(channel.slots(parity)[channel.rank], numbers.address, size)
+        channel.meet(signature, deadline)
+        if receive and size:
+            sources = [view(slot, numbers.count, numbers.kind) for slot in channel.slots(parity)]
+            numbers.fold(sources, view(numbers.address, numbers.count, numbers.kind))
+        return
+    chunk = channel.segment.plan.chunk // numbers.itemsize
+    chunks = [_Chunk(channel, numbers, start, chunk) for start in range(0, numbers.count, chunk)]
+    for step in range(len(chunks) + 2):
+        parity = channel.parity
+        if step < len(chunks):
+            chunks[step].write(parity)
+        if 1 <= step <= len(chunks):
+            chunks[step - 1].reduce(parity)
+        if step >= 2 and receive:
+            chunks[step - 2].read(1 - parity)
+        if step == 0:
+            channel.meet(signature, deadline)
+        elif step <= len(chunks):
+            channel.cross(deadline)
+
+
+class _Chunk:
+    """A part of a large all-reduce that fits into the slots; each rank reduces its own part of it."""
+
+    def __init__(self, channel: Channel, numbers: Numbers, start: int, largest: int) -> None:
+        self.channel, self.numbers = channel, numbers
+        count = min(largest, numbers.count - start)
+        self.address = numbers.address + start * numbers.itemsize
+        # Whole cache lines a rank, or two ranks would write into one.
+        line = max(64 // numbers.itemsize, 1)
+        part = -(-count // (channel.size * line)) * line
+        self.bounds = [min(part * r, count) for r in range(channel.size + 1)]
+
+    def write(self, parity: int) -> None:
+        """Copies into this rank's slot what the others reduce."""
+        slot, size = self.channel.slots(parity)[self.channel.rank], self.numbers.itemsize
+        low, high = self.bounds[self.channel.rank] * size, self.bounds[self.channel.rank + 1] * size
+        _move(slot, self.address, low)
+        _move(slot + high, self.address + high, self.bounds[-1] * size - high)
+
+    def reduce(self, parity: int) -> None:
+        """Reduces this rank's part, written a step ago, into the outward half of its slot."""
+        rank, numbers = self.channel.rank, self.numbers
+        start, count = self.bounds[rank], self.bounds[rank + 1] - self.bounds[rank]
+        if count == 0:
+            return
+        offset = start * numbers.itemsize
+        places = [slot + offset for slot in self.channel.slots(1 - parity)]
+        places[rank] = self.address + offset
+        out = self.channel.slots(parity)[rank] + self.channel.segment.plan.chunk
+        numbers.fold([view(p, count, numbers.kind) for p in places], view(out, count, numbers.kind))
+
+    def read(self, parity: int) -> None:
+        """Copies the parts that all ranks reduced a step ago to where they belong."""
+        size, chunk = self.numbers.itemsize, self.channel.segment.plan.chunk
+        for rank, slot in enumerate(self.channel.slots(parity)):
+            low, high = self.bounds[rank] * size, self.bounds[rank + 1] * size
+            _move(self.address + low, slot + chunk, high - low)
+
+
+def all_gather(
+    channel: Channel,
+    signature: Signature,
+    deadline: float,
+    source: int,
+    sizes: Sequence[int],
+    targets: Sequence[int] | None,
+) -> None:
+    """Brings `sizes[r]` bytes of each rank r to `targets[r]`; no targets: takes part, and receives nothing."""
+    rank, chunk = channel.rank, channel.segment.plan.chunk
+    order = [(rank + r) % channel.size for r in range(1, channel.size)]
+    for start in range(0, max(*sizes, 1), chunk):
+        parity = channel.parity
+        mine = min(chunk, sizes[rank] - start)
+        if mine > 0:
+            _move(channel.slots(parity)[rank], source + start, mine)
+        if start:
+            channel.cross(deadline)
+        else:
+            channel.meet(signature, deadline)
+        if targets is None:
+            continue
+        slots = channel.slots(parity)
+        for other in order:
+            size = min(chunk, sizes[other] - start)
+            if size > 0:
+                _move(targets[other] + start, slots[other], size)
+    if targets is not None and targets[rank] != source:
+        _move(targets[rank], source, sizes[rank])
+
+
+def all_to_all(
+    channel: Channel,
+    signature: Signature,
+    deadline: float,
+    sources: Sequence[int],
+    sent: Sequence[int],
+    targets: Sequence[int],
+    received: Sequence[int],
+) -> None:
+    """Sends `sent[r]` bytes at `sources[r]` to each rank r and receives `received[r]` at `targets[r]`."""
+    rank, size = channel.rank, channel.size
+    room = channel.segment.plan.chunk // size & -64
+    start, end = 0, 1
+    while start < end:
+        parity = channel.parity
+        slot = channel.slots(parity)[rank]
+        for other in range(size):
+            count = min(room, sent[other] - start)
+            if count > 0 and other != rank:
+                _move(slot + other * room, sources[other] + start, count)
+        if start:
+            channel.cross(deadline)
+        else:
+            channel.meet(signature, deadline, np.asarray(sent, np.int64).tobytes())
+            end = _check_tables(channel, parity, received)
+        for turn in range(1, size):
+            other = (rank + turn) % size
+            count = min(room, received[other] - start)
+            if count > 0:
+                _move(targets[other] + start, channel.slots(parity)[other] + rank * room, count)
+        start += room
+    if targets[rank] != sources[rank]:
+        _move(targets[rank], sources[rank], sent[rank])
+
+
+def _check_tables(channel: Channel, parity: int, received: Sequence[int]) -> int:
+    """The largest message between any two ranks, once everybody's idea of them agrees with everybody else's."""
+    largest = 1
+    for other in range(channel.size):
+        table = channel.table(other, parity)
+        largest = max(largest, *table)
+        if table[channel.rank] != received[other]:
+            channel.fail(
+                f"rank {channel.ranks[other]} sends {table[channel.rank]} bytes to rank "
+                f"{channel.ranks[channel.rank]}, which expects {received[other]}, in {channel.what()}"
+            )
+    return largest
+
+
+def reduce_scatter(
+    channel: Channel, signature: Signature, deadline: float, sources: Sequence[int], counts: Sequence[int], out: Numbers
+) -> None:
+    """Reduces `counts[r]` elements, which lie at `sources[r]` on every rank, to rank r's `out`."""
+    rank, size, item = channel.rank, channel.size, out.itemsize
+    room = channel.segment.plan.chunk // size // 64 * 64 // item
+    apart = not _overlap(out.address, sources[rank], out.count * item)
+    for start in range(0, max(*counts, 1), room):
+        parity = channel.parity
+        slots = channel.slots(parity)
+        for other in range(size):
+            count = min(room, counts[other] - start)
+            if count > 0 and not (other == rank and apart):
+                _move(slots[rank] + other * room * item, sources[other] + start * item, count * item)
+        if start:
+            channel.cross(deadline)
+        else:
+            channel.meet(signature, deadline)
+        count = min(room, out.count - start)
+        if count > 0:
+            places = [slot + rank * room * item for slot in slots]
+            if apart:
+                places[rank] = sources[rank] + start * item
+            parts: list[Array] = [view(place, count, out.kind) for place in places]
+            out.fold(parts, view(out.address + start * item, count, out.kind))
+
+
+def _overlap(one: int, other: int, size: int) -> bool:
+    return abs(one - other) < size

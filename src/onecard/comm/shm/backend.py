@@ -1,0 +1,108 @@
+"""The backend "shm" of torch.distributed: its registration, its fallback, and what torch reserves for Gloo by name."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from onecard.comm.shm import futex, rendezvous
+from onecard.comm.shm.group import ShmGroup, alive
+
+NAME = "shm"
+_warned = False
+
+
+def available() -> bool:
+    """Whether this system has what the backend needs: Linux, and torch.distributed."""
+    return futex.available() and hasattr(os, "memfd_create")
+
+
+def register() -> None:
+    """Makes torch.distributed know the backend. Once is enough; later calls do nothing."""
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    for name, replacement in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
+        original = getattr(c10d, name)
+        wrapped = functools.wraps(original)(functools.partial(replacement, original))
+        for module in (c10d, dist):
+            setattr(module, name, wrapped)
+    atexit.register(_leave_all)
+
+
+def _create(options: Any, _: Any = None) -> Any:
+    """A group, or Gloo's if these ranks cannot share memory. Called by torch on every member."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    store = dist.PrefixStore("shm/", store)
+    try:
+        channel = rendezvous.connect(store, rank, ranks, timeout.total_seconds())
+    except rendezvous.Refused as reason:
+        _warn(rank, ranks, str(reason))
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    return ShmGroup(store, channel, timeout)
+
+
+def _warn(rank: int, ranks: list[int], reason: str) -> None:
+    global _warned
+    if rank == 0 and not _warned:
+        _warned = True
+        warnings.warn(
+            f"the ranks {ranks} cannot share memory, so they use Gloo instead of shm, which is slower: {reason}. "
+            'ONECARD_BACKEND=gloo (or init_process_group("gloo")) chooses it without this warning.',
+            stacklevel=2,
+        )
+
+
+def _leave_all() -> None:
+    for group in list(alive):
+        group._channel.leave()
+
+
+def _of(group: Any) -> ShmGroup | None:
+    found = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+    return found if isinstance(found, ShmGroup) else None
+
+
+def _monitored_barrier(original: Any, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    # torch compares the backend's name with Gloo's before it calls the group's own.
+    ours = _of(group)
+    if ours is None:
+        return original(group, timeout, wait_all_ranks)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    return ours.monitored_barrier(limit, wait_all_ranks)
+
+
+def _split_group(
+    original: Any,
+    parent_pg: Any = None,
+    split_ranks: Any = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: Any = None,
+    **others: Any,
+) -> Any:
+    # torch splits only groups of an accelerator. On the CPU every part is made anew, by its own members.
+    ours = _of(parent_pg)
+    if ours is None or torch.accelerator.is_available():
+        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    names, backend, mine = dist.get_process_group_ranks(ours), c10d._world.pg_map[ours][0], None
+    whole = len(names) == dist.get_world_size()
+    for part in split_ranks:
+        member = ours.rank() in part
+        # torch names a group made by its members alone after how many groups each has, which must then be equal.
+        if member or whole:
+            ranks = [names[rank] for rank in sorted(part)]
+            made = dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole, group_desc=group_desc)
+            mine = made if member else mine
+    return mine

@@ -1,0 +1,217 @@
+"""How the ranks of a group meet: step by step, each step one crossing that nobody leaves before all have come.
+
+In a step every rank writes into its own slot, crosses, and reads the slots of the others. Slots are used in turn by
+even and odd steps. That is all the synchronisation there is: a rank that writes for step s+2 has crossed step s+1, so
+everybody else has come to s+1, and is done with reading what was written for s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from onecard.comm.shm import futex, peers
+from onecard.comm.shm.segment import (
+    ABSENT,
+    BELL,
+    FAILED,
+    GONE,
+    HERE,
+    PID,
+    START,
+    STATE,
+    STEP,
+    Segment,
+    rank_word,
+)  # fmt: skip
+from onecard.comm.shm.signature import SIZE, Signature, describe
+from onecard.errors import CommunicationError
+
+_MASK, _HALF = 0xFFFFFFFF, 0x80000000
+_SPIN = 40  # looks before sleeping, where every rank has a core of its own: 10 to 20 us, about a sleep and a wake
+
+
+class Channel:
+    """One rank's end of a group's segment. Not for two threads at a time.
+
+    Attributes:
+        ranks: the members' global ranks, by which errors name them.
+        parity: which slot the next step writes.
+        failure: why the group can no longer be used, or None.
+    """
+
+    def __init__(self, segment: Segment, rank: int, ranks: Sequence[int]) -> None:
+        self.segment, self.rank, self.ranks, self.size = segment, rank, tuple(ranks), len(ranks)
+        self.pid = os.getpid()
+        self.parity = 1
+        self.failure: str | None = None
+        self._step = 0
+        self._signature: Signature | None = None
+        self._words = segment.words
+        self._mine = rank_word(rank, STEP)
+        self._others = tuple(rank_word(r, STEP) for r in range(self.size) if r != rank)
+        self.bell_address = segment.word_address(BELL)
+        self._fence = futex.make_fence()
+        self._spin = _SPIN if len(os.sched_getaffinity(0)) >= self.size else 0
+        self._cards = [[segment.card(r, parity) for r in range(self.size)] for parity in (0, 1)]
+        self._slots = [[segment.base + segment.slot(r, parity) for r in range(self.size)] for parity in (0, 1)]
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def slots(self, parity: int) -> list[int]:
+        """The addresses of every rank's slot."""
+        return self._slots[parity]
+
+    def meet(self, signature: Signature, deadline: float, table: bytes = b"") -> None:
+        """The first step of a collective: crosses, and checks that all ranks are here for the same thing.
+
+        `table` (8 bytes for each rank) travels along without being compared. Raises CommunicationError.
+        """
+        self._signature = signature
+        card = signature.pack() + table
+        start = self._cards[self.parity][self.rank]
+        memory = self.segment.bytes
+        memory[start : start + len(card)] = card
+        cards = self._cards[self.parity]
+        self.cross(deadline)
+        mine = card[:SIZE]
+        for rank, at in enumerate(cards):
+            if memory[at : at + SIZE] != mine:
+                self._mismatch(rank, mine, bytes(memory[at : at + SIZE]))
+
+    def table(self, rank: int, parity: int) -> memoryview:
+        """The table that a rank sent along, one signed 64-bit number for each rank."""
+        start = self._cards[parity][rank] + SIZE
+        return self.segment.bytes[start : start + 8 * self.size].cast("q")
+
+    def cross(self, deadline: float) -> None:
+        """Waits until every rank has come to this step. Raises CommunicationError if one cannot come any more."""
+        words = self._words
+        step = self._step = (self._step + 1) & _MASK
+        self.parity = (step + 1) & 1
+        words[self._mine] = step
+        # Nobody may read the others' words before its own is visible: else the last two could each miss the other.
+        self._fence()
+        spin, state, looked = self._spin, STATE - STEP, 0.0
+        while True:
+            bell = words[BELL]
+            for other in self._others:
+                if (words[other] - step) & _MASK >= _HALF:
+                    break
+            else:
+                break
+            if spin:
+                spin -= 1
+                continue
+            now = time.monotonic()
+            looked = looked or now
+            if words[other + state] != HERE or now - looked >= futex.NAP or now >= deadline:
+                self._look(step, deadline)
+                looked = now
+            futex.wait(self.bell_address, bell, deadline - now)
+            self._fence()
+        self._ring(step)
+
+    def _ring(self, step: int) -> None:
+        # Every rank that finds all others there might be the last, so it wakes those who sleep. A bell rung once for
+        # the step by another one need not ring again.
+        words = self._words
+        value = step * 2 & _MASK
+        if words[BELL] != value:
+            words[BELL] = value
+            futex.wake(self.bell_address)
+        self._fence()
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def _look(self, step: int, deadline: float) -> None:
+        """Raises if somebody that this step needs has failed, left or died, or if time is up."""
+        words = self._words
+        for rank in range(self.size):
+            if words[rank_word(rank, STATE)] == FAILED and rank != self.rank:
+                self.fail(self.segment.text(rank))
+        missing = [r for r in range(self.size) if (words[rank_word(r, STEP)] - step) & _MASK >= _HALF]
+        for rank in missing:
+            if words[rank_word(rank, STATE)] == GONE:
+                self.fail(f"rank {self.ranks[rank]} is gone: it left the group, or ended, before {self.what()}")
+            if not self.lives(rank):
+                pid = words[rank_word(rank, PID)]
+                self.fail(f"rank {self.ranks[rank]} (process {pid}) died before or in {self.what()}")
+        if time.monotonic() >= deadline:
+            names = ", ".join(f"rank {self.ranks[r]}, {self._whereabouts(r)}" for r in missing)
+            self.fail(f"timed out in {self.what()}; missing: {names}")
+
+    def lives(self, rank: int) -> bool:
+        """Whether a rank's process runs."""
+        start = self._words[rank_word(rank, START)] | self._words[rank_word(rank, START + 1)] << 32
+        return rank == self.rank or peers.alive(self._words[rank_word(rank, PID)], start)
+
+    def _whereabouts(self, rank: int) -> str:
+        step = self._words[rank_word(rank, STEP)]
+        if step == 0:
+            return "which has called no collective of this group yet"
+        at = self._cards[step & 1][rank]
+        return f"whose last collective was {describe(bytes(self.segment.bytes[at : at + SIZE]))}"
+
+    def _mismatch(self, rank: int, mine: bytes, theirs: bytes) -> None:
+        self.fail(
+            f"the ranks call different collectives: rank {self.ranks[self.rank]} {describe(mine)}, "
+            f"rank {self.ranks[rank]} {describe(theirs)}"
+        )
+
+    def what(self) -> str:
+        """The collective under way, for errors."""
+        return f"{self._signature} of ranks {list(self.ranks)}"
+
+    def fail(self, reason: str) -> None:
+        """Breaks the group, tells all ranks why, and raises CommunicationError."""
+        self.leave(FAILED, reason)
+        raise CommunicationError(f"{self.failure} (seen on rank {self.ranks[self.rank]})")
+
+    def check(self) -> None:
+        """Raises CommunicationError if the group is broken, or if this process is a fork of its rank."""
+        if self.failure is not None:
+            raise CommunicationError(f"this group of ranks {list(self.ranks)} is broken since: {self.failure}")
+        if os.getpid() != self.pid:
+            raise CommunicationError(
+                f"process {os.getpid()} is a fork of rank {self.ranks[self.rank]} and cannot use its group: "
+                "make the process group in the child"
+            )
+
+    # -- coming and going ----------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Says that this rank is here, and which process it is."""
+        start = peers.start_time(self.pid)
+        for word, value in ((PID, self.pid), (START, start & _MASK), (START + 1, start >> 32)):
+            self._words[rank_word(self.rank, word)] = value
+        self._fence()
+        self._words[rank_word(self.rank, STATE)] = HERE
+
+    def leave(self, state: int = GONE, reason: str = "it was shut down") -> None:
+        """Says that this rank takes no further part. Only the first call counts, and none in a forked child."""
+        if self.failure is not None or os.getpid() != self.pid:
+            return
+        self.failure = reason
+        if state == FAILED:
+            self.segment.set_text(self.rank, reason)
+        self._fence()
+        self._words[rank_word(self.rank, STATE)] = state
+        self.call_all()
+
+    def call_all(self) -> None:
+        """Wakes every rank that sleeps, to look again."""
+        words = self._words
+        words[BELL] = (words[BELL] + 2 * self.size + 1) | 1 if words[BELL] < _HALF else 1
+        futex.wake(self.bell_address)
+
+    def bell(self) -> int:
+        """What the bell shows, to be read before looking at what it is rung for."""
+        value = self._words[BELL]
+        self._fence()
+        return value
+
+    def absent(self) -> list[int]:
+        """The ranks that have not entered yet."""
+        return [r for r in range(self.size) if self._words[rank_word(r, STATE)] == ABSENT]

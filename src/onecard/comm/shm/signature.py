@@ -1,0 +1,63 @@
+"""What a rank is about to do, on a card that the other ranks compare with theirs before they touch its data."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+KINDS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+    *("barrier", "monitored_barrier", "all_reduce_sparse"),
+)
+OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
+
+_CARD = struct.Struct("<QqqiBBB5x")
+SIZE = _CARD.size
+_KIND = {name: index for index, name in enumerate(KINDS)}
+_OP = {name: index for index, name in enumerate(OPS)}
+_DTYPE = {dtype: index for index, dtype in enumerate(dict.fromkeys(DTYPES))}
+_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(DTYPES))
+
+
+class Signature(NamedTuple):
+    """A collective: its number in the group, what it does, and on how many elements of what.
+
+    `elements` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other
+    fields do not.
+    """
+
+    seq: int
+    kind: str
+    elements: int = 0
+    dtype: torch.dtype = torch.uint8
+    op: str = ""
+    root: int = -1
+    extra: int = 0
+
+    def pack(self) -> bytes:
+        """The card's bytes, equal if and only if the signatures are."""
+        return _CARD.pack(
+            self.seq, self.elements, self.extra, self.root, _KIND[self.kind], _OP[self.op], _DTYPE[self.dtype]
+        )
+
+    def __str__(self) -> str:
+        return _text(self.seq, self.elements, self.root, self.kind, self.op, _NAMES[_DTYPE[self.dtype]])
+
+
+def describe(card: bytes) -> str:
+    """Says what a card says.
+
+    >>> describe(Signature(3, "all_reduce", 8, torch.float32, "sum").pack())
+    'all_reduce(sum) #3 of 8 float32'
+    """
+    seq, count, _, root, kind, op, dtype = _CARD.unpack_from(card)
+    return _text(seq, count, root, KINDS[kind], OPS[op], _NAMES[dtype])
+
+
+def _text(seq: int, count: int, root: int, kind: str, op: str, dtype: str) -> str:
+    what = f"{kind}({op})" if op else kind
+    size = f" of {count} {dtype}" if count > 0 else (f" of {dtype}" if count < 0 else "")
+    return f"{what} #{seq}{size}" + (f" with root {root}" if root >= 0 else "")

@@ -1,0 +1,157 @@
+"""torch's own parallel trainers run unchanged on the shared-memory backend, with Gloo's losses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from onecard.comm import shm
+from onecard.testing import assert_close, multirank, run_ranks
+
+pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def train(model, data, steps=5):
+    torch.manual_seed(1 + data)
+    x, y = torch.randn(12, 16), torch.randn(12, 8)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
+    for _ in range(steps):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def data_parallel():
+    model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.002)  # several buckets
+    return train(model, dist.get_rank())
+
+
+def data_parallel_in_half():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = nn.parallel.DistributedDataParallel(make_model())
+    model.register_comm_hook(None, fp16_compress_hook)
+    return train(model, dist.get_rank())
+
+
+def fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = make_model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return train(model, dist.get_rank())
+
+
+def hybrid_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return train(fully_shard(make_model(), mesh=mesh), dist.get_rank())
+
+
+def tensor_parallel():
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(make_model(), init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return train(model, 0)
+
+
+def pipelined(name):
+    from torch.distributed import pipelining
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(size)]
+    stage = pipelining.PipelineStage(stages[rank], rank, size, torch.device("cpu"))
+    schedule = getattr(pipelining, name)(stage, n_microbatches=4, loss_fn=lambda a, b: (a - b).square().mean())
+    optimizer, losses = torch.optim.SGD(stages[rank].parameters(), 0.1), []
+    x, y = torch.randn(16, 16), torch.randn(16, 16)
+    for _ in range(3):
+        step = {"losses": []}
+        if rank == 0:
+            schedule.step(x)
+        elif rank == size - 1:
+            schedule.step(target=y, **step)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item() for loss in step["losses"]]
+    return losses
+
+
+TRAINERS = {
+    "DDP": (data_parallel,),
+    "DDP with a communication hook": (data_parallel_in_half,),
+    "FSDP2": (fully_sharded,),
+    "FSDP2 on a 2-D mesh": (hybrid_sharded,),
+    "DTensor": (tensor_parallel,),
+    "pipelining, 1F1B": (pipelined, "Schedule1F1B"),
+    "pipelining, GPipe": (pipelined, "ScheduleGPipe"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_torch_trains_with_the_losses_of_gloo(name, size):
+    ours, theirs = (run_ranks(TRAINERS[name][0], size, *TRAINERS[name][1:], backend=b) for b in ("shm", "gloo"))
+    assert any(theirs) and all(losses[0] != losses[-1] for losses in theirs if losses)
+    # Gloo itself reduces float16 with a rounding at every step.
+    assert_close(ours, theirs, rtol=1e-3 if "hook" in name else 1e-6)
+
+
+def collected(x):
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    total = functional.wait_tensor(ops.all_reduce(x * 2, "sum", name))
+    return functional.wait_tensor(ops.all_gather_into_tensor(total, 2, name)) + 1
+
+
+@multirank(2, backend="shm")
+def test_functional_collectives_run_and_are_traced():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    x = torch.ones(4) * rank
+    assert functional.all_reduce(x, "avg", world).tolist() == [0.5] * 4
+    scattered = torch.ops._c10d_functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 2, world.group_name)
+    assert functional.wait_tensor(scattered).tolist() == [4.0 * rank, 4.0 * rank + 2]
+    assert functional.all_to_all_single(torch.arange(2) + 10 * rank, None, None, world).tolist() == [rank, rank + 10]
+    assert functional.broadcast(x, 1, world).tolist() == [1.0] * 4
+    assert [t[0].item() for t in functional.all_reduce_coalesced([x, x + 1], "sum", world)] == [1.0, 3.0]
+    for mode in ("real", "fake"):
+        graph = make_fx(collected, tracing_mode=mode)(x)
+        assert "_c10d_functional.all_reduce" in graph.code
+        assert torch.equal(graph(x), torch.full((8,), 3.0))
+
+
+@multirank(2, backend="gloo")
+def test_a_group_for_two_kinds_of_devices():
+    both = dist.new_group([0, 1], backend="cpu:shm,cuda:nccl")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=both)
+    assert x.tolist() == [2, 2] and both.name() == "shm"
+    if torch.cuda.device_count() >= 2:
+        y = torch.ones(2, device=f"cuda:{dist.get_rank()}")
+        dist.all_reduce(y, group=both)
+        assert y.tolist() == [2, 2]
+
+
+@multirank(2, backend="shm")
+def test_tensors_of_a_device_without_a_backend_are_refused():
+    with pytest.raises(RuntimeError, match=r'name a backend for it, as in init_process_group\("cpu:shm,meta:nccl"\)'):
+        dist.all_reduce(torch.empty(2, device="meta"))
