@@ -95,7 +95,7 @@ def sweep(names: Sequence[str], options: Options, entry: Callable[..., None] = r
             path = os.path.join(folder, "outcomes")
             why = ""
             try:
-                run_ranks(entry, 2, left, options, path, timeout=3600)
+                run_ranks(entry, 2, left, options, path, timeout=3600, backend="gloo")
             except (RankError, RankTimeout) as error:
                 why = " ".join(str(error).split())[:600]
             begun = read(path, done)

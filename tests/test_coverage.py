@@ -87,6 +87,15 @@ def test_warnings_are_kept_for_the_real_run():
         program(x)
 
 
+def test_random_numbers_are_kept_for_the_real_run():
+    torch.manual_seed(0)
+    report = oc.coverage(nn.Dropout(0.5), torch.ones(8, 6), grid(), None, [[S(0), R()]])
+    assert report.error == "" and report.by("built in")
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert_close(drawn, torch.rand(3))
+
+
 def test_values_that_are_read():
     def program(x):
         return x * 2 if x.sum() > 0 else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard.comm import record
-from onecard.comm.pretend import pretend_world
+from onecard.comm.pretend import pretend_world, rehearse
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
 from onecard.parallel import shard_layer
 from onecard.rules.call import schema_of
-from onecard.tensor import DistTensor, fallback, shard_tensor
+from onecard.tensor import DistTensor, chance, fallback, shard_tensor
 from onecard.tensor.dispatch import builders
 from onecard.tensor.dist_tensor import describe
 
@@ -154,7 +155,7 @@ def coverage(
         )
     found: dict[tuple[str, str], Covered] = {}
     report = Coverage()
-    with pretend_world(max(where.process_ids) + 1):
+    with pretend_world(max(where.process_ids) + 1), rehearse():
         if known is None:
             model = _laid_out(model, where, shard_fn, meta)
             args, kwargs = _place((args, kwargs), where, input_placements, meta)
@@ -276,12 +277,14 @@ def _watching(found: dict[tuple[str, str], Covered]) -> Iterator[_Watch]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the warnings about gathered operators for the real run."""
-    before = set(fallback._warned)
-    with warnings.catch_warnings():
+    """Keep the warnings about gathered operators, and the random numbers, for the real run."""
+    before, draws = set(fallback._warned), Counter(chance._draws)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             fallback._warned.clear()
             fallback._warned.update(before)
+            chance._draws.clear()
+            chance._draws.update(draws)

@@ -9,6 +9,19 @@ import torch.distributed as dist
 
 from onecard.comm import groups
 
+rehearsing = False  # meta tensors stand for values that nobody needs, not for values that are still to be made
+
+
+@contextmanager
+def rehearse() -> Iterator[None]:
+    """Inside, meta tensors are laid out as they are: only shapes are computed."""
+    global rehearsing
+    before, rehearsing = rehearsing, True
+    try:
+        yield
+    finally:
+        rehearsing = before
+
 
 @contextmanager
 def pretend_world(size: int) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from onecard import reshard as planner
-from onecard.comm import check, collectives, groups, record, world
+from onecard.comm import check, collectives, groups, pretend, record, world
 from onecard.comm.run import run as run_steps
 from onecard.comm.transfer import run_transfer
 from onecard.errors import LayoutError, MeshError
@@ -101,7 +101,7 @@ def _again(
 
 def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
     """This rank's part of a value that every rank holds whole."""
-    if whole.is_meta:
+    if whole.is_meta and not pretend.rehearsing:
         return materialise(whole, layout)
     device = world.device() if whole.device.type == "cpu" else whole.device
     shape = whole.shape
