@@ -283,9 +283,14 @@ def programs_of_the_page() -> list[tuple[str, str]]:
 
 
 def test_the_launcher_ends_ranks_that_wait_in_different_collectives(tmp_path):
-    printed = launch(tmp_path, programs_of_the_page()[0][0], ONECARD_TIMEOUT="110")
+    printed = launch(tmp_path, programs_of_the_page()[0][0], ONECARD_TIMEOUT="110", ONECARD_BACKEND="gloo")
     has(printed, "CommunicationError: ranks are out of step", "rank 0 waits in all_reduce #1 of ranks 0, 1 (4 bytes)")
     has(printed, "rank 1 waits in all_gather #1 of ranks 0, 1 (16 bytes)", "ONECARD_CHECK=1")
+
+
+def test_shared_memory_names_both_collectives_by_itself(tmp_path):
+    printed = launch(tmp_path, programs_of_the_page()[0][0], ONECARD_BACKEND="shm")
+    has(printed, "the ranks call different collectives", "all_reduce(sum) #1 of 1 float32", "all_gather #1 of 8 float32")
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -318,12 +318,17 @@ def test_a_view_that_had_to_be_copied_cannot_be_written():
 
 
 @multirank(2)
-def test_shape_cannot_change_in_place():
-    x = put(torch.zeros(4, 6), S(0), grad=False)
-    for change in (x.t_, x.squeeze_, lambda: x.unsqueeze_(0), lambda: x.transpose_(0, 1)):
-        with pytest.raises(DispatchError, match="in place"):
-            change()
-    assert x.shape == (4, 6)
+def test_shape_changes_in_place_or_is_refused():
+    whole = torch.arange(24.0).view(4, 6)
+    x, plain = put(whole.clone(), S(0), grad=False), whole.clone()
+    for change in ("t_", "unsqueeze_", "squeeze_", "transpose_"):
+        arguments = {"unsqueeze_": (0,), "transpose_": (0, 1)}.get(change, ())
+        getattr(x, change)(*arguments)
+        getattr(plain, change)(*arguments)
+        assert x.shape == plain.shape
+        assert_close(x, plain)
+    with pytest.raises(DispatchError, match="resize_"):
+        x.resize_(3, 3)
 
 
 @multirank(2)
