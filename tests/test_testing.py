@@ -301,7 +301,7 @@ def test_in_a_file_outside_any_package(tmp_path):
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in output
     assert "test_bad: rank 0 of 2 failed first" in output or "test_bad: rank 1 of 2 failed first" in output
-    assert output.count("assert dist.get_world_size() == 3") == 1
+    assert 1 <= output.count("assert dist.get_world_size() == 3") <= 2  # at most once for each rank that failed
     assert "process.start" not in output  # not the harness' own code
 
 
