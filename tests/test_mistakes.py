@@ -290,7 +290,9 @@ def test_the_launcher_ends_ranks_that_wait_in_different_collectives(tmp_path):
 
 def test_shared_memory_names_both_collectives_by_itself(tmp_path):
     printed = launch(tmp_path, programs_of_the_page()[0][0], ONECARD_BACKEND="shm")
-    has(printed, "the ranks call different collectives", "all_reduce(sum) #1 of 1 float32", "all_gather #1 of 8 float32")
+    has(
+        printed, "the ranks call different collectives", "all_reduce(sum) #1 of 1 float32", "all_gather #1 of 8 float32"
+    )
 
 
 @pytest.mark.parametrize("number", range(2))
