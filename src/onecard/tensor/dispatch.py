@@ -49,17 +49,12 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         for name, a in kwargs.items():
             key.append(name)
             key.append(freeze(a, func))
-        program = programs.get(tuple(key))
-        if program is not None and program.simple:
-            for position, value in program.swaps:
-                local[position] = value
-            return program.wrap(program.call(*local, **kwargs), program.spec)
-    else:
-        program = programs.get(tuple(key))
-        if program is not None and program.simple:
-            for position, value in program.swaps:
-                local[position] = value
-            return program.wrap(program.call(*local), program.spec)
+    program = programs.get(tuple(key))
+    if program is not None and program.simple:
+        for position, value in program.swaps:
+            local[position] = value
+        result = program.call(*local, **kwargs) if kwargs else program.call(*local)
+        return program.wrap(result, program.spec)
     if program is None:
         program = _miss(tuple(key), func, args, kwargs or {})
     return program(args, kwargs or {})
