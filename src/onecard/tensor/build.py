@@ -32,6 +32,7 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     """
     program = Program(func)
     operands = [t for t in _flat([*args, *kwargs.values()]) if isinstance(t, DistTensor)]
+    fallback.refuse_collective(func, operands)
     mesh, device = _common_mesh(func, operands)
     call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
     if call.schema.out:

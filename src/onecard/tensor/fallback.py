@@ -193,6 +193,17 @@ def _renamed(func: Any, names: list[str]) -> Callable[..., Any]:
     return lambda *args, **kwargs: func(**dict(zip(names, args, strict=False)), **kwargs)
 
 
+def refuse_collective(func: Any, operands: list[DistTensor]) -> None:
+    """Refuse the collectives of torch.distributed: they mean each rank's own tensor, and there is only one here."""
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        raise DispatchError(
+            f"{schema_of(func).name} of {describe(operands[0])}: a collective of torch.distributed acts on each rank's own "
+            "tensor, but a DistTensor is one tensor, which has the value that one card would have already: leave the collective "
+            "out. x.full_tensor() is the whole on every rank, onecard.reshard(x, mesh, placements) moves it, and x.to_local() "
+            "is this rank's shard as a plain tensor"
+        )
+
+
 class _NoRule(Exception):
     """A decomposition met an operator that has no row either: better gather the operator that the user called."""
 
