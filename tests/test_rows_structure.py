@@ -13,7 +13,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.rules.call import Call, tensors_in
+from onecard.rules.call import Call
 from onecard.rules.registry import find
 from onecard.rules.rule import bind
 from onecard.rules.table.factory import dense_stride
@@ -413,7 +413,10 @@ def _gpu_calls():
 def test_gpu_attention_fits_its_meta_function(which):
     func, args = list(_gpu_calls())[which]
     call = Call(func, args, {})
-    call.results = list(tensors_in(func(*args)))
+    try:
+        call.results = call.meta_results()
+    except NotImplementedError:
+        pytest.skip("this version of torch has no meta function of it")
     form = find(func).form_for(call)
     bound = bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
     grouped = call.key.shape[1] != call.query.shape[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onecard.rules.call import Call
@@ -107,13 +108,20 @@ def _as_promised(results: Any, present: list[bool], shapes: list[tuple[int, ...]
     return tuple(made)
 
 
+def _cpu_results(call: Call) -> list[Tensor]:
+    """Up to torch 2.11 the meta function says that the log-sum-exp is float32 whatever the query is."""
+    out, logsumexp = call.meta_results()
+    return [out, logsumexp.to(torch.float64)] if call.query.dtype == torch.float64 else [out, logsumexp]
+
+
 row(
-    """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    """_scaled_dot_product_flash_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable""",
     local=_local,
     values=True,
 )(_forward)
+row("_scaled_dot_product_flash_attention_for_cpu", local=_local, values=True, results=_cpu_results)(_forward)
 
 row(
     """_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
