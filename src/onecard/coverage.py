@@ -140,7 +140,7 @@ def coverage(
         >>> from torch.distributed.tensor import Shard
         >>> report = coverage(nn.Linear(8, 4), torch.ones(16, 8), mesh, input_placements=[[Shard(0)]])
         >>> [o.operator for o in report.by("ruled") if o.phase == "forward"]
-        ['t.default', 'addmm.default']
+        ['linear.default']
         >>> report.gathered_bytes
         0
     """

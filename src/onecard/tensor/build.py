@@ -36,7 +36,7 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     mesh, device = _common_mesh(func, operands)
     call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
     if call.schema.out:
-        program.expand = fallback.out_of_place(func, call)
+        program.expand = fallback.out_of_place(func)
         return program
     if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
         program.expand = fallback.shape_in_place(func, call)

@@ -19,6 +19,7 @@ from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.reshard import Step
 from onecard.tensor import memory
+from onecard.tensor.intercept import KEYS
 from onecard.tensor.spec import STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
@@ -55,7 +56,15 @@ class DistTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> DistTensor:
-        self = _make(cls, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, requires_grad=requires_grad)
+        self = _make(
+            cls,
+            spec.shape,
+            spec.stride,
+            dtype=spec.dtype,
+            device=spec.device,
+            requires_grad=requires_grad,
+            _extra_dispatch_keys=KEYS,
+        )
         self._local, self._spec = local, spec
         return self
 
@@ -164,6 +173,15 @@ class DistTensor(Tensor):
         detached: Any = self.detach()
         return detached.full_tensor()
 
+    # Torch finds the device for these two in the dispatch keys, and does not know ours (see intercept.py).
+    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor from data, of this one's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
+
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """A plain tensor by size or from data, of this one's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""
         return self._whole().tolist()
@@ -181,7 +199,7 @@ class DistTensor(Tensor):
 
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """A DistTensor outside autograd, as fast as can be."""
-    self = _make(DistTensor, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    self = _make(DistTensor, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, _extra_dispatch_keys=KEYS)
     self._local, self._spec = local, spec
     return self
 

@@ -47,10 +47,10 @@ class GatheredOperatorWarning(UserWarning):
     """An operator without a rule gathered its operands. It is right, but it communicates; a row makes it fast."""
 
 
-def out_of_place(func: Any, call: Call) -> Callable[..., Any]:
+def out_of_place(func: Any) -> Callable[..., Any]:
     """Run an ``out=`` operator as its functional form, then copy each result into its place."""
     functional = _functional(func)
-    names = call.schema.out
+    names = schema_of(func).out
     if functional is None:
         raise DispatchError(f"{func} has no out-of-place form that onecard could run; use one that returns its result")
 

@@ -35,3 +35,8 @@ def integers(high: int, *shape: int, low: int = 0, dtype: torch.dtype = torch.in
 def mask(*shape: int) -> Tensor:
     """Random booleans."""
     return torch.rand(shape) < 0.5
+
+
+def whole(op: torch._ops.OpOverload, *args: object) -> object:
+    """A composite operator as DistTensors take it: not taken apart by torch above dispatch."""
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Python), *args)

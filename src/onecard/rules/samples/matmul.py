@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from onecard.rules.samples.data import integers, real
+from onecard.rules.samples.data import integers, real, whole
+
+aten = torch.ops.aten
+
+
+def plain(*shapes):
+    return [real(*shape, grad=False) for shape in shapes]
+
 
 SAMPLES = [
     lambda: real(4, 6) @ real(6, 3),
@@ -37,5 +44,12 @@ SAMPLES = [
     lambda: torch.cdist(real(2, 4, 3), real(2, 5, 3), p=1.0),
     lambda: torch.cdist(real(4, 3), real(5, 3), p=2.0, compute_mode="donot_use_mm_for_euclid_dist"),
     lambda: torch.linalg.cross(real(4, 3), real(4, 3)),
+    *(lambda x=x, bias=bias: whole(aten.linear.default, *plain(x, (5, 6)), *plain(*bias))
+      for x, bias in (((4, 3, 6), [(5,)]), ((4, 6), []), ((6,), []), ((1, 3, 6), []))),
+    *(lambda lead=lead, mask=mask: aten.linear_backward(*plain((*lead, 6), (*lead, 5), (5, 6)), mask)
+      for lead in ((4,), (4, 3), (1, 3)) for mask in ([True, True, True], [False, True, False], [True, False, False])),
+    *(lambda a=a, b=b: whole(aten.matmul.default, *plain(a, b))
+      for a, b in (((2, 4, 3, 5), (2, 4, 5, 6)), ((4, 1, 3, 5), (3, 5, 6)), ((4, 3, 5), (5, 6)), ((4, 3, 5), (5,)),
+                   ((5,), (3, 5, 4)), ((4, 5), (5,)), ((5,), (5, 4)), ((5,), (5,)), ((4, 5), (5, 3)))),
     lambda: torch.linalg.cross(real(3, 4), real(3, 4), dim=0),
-]
+]  # fmt: skip

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from onecard.rules.call import Call
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
@@ -52,6 +57,58 @@ def _addr(call: Call) -> Form:
 def _addmm_activation(call: Call) -> Form:
     # The activation is not linear, so the product inside it must not be pending.
     return Form(_added(call, "m n", "m k, k n"), whole="k")
+
+
+# ---- Leading dims of any number, each a factor of its own (see ``tensor.composite``)
+
+
+@row("linear")
+def _linear(call: Call) -> Form | None:
+    if call.values["weight"].dim() != 2 or call.input.dim() < 1:
+        return None
+    bias = call.bias
+    if bias is not None and bias.dim() != 1:
+        return None
+    return Form(f"... k, n k{', n' * (bias is not None)} -> ... n", linear="input * weight + bias")
+
+
+def _linear_gradients(call: Call) -> list[Tensor]:
+    """PyTorch's own meta function (2.13) gives gradients that nobody asked for."""
+    like = (call.self.shape, call.weight.shape, call.weight.shape[:1])
+    return [call.grad_output.new_empty(s) for s, wanted in zip(like, call.output_mask, strict=True) if wanted]
+
+
+def linear_backward(
+    self: Tensor, grad_output: Tensor, weight: Tensor, output_mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of ``linear`` on plain tensors, by the products that torch makes."""
+    grad = grad_output.reshape(-1, grad_output.shape[-1])
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        of_input = torch.mm(grad, weight.conj()).view(self.shape)
+    if output_mask[1]:
+        of_weight = torch.mm(grad.t(), self.reshape(-1, self.shape[-1]).conj())
+    if output_mask[2]:
+        of_bias = grad.sum(0)
+    return of_input, of_weight, of_bias
+
+
+@row("linear_backward", results=_linear_gradients)
+def _linear_backward(call: Call) -> Form | None:
+    """Each gradient depends on the output's and on one operand; over the leading dims those of weight and bias are sums."""
+    asked = ("... k @1 2", "n k @0 1", "n @1")
+    results = [term for term, wanted in zip(asked, call.output_mask, strict=True) if wanted]
+    return Form(f"... k, ... n, n k -> {', '.join(results)}", linear="self * grad_output * weight")
+
+
+@row("matmul")
+def _matmul(call: Call) -> Form | None:
+    one, other = (min(t.dim(), 3) for t in call.operands)
+    if not one or not other:
+        return None
+    left, right = ("", "k", "m k", "... m k")[one], ("", "k", "k n", "... k n")[other]
+    result = " ".join(("..." * (max(one, other) > 2), "m" * (one > 1), "n" * (other > 1)))
+    return Form(f"{left}, {right} -> {result.strip() or '()'}", linear="self * other")
 
 
 @row("_trilinear")

@@ -1,0 +1,155 @@
+"""Composite operators that DistTensors take whole, instead of the parts that torch makes of them (see ``intercept``).
+
+* ``linear`` and ``matmul``: torch merges their leading dims into one before it multiplies. A merged dim of which only the
+  inner part is cut (a batch and a cut sequence, a batch and cut heads) is no shard of the merged one, so it would be gathered.
+* Composite operators with ``out=``: they may write to its memory directly. They run as their functional form and a copy.
+* Operators that read a tensor's numbers while they are taken apart (sections, lengths): they get those whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd.graph import increment_version
+
+from onecard.comm.world import get_rank
+from onecard.errors import DispatchError
+from onecard.rules.call import schema_of, tensors_in
+from onecard.rules.table.matmul import linear_backward
+from onecard.tensor.convert import whole_on_mesh
+from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.fallback import out_of_place
+from onecard.tensor.intercept import DISPATCH, KEY, intercept, onward
+
+aten = torch.ops.aten
+
+
+# ---- Products with leading dims
+
+# Torch's own autograd formula for linear as one operator is kept under this key, for another kind of tensor (nested ones).
+_AS_ONE = DispatchKey.AutogradNestedTensor
+
+
+def _linear(keyset: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return onward(aten.linear.default, keyset, input, weight, bias)
+    return aten.linear.default.redispatch(keyset.remove(KEY).add(_AS_ONE), input, weight, bias)
+
+
+class _Matmul(torch.autograd.Function):
+    """Batches of products; torch's own ``matmul_backward`` cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return aten.matmul.default.redispatch(DISPATCH, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,), (a, b) = grads, ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        return (
+            torch.matmul(grad, b.mH).sum_to_size(a.shape) if of_a else None,
+            torch.matmul(a.mH, grad).sum_to_size(b.shape) if of_b else None,
+        )
+
+
+def _matmul(keyset: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
+    dims = a.dim(), b.dim()
+    if max(dims) < 3 or min(dims) < 1 or torch.is_autocast_enabled(a.device.type):
+        # Autocast casts, and comes here again.
+        return onward(aten.matmul.default, keyset, a, b)
+    if dims[1] == 2:
+        return aten.linear(a, b.mT)
+    if dims[0] == 2:
+        return aten.linear(b.mT, a).mT
+    if min(dims) == 1:
+        return (aten.linear(a, b[None]) if dims[1] == 1 else aten.linear(b.mT, a[None])).squeeze(-1)
+    return _Matmul.apply(a, b)
+
+
+# ---- Composite operators with out=
+
+
+def _into_out(op: Any) -> Callable[..., Any]:
+    out = schema_of(op).out
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([*args, *kwargs.values()])):
+            raise RuntimeError(
+                f"{schema_of(op).name}(): functions with out=... arguments don't support automatic differentiation, but one "
+                "of the arguments requires grad."
+            )
+        with torch.no_grad():
+            result = out_of_place(op)(*args, **kwargs)
+        increment_version([kwargs[name] for name in out])
+        return result
+
+    return kernel
+
+
+def _composites_with_out() -> Iterator[Any]:
+    """Those with another tensor among their operands: the values of a new tensor (rand, empty) do not depend on one."""
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace == "aten":
+            op = getattr(getattr(aten, base), overload or "default")
+            tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
+            if any(a.is_out for a in tensors) and not all(a.is_out for a in tensors):
+                yield op
+
+
+# ---- Operators that read numbers while they are taken apart
+
+_READ = {
+    aten.tensor_split.tensor_indices_or_sections: ("tensor_indices_or_sections",),
+    aten.ctc_loss.Tensor: ("input_lengths", "target_lengths"),
+    aten._pad_packed_sequence.default: ("batch_sizes",),
+    aten.lstm.data: ("batch_sizes",),
+    aten.gru.data: ("batch_sizes",),
+    aten.rnn_tanh.data: ("batch_sizes",),
+    aten.rnn_relu.data: ("batch_sizes",),
+}
+
+
+def _with_numbers(op: Any, names: Sequence[str]) -> Callable[..., Any]:
+    places = [schema_of(op).arguments.index(name) for name in names]
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for place in places:
+            given[place] = _numbers(op, given[place])
+        return onward(op, keyset, *given, **kwargs)
+
+    return kernel
+
+
+def _numbers(op: Any, value: Any) -> Any:
+    if not isinstance(value, DistTensor):
+        return value
+    if not value._spec.here:
+        raise DispatchError(
+            f"{schema_of(op).name} reads the numbers of {describe(value)}: rank {get_rank()} is not in {value.mesh!r}, so it "
+            "does not hold them. Pass a plain tensor (x.full_tensor(), called on every rank of the world)"
+        )
+    return whole_on_mesh(value, schema_of(op).name)
+
+
+def _register() -> torch.library.Library:
+    intercept(aten.linear.default, _linear)
+    intercept(aten.matmul.default, _matmul)
+    for op in _composites_with_out():
+        intercept(op, _into_out(op))
+    for op, names in _READ.items():
+        intercept(op, _with_numbers(op, names))
+    library = torch.library.Library("aten", "IMPL")  # torch has no kernel of this one for plain tensors
+    library.impl("linear_backward", linear_backward, "CompositeExplicitAutograd")
+    return library
+
+
+_library = _register()  # a kernel lives as long as its library

@@ -1,0 +1,164 @@
+"""Composite operators that DistTensors take whole (tensor/composite.py), against plain torch."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import onecard as oc
+from onecard import Replicate, Shard
+from onecard.errors import DispatchError
+from onecard.tensor import composite, fallback, intercept
+from onecard.testing import assert_close, multirank
+
+BATCH, TIME, WIDTH, OUT, HEADS = 2, 5, 4, 6, 4
+
+
+def mesh():
+    return oc.ProcessMesh([0, 1], ["x"])
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (BATCH, TIME, WIDTH), "w": (OUT, WIDTH), "b": (OUT,)}
+    shapes |= {"q": (BATCH, HEADS, TIME, 3), "k": (1, HEADS, TIME, 3), "v": (WIDTH,)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def program(x, w, b, q, k, v):
+    """Every shape of product with leading dims."""
+    y = F.linear(x, w, b) + F.linear(x, w)
+    scores = (q @ k.mT).softmax(-1)
+    rest = (x @ v).sum() + (x @ w.t()).pow(3).sum() + (w @ x.mT).pow(2).sum() + (v @ x.mT).pow(2).sum()
+    return y, scores, y.pow(2).sum() + scores.pow(2).sum() + rest
+
+
+@multirank(2)
+def test_products_and_their_first_and_second_gradients():
+    def run(place):
+        inputs = {name: place(name, t).requires_grad_() for name, t in tensors().items()}
+        y, scores, loss = program(**inputs)
+        first = torch.autograd.grad(loss, list(inputs.values()), create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), list(inputs.values()))
+        return [y, scores, loss, *first, *second]
+
+    expected = [t.detach() for t in run(lambda name, t: t.clone())]
+    for cuts in ({"x": 0}, {"x": 1}, {"x": 2, "w": 1, "v": 0}, {"w": 0, "b": 0}, {"q": 1, "k": 1}, {"q": 2}, {"k": 3}):
+
+        def place(name, t, cuts=cuts):
+            return oc.shard_tensor(t, mesh(), [Shard(cuts[name]) if name in cuts else Replicate()])
+
+        assert_close([t.detach() for t in run(place)], expected, rtol=1e-10, atol=1e-10)
+
+
+@multirank(2)
+def test_a_cut_sequence_and_cut_heads_send_nothing():
+    t = tensors()
+    x = oc.shard_tensor(t["x"], mesh(), [Shard(1)]).requires_grad_()
+    w, b = (oc.shard_tensor(t[name], mesh(), [Replicate()]).requires_grad_() for name in "wb")
+    q, k = (oc.shard_tensor(t[name], mesh(), [Shard(1)]).requires_grad_() for name in "qk")
+    with oc.no_implicit_communication():
+        y = F.linear(x, w, b)
+        y.pow(2).sum().backward()
+        scores = q @ k.mT
+        scores.pow(2).sum().backward()
+    assert y.placements == x.grad.placements == scores.placements == q.grad.placements == (Shard(1),)
+    assert w.grad.placements == (oc.Partial(),)
+
+
+@multirank(2)
+def test_autocast_and_checkpointing_see_one_operator():
+    t = {name: value.float() for name, value in tensors().items()}
+    x, w = oc.shard_tensor(t["x"], mesh(), [Shard(1)]), oc.shard_tensor(t["w"], mesh(), [Replicate()])
+    with torch.autocast("cpu"):
+        made = [F.linear(x, w), x @ x.mT]
+        expected = [F.linear(t["x"], t["w"]), t["x"] @ t["x"].mT]
+    assert [m.dtype for m in made] == [torch.bfloat16] * 2
+    assert_close(made, expected)
+    x.requires_grad_()
+    torch.utils.checkpoint.checkpoint(F.linear, x, w, use_reentrant=False).sum().backward()
+    assert_close(x.grad, t["w"].sum(0).expand(BATCH, TIME, WIDTH))
+
+
+# ---- out=
+
+
+def test_every_composite_with_out_has_a_functional_form():
+    found = list(composite._composites_with_out())
+    assert len(found) > 100 and torch.ops.aten.linalg_matrix_rank.out in found
+    none = [op for op in found if fallback._functional(op) is None]
+    assert not none, none
+
+
+@multirank(2)
+def test_out_is_written():
+    """torch writes the rank to out's own memory, which a wrapper does not have."""
+    whole = torch.diag(torch.tensor([1.0, 2.0, 0.0, 3.0]))
+    x = oc.shard_tensor(whole, mesh(), [Shard(0)])
+    out = oc.shard_tensor(torch.zeros((), dtype=torch.int64), mesh(), [Replicate()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
+        assert torch.linalg.matrix_rank(x, out=out) is out
+    assert out.item() == 3 and out._version == 1
+    plain = torch.empty(0)
+    assert torch.matmul(x[None], whole, out=plain) is plain
+    assert_close(plain, whole[None] @ whole)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.matmul(x[None].requires_grad_(), whole, out=torch.empty(0))
+
+
+# ---- numbers that torch reads above dispatch
+
+
+@multirank(2)
+def test_numbers_that_are_read_while_an_operator_is_taken_apart():
+    x = oc.shard_tensor(tensors()["x"], mesh(), [Shard(0)])
+    at = oc.shard_tensor(torch.tensor([1, 3]), mesh(), [Shard(0)])
+    assert_close(torch.tensor_split(x, at, 1), tensors()["x"].tensor_split((1, 3), 1))
+    lengths, labels = torch.tensor([5, 4]), torch.tensor([[1, 2], [3, 1]])
+    logits = tensors()["x"].transpose(0, 1).log_softmax(-1)
+    expected = F.ctc_loss(logits, labels, lengths, torch.tensor([2, 1]))
+    operands = [oc.shard_tensor(t, mesh(), [Shard(0)]) for t in (labels, lengths, torch.tensor([2, 1]))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
+        assert_close(F.ctc_loss(oc.shard_tensor(logits, mesh(), [Shard(1)]), *operands), expected)
+
+
+@multirank(2)
+def test_packed_sequences():
+    torch.manual_seed(0)
+    rnn, lengths = torch.nn.GRU(WIDTH, 3, batch_first=True).double(), torch.tensor([5, 2])
+
+    def run(x):
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        return pad_packed_sequence(rnn(packed)[0], batch_first=True)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
+        found = run(oc.shard_tensor(tensors()["x"], mesh(), [Shard(0)]))
+    assert_close(found, run(tensors()["x"]))
+
+
+@multirank(3)
+def test_a_rank_that_does_not_hold_the_numbers_says_so():
+    at = oc.shard_tensor(torch.tensor([1, 3]), oc.ProcessMesh([0, 1], ["x"]), [Replicate()])
+    if torch.distributed.get_rank() < 2:
+        assert len(torch.tensor_split(torch.ones(5), at)) == 3
+    else:
+        with pytest.raises(DispatchError, match=r"tensor_split.*rank 2 is not in"):
+            torch.tensor_split(torch.ones(5), at)
+
+
+@multirank(2)
+def test_new_tensors_are_plain():
+    x = oc.shard_tensor(torch.ones(4, 2, dtype=torch.float64), mesh(), [Shard(0)])
+    assert x.new_tensor([1.0]).dtype is torch.float64 and type(x.new_tensor(1)) is torch.Tensor
+    assert x.new(2, 3).shape == (2, 3)
+
+
+def test_plain_tensors_do_not_come_here():
+    whole = torch.ones(2)
+    keys = [torch._C._dispatch_keys(t) for t in (whole, oc.shard_tensor(whole, oc.ProcessMesh([0], ["x"]), [Shard(0)]))]
+    assert [k.has(intercept.KEY) for k in keys] == [False, True]
