@@ -1,4 +1,4 @@
-"""reshard.plan: every chain, executed step by step in numpy for all ranks at once, gives what the target says."""
+"""resharding.plan: every chain, executed step by step in numpy for all ranks at once, gives what the target says."""
 
 from math import isclose, prod
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from onecard import ProcessMesh
 from onecard.cost import MACHINE
 from onecard.layout import Layout
-from onecard.reshard import plan, seconds
+from onecard.resharding import plan, seconds
 
 ITEM = 8  # bytes of a float64
 JOIN = {

@@ -6,6 +6,7 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -179,6 +180,9 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         "max": lambda t: t.amax(0),
         "min": lambda t: t.amin(0),
         "product": lambda t: t.prod(0),
+        "band": lambda t: functools.reduce(torch.bitwise_and, t),
+        "bor": lambda t: functools.reduce(torch.bitwise_or, t),
+        "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
     return reduce[op](stacked).to(local.dtype)
 

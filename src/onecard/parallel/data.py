@@ -19,7 +19,7 @@ from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
 from onecard.mesh import ProcessMesh
-from onecard.reshard import Step
+from onecard.resharding import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride

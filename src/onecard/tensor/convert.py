@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm import check, collectives, groups, pretend, record, world
 from onecard.comm.run import run as run_steps
 from onecard.comm.transfer import run_transfer
