@@ -86,8 +86,9 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
 
 def check_norms(source: Layout, target: Layout) -> None:
     """Raise a LayoutError if a value is to become a pending norm: joining it would give the value without its sign."""
-    for axis, op in target.pending:
-        if op.startswith("norm") and (source.mesh is not target.mesh or (axis, op) not in source.pending):
+    known = {op for _, op in source.pending}
+    for _, op in target.pending:
+        if op.startswith("norm") and op not in known:
             raise LayoutError(
                 f"a tensor that lies as [{source}] cannot become [{target}]: ranks join a Partial({op!r}) to a norm, which "
                 "has no sign, so the value would be lost. Keep it whole on that axis, Replicate(); if each rank holds the "
