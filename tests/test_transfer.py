@@ -3,20 +3,23 @@
 import math
 import os
 from collections import Counter
+from datetime import timedelta
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import onecard as oc
-from onecard.comm import hosts
+from onecard.comm import hosts, world
 from onecard.cost import MACHINE
+from onecard.errors import CommunicationError
 from onecard.layout import Layout
-from onecard.testing import assert_close, multirank
+from onecard.testing import RankError, assert_close, multirank, run_ranks
 from onecard.transfer import box_of, far_lower_bound, lower_bound, plan_transfer, settled_source
 
 # ---- plans, in one process
@@ -348,3 +351,46 @@ def test_the_pipeline_of_seed_003_equals_one_card():
             optimizer.zero_grad()
             losses[-1].append(float(oc.unshard(loss.detach())))
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
+# ---- ranks that do not come
+
+
+def on_the_mesh_only():
+    """The mistake: the ranks of the mesh ask for the whole value, the others do not."""
+    x = oc.shard_tensor(torch.ones(3), oc.ProcessMesh([0], ["pp"]), [oc.Replicate()])
+    if oc.get_rank() == 0:
+        x.full_tensor()
+
+
+def test_full_tensor_on_the_mesh_only_ends_with_the_missing_rank():
+    with pytest.raises(RankError, match=r"(?s)rank 0 waits in transfer #1 of ranks 0, 1.*missing: rank 1"):
+        run_ranks(on_the_mesh_only, 2, timeout=30)
+
+
+@multirank(2, timeout=20)
+def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
+    rank, backend = oc.get_rank(), dist.get_backend()
+    dist.destroy_process_group()
+    short = timedelta(seconds=2)
+    dist.init_process_group(backend, f"file://{tmp_path}/store", short, rank=rank, world_size=2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 knows"])
+        return
+    with pytest.raises(CommunicationError) as caught:
+        on_the_mesh_only()
+    store.set("rank 0 knows", "")
+    for part in ("to [world=Replicate] on", "rank 0 waited for rank(s) [1]", "these are all ranks of the world"):
+        assert part in str(caught.value)
+
+
+@multirank(3)
+def test_a_rank_that_does_not_say_its_host_is_named():
+    os.environ.update(GROUP_RANK=str(oc.get_rank()), LOCAL_WORLD_SIZE="1")
+    if oc.get_rank() == 0:
+        world.TIMEOUT = timedelta(seconds=1)
+        with pytest.raises(
+            CommunicationError, match=r"with ranks \[0, 1, 2\], but rank\(s\) \[1, 2\] did not come within 1 s"
+        ):
+            hosts.among(range(3))
