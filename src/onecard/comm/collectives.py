@@ -265,11 +265,13 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     """The Python value of the rank at ``index`` on every rank. Pickled: only between ranks of one program."""
     if group.process_group is None:
         return value
+    # A group of NCCL alone moves nothing that lies on the CPU.
+    device = dist.distributed_c10d._get_object_coll_device(group.process_group)
     data = pickle.dumps(value) if group.index == index else b""
-    size = broadcast(torch.tensor([len(data)]), group, index)
+    size = broadcast(torch.tensor([len(data)], device=device), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    buffer = broadcast(buffer, group, index)
-    return value if group.index == index else pickle.loads(buffer.numpy().tobytes())
+    buffer = broadcast(buffer.to(device), group, index)
+    return value if group.index == index else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
 def barrier(group: Group) -> None:
