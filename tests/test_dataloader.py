@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import onecard as oc
 from onecard.errors import LayoutError, MeshError
-from onecard.testing import assert_close, multirank
+from onecard.testing import RankError, assert_close, multirank, run_ranks
 
 MESH = oc.ProcessMesh([0, 1], ["x"])
 MESH_4 = oc.ProcessMesh([0, 1, 2, 3], ["dp"])
@@ -304,3 +305,51 @@ def test_training_through_it_on_two_axes() -> None:
     expected = trained(loader, plain)
     assert trained(oc.shard_dataloader(loader, MESH_2D, "dp"), twin) == pytest.approx(expected, rel=1e-5)
     assert_close(twin.state_dict(), plain.state_dict())
+
+
+# ---- ranks that shuffle differently
+
+
+class Turned:
+    """A sampler of one's own: the first batch is the same on all ranks, later ones are not."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2 + rank(), 3 - rank()]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def shuffled(kind: str) -> int:
+    """How many batches the ranks read."""
+    torch.manual_seed(7 + rank())  # the fault
+    if kind == "own":
+        return len(list(oc.shard_dataloader(DataLoader(Squares(), batch_sampler=Turned()), MESH, "x")))
+    generator = torch.Generator().manual_seed(3) if kind == "one generator" else None
+    loader = DataLoader(Squares(), batch_size=4, shuffle=kind != "in order", generator=generator)
+    if kind == "two stages":
+        meshes = [oc.ProcessMesh([0], ["x"]), oc.ProcessMesh([1], ["x"])]
+        return len(list(oc.shard_dataloader(loader, meshes)))
+    return len(list(oc.shard_dataloader(loader, MESH, "x")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("seeds", r"rank \d: begins with samples \[\d, \d, \d, \d\] \(seed [78]\)"),
+        ("own", r"rank \d: has read 2 batches in another order"),
+        ("two stages", r"rank \d: shuffles with a generator in another state \(seed [78]\)"),
+    ],
+)
+def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(shuffled, 2, kind, timeout=20)
+    text = str(caught.value)
+    assert "CommunicationError: shard_dataloader: the ranks do not read the same samples in pass 1 over Squares" in text
+    assert len(re.findall(f"  {words}", text)) >= 2
+    assert "torch.manual_seed(0)" in text and "generator=torch.Generator().manual_seed(0)" in text
+
+
+@pytest.mark.parametrize("kind", ["in order", "one generator"])
+def test_seeds_that_decide_no_order_may_differ(kind: str) -> None:
+    assert run_ranks(shuffled, 2, kind, timeout=20) == [3, 3]

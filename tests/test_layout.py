@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def layouts(draw, pending=()):
     shape = tuple(draw(st.lists(st.integers(0, 7), min_size=0, max_size=3)))
     mesh = ProcessMesh(np.arange(np.prod(sizes)).reshape(sizes), [f"a{i}" for i in range(len(sizes))])
     dims = [[] for _ in shape]
-    held = []
+    held, pending = [], [draw(st.sampled_from(pending))] if pending else []
     for axis in draw(st.permutations(range(len(sizes)))):
         use = draw(st.sampled_from([None, *range(len(shape)), *pending]))
         if isinstance(use, str):
@@ -116,6 +117,14 @@ def test_placements_give_the_layout_back_up_to_order(case):
     assert again.dims == tuple(tuple(sorted(axes)) for axes in layout.dims)
     assert again.pending == layout.pending
     assert again.is_replicated == all(p == Replicate() for p in layout.placements)
+
+
+def test_reductions_that_do_not_commute_are_refused():
+    text = "Partial('sum') on axis 'dp' and Partial('max') on axis 'tp' of one tensor: its value would depend on which"
+    with pytest.raises(LayoutError, match=re.escape(text)) as caught:
+        Layout.of(TWO, 1, [Partial(), Partial("max")])
+    assert str(caught.value).endswith("for example [Partial('sum'), Replicate()]")
+    assert Layout.of(TWO, 1, [Partial(), Partial("avg")]).pending == ((0, "sum"), (1, "avg"))
 
 
 def test_equal_layouts_are_one_object():

@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
 from onecard.layout import Layout
-from onecard.random import Key, fill, law, new_key, philox
+from onecard.random import Key, fill, law, new_key
+from onecard.random.philox import philox
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 

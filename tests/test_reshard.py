@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import onecard as oc
+from onecard.comm import Group, collectives, group
 from onecard.errors import CommunicationError, LayoutError, MeshError
 from onecard.testing import assert_close, multirank
 
@@ -139,3 +140,19 @@ def test_errors_name_the_call_that_works():
         oc.shard_tensor(torch.ones(2), mesh, [oc.Shard(1), oc.Replicate()])
     with pytest.raises(LayoutError, match="want a ProcessMesh"):
         oc.shard_tensor(torch.ones(2), [0, 1], [oc.Shard(1), oc.Replicate()])
+
+
+@multirank(2)
+def test_an_object_is_the_same_on_all_ranks():
+    line = group(oc.ProcessMesh([0, 1], ["x"]), 0)
+    said = {"epoch": 3, "name": "x"} if oc.get_rank() == 0 else None
+    assert collectives.broadcast_object(said, line, 0) == {"epoch": 3, "name": "x"}
+
+
+def test_an_object_travels_on_the_device_that_the_group_has(monkeypatch):
+    """NCCL alone has no way for CPU tensors. Twin: meta stands for the GPU; the sender needs nothing back."""
+    used = []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda pg: "meta")
+    monkeypatch.setattr(collectives, "broadcast", lambda tensor, *_: used.append(tensor.device.type) or tensor)
+    assert collectives.broadcast_object("value", Group((0, 1), 0, object()), 0) == "value"
+    assert used == ["meta", "meta"]

@@ -1,77 +1,25 @@
-"""reshard.plan: every chain, executed step by step in numpy for all ranks at once, gives what the target says."""
+"""resharding.plan: every chain, executed step by step in numpy for all ranks at once, gives what the target says."""
 
+from collections import Counter
+from itertools import permutations
 from math import isclose, prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from naive_layouts import JOIN, distribute, gathered, line, places
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
 from onecard.cost import MACHINE
+from onecard.errors import LayoutError
 from onecard.layout import Layout
-from onecard.reshard import plan, seconds
+from onecard.resharding import plan, seconds
 
 ITEM = 8  # bytes of a float64
-JOIN = {
-    "sum": lambda parts: np.sum(parts, axis=0),
-    "avg": lambda parts: np.mean(parts, axis=0),
-    "max": lambda parts: np.max(parts, axis=0),
-    "min": lambda parts: np.min(parts, axis=0),
-    "product": lambda parts: np.prod(parts, axis=0),
-}
-
-
+OPS = ["sum", "avg", "max", "min", "product"]
 # ---- a simulation of all ranks: {coordinate: local array}
-
-
-def places(mesh):
-    return list(np.ndindex(*mesh.shape))
-
-
-def line(mesh, axis, place):
-    return [(*place[:axis], i, *place[axis + 1 :]) for i in range(mesh.shape[axis])]
-
-
-def distribute(whole, layout, random):
-    """What every rank holds; on pending axes random numbers whose reduction is the whole."""
-    parts = {(): whole}
-    for axis, op in layout.pending:
-        n = layout.mesh.shape[axis]
-        parts = {(*at, i): p for at, part in parts.items() for i, p in enumerate(summands(part, op, n, random))}
-    axes = [axis for axis, _ in layout.pending]
-    return {
-        place: parts[tuple(place[a] for a in axes)][layout.local_slices(whole.shape, place)].copy()
-        for place in places(layout.mesh)
-    }
-
-
-def summands(whole, op, n, random):
-    if op in ("sum", "avg"):
-        parts = [random.normal(size=whole.shape) for _ in range(n - 1)]
-        parts.append(whole - sum(parts))
-        return [part * n for part in parts] if op == "avg" else parts
-    if op == "product":
-        parts = [random.uniform(0.5, 2, size=whole.shape) for _ in range(n - 1)]
-        return [*parts, whole / np.prod([np.ones(whole.shape), *parts], axis=0)]
-    away = {"max": -1, "min": 1}[op]
-    owner = random.integers(n, size=whole.shape)
-    return [whole + away * (owner != i) * random.uniform(size=whole.shape) for i in range(n)]
-
-
-def gathered(whole, layout, local):
-    """The whole tensor that the ranks hold, checked to be the same wherever it is held twice."""
-    joined = dict(local)
-    for axis, op in layout.pending:
-        joined = {p: JOIN[op]([joined[q] for q in line(layout.mesh, axis, p)]) for p in joined}
-    result = np.full(whole.shape, np.nan)
-    for place, part in joined.items():
-        slices = layout.local_slices(whole.shape, place)
-        assert part.shape == layout.local_shape(whole.shape, place), f"shape at {place}"
-        assert np.isnan(result[slices]).all() or np.allclose(result[slices], part), f"ranks differ at {place}"
-        result[slices] = part
-    return result
 
 
 def run(steps, local, shape):
@@ -108,13 +56,16 @@ def run_one(step, local, shape, place):
 
 # ---- random layouts
 
+CUBE = ProcessMesh(np.arange(8).reshape(2, 2, 2), ["a0", "a1", "a2"])
+
 
 @st.composite
 def layout_of(draw, mesh, shape, ops):
     dims, pending = [[] for _ in shape], []
     op = draw(st.sampled_from(ops))  # one operator: a sum over one axis of a max over another has no one value
-    for axis in draw(st.permutations(range(mesh.ndim))):
-        use = draw(st.sampled_from([None, "pending", *range(len(shape))]))
+    uses = [None, "pending", *range(len(shape))]
+    for axis in draw(st.sampled_from(list(permutations(range(mesh.ndim))))):
+        use = draw(st.sampled_from(uses))
         if use == "pending":
             pending.append((axis, op))
         elif use is not None:
@@ -126,15 +77,19 @@ def layout_of(draw, mesh, shape, ops):
 def changes(draw):
     """(shape, source, target) on a mesh of one to three axes; dims are uneven, of size one, or empty."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    ranks = draw(st.permutations(range(prod(sizes))))
-    mesh = ProcessMesh(np.array(ranks).reshape(sizes), [f"a{i}" for i in range(len(sizes))])
+    mesh = ProcessMesh(np.arange(prod(sizes)).reshape(sizes), [f"a{i}" for i in range(len(sizes))])
     shape = tuple(draw(st.lists(st.integers(0, 7), min_size=0, max_size=3)))
-    return shape, draw(layout_of(mesh, shape, list(JOIN))), draw(layout_of(mesh, shape, list(JOIN)))
+    return shape, draw(layout_of(mesh, shape, OPS)), draw(layout_of(mesh, shape, OPS))
 
 
-@settings(max_examples=300, deadline=None)
+executed = Counter()
+
+
+@settings(max_examples=2000, deadline=None)
 @given(changes(), st.integers(0, 2**32))
-def test_any_chain_gives_the_target(change, seed):
+# Ones that fill up a product may not come while a sum is pending: it would add them.
+@example(((), Layout.make(CUBE, (), ((1, "sum"),)), Layout.make(CUBE, (), ((2, "product"),))), 0)
+def check_a_chain(change, seed):
     shape, source, target = change
     random = np.random.default_rng(seed)
     whole = random.uniform(0.5, 2, size=shape)
@@ -143,9 +98,15 @@ def test_any_chain_gives_the_target(change, seed):
     assert [step.source for step in steps] == [source, *(step.target for step in steps)][: len(steps)]
     assert (steps[-1].target if steps else source) is target
     assert np.allclose(gathered(whole, target, run(steps, local, shape)), whole)
+    executed["chains"] += 1
 
 
-@settings(max_examples=300, deadline=None)
+def test_any_chain_gives_the_target():
+    check_a_chain()
+    assert executed["chains"] >= 2000
+
+
+@settings(max_examples=100, deadline=None)
 @given(changes())
 def test_the_chain_is_never_dearer_than_gathering_everything(change):
     shape, source, target = change
@@ -173,7 +134,7 @@ def moved_bytes(step, shape):
     return most * ITEM
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(changes())
 def test_bytes_bound_what_any_rank_sends_and_free_steps_send_nothing(change):
     shape, source, target = change
@@ -183,6 +144,17 @@ def test_bytes_bound_what_any_rank_sends_and_free_steps_send_nothing(change):
         assert (step.bytes == 0) == (step.kind in ("slice", "fill") or n == 1 or prod(shape) == 0)
         if step.bytes:
             assert isclose(step.seconds, MACHINE.latency + step.bytes / MACHINE.bandwidth)
+
+
+def test_a_pending_norm_comes_only_from_a_norm():
+    """Joining summands of a norm gives no sign back: what is whole cannot become that."""
+    norm, other = ((0, "norm2.0"),), ((2, "norm2.0"),)
+    with pytest.raises(LayoutError, match=r"cannot become .*which has no sign.*Replicate\(\).*from_local\(part_norm"):
+        plan((4,), 4, Layout.replicated(CUBE, 1), Layout.make(CUBE, ((),), norm))
+    with pytest.raises(LayoutError, match="which has no sign"):
+        plan((4,), 4, Layout.make(CUBE, ((),), ((1, "sum"),)), Layout.make(CUBE, ((),), norm))
+    steps = plan((4,), 4, Layout.make(CUBE, ((),), norm), Layout.make(CUBE, ((),), other))
+    assert [step.kind for step in steps] == ["all_reduce", "fill"]
 
 
 # ---- the chains that people expect

@@ -18,7 +18,7 @@ from onecard.rules.samples import Sample, elsewhere, samples
 from onecard.rules.verify import capture, verify_call
 from onecard.rules.verify.__main__ import Options, main, prove_and_show
 from onecard.rules.verify.guard import guarded
-from onecard.rules.verify.prove import mesh_of
+from onecard.rules.verify.proof import mesh_of
 from onecard.rules.verify.report import calls_of_samples, verify_calls
 from onecard.rules.verify.split import coordinates, mismatch, split, summands
 
@@ -317,7 +317,7 @@ def test_mismatch_tells_shapes_dtypes_and_reductions_that_do_not_commute():
     assert mismatch(whole, layout, half) == ""
     assert "shape [3, 3] at (0,)" in mismatch(whole, layout, {(0,): whole[:3], (1,): whole[3:]})
     assert "dtype torch.float32 at (0,)" in mismatch(whole, layout, {p: t.float() for p, t in half.items()})
-    mixed = Layout.of(mesh_of((2, 2)), 2, [Partial("sum"), Partial("max")])
+    mixed = Layout.make(mesh_of((2, 2)), ((), ()), ((0, "sum"), (1, "max")))
     assert "do not commute" in mismatch(whole, mixed, dict.fromkeys(coordinates(mixed.mesh), whole))
 
 

@@ -3,10 +3,10 @@
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
-from onecard.coverage import Coverage, coverage
-from onecard.explain import Report, explain, no_implicit_communication
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.message_report import Report, explain, no_implicit_communication
+from onecard.operator_report import Coverage, coverage
 from onecard.parallel import ShardDataloader, local_map, shard_dataloader, shard_layer, shard_op, shard_optimizer
 from onecard.rules import register_rule
 from onecard.tensor import (

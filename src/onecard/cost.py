@@ -15,6 +15,7 @@ class Machine:
     Attributes:
         latency: seconds of a message however small.
         bandwidth: bytes a second that a rank sends along a mesh axis.
+        between_hosts: bytes a second that a rank sends to another host, where the two are told apart (transfer.py).
         memory: bytes a second that a rank reads and writes in its own memory.
         flops: multiply-adds a second of a rank, in a matrix product.
 
@@ -24,12 +25,13 @@ class Machine:
 
     latency: float = 30e-6
     bandwidth: float = 5e9
+    between_hosts: float = 1e9
     memory: float = 5e10
     flops: float = 1e11
 
-    def message(self, sent: int) -> float:
-        """Seconds to send ``sent`` bytes; none if there is nothing to send."""
-        return self.latency + sent / self.bandwidth if sent else 0.0
+    def message(self, sent: int, far: int = 0) -> float:
+        """Seconds to send ``sent`` bytes, ``far`` of them to other hosts; none if there is nothing to send."""
+        return self.latency + (sent - far) / self.bandwidth + far / self.between_hosts if sent else 0.0
 
     def copy(self, touched: float) -> float:
         """Seconds to read and write ``touched`` bytes on one rank."""

@@ -15,7 +15,7 @@ Three written rules that everything else relies on:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,8 @@ class Layout:
         Paddle's dims mapping is understood as well: for each dim an axis name or None, ``[None, "mp"]``.
 
         Raises:
-            LayoutError: too few or too many placements, or a dim that the tensor does not have.
+            LayoutError: too few or too many placements, a dim that the tensor does not have, or two reductions of which
+                one would have to come first (a sum of maxima is not a maximum of sums).
         """
         placements = check_placements(mesh, placements)
         dims: list[list[int]] = [[] for _ in range(ndim)]
@@ -102,6 +103,7 @@ class Layout:
                 dims[placement.dim % ndim].append(axis)
             elif isinstance(placement, Partial):
                 pending.append((axis, placement.reduce_op))
+        _check_reductions(mesh, placements, pending)
         return Layout.make(mesh, tuple(map(tuple, dims)), tuple(pending))
 
     @staticmethod
@@ -238,6 +240,28 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
             f"{mesh.dim_names}: give one for each axis, for example [{call}]"
         )
     return placements
+
+
+def commute(ops: Iterable[str]) -> bool:
+    """Whether axes pending under these operators may be reduced in any order: all the same, or sums and averages.
+
+    Example:
+        >>> commute(["sum", "avg"]), commute(["max", "max"]), commute(["sum", "max"])
+        (True, True, False)
+    """
+    distinct = set(ops)
+    return len(distinct) < 2 or distinct == {"sum", "avg"}
+
+
+def _check_reductions(mesh: ProcessMesh, placements: Sequence[Placement], pending: list[tuple[int, str]]) -> None:
+    if not commute(op for _, op in pending):
+        kept = pending[0][1]
+        fits = [p if not isinstance(p, Partial) or p.reduce_op == kept else Replicate() for p in placements]
+        raise LayoutError(
+            " and ".join(f"Partial({op!r}) on axis {mesh.dim_names[axis]!r}" for axis, op in pending)
+            + " of one tensor: its value would depend on which is reduced first. Reduce one of them before, for example "
+            f"[{', '.join(map(as_code, fits))}]"
+        )
 
 
 def _from_dims_mapping(mesh: ProcessMesh, mapping: Sequence[Any]) -> tuple[Placement, ...]:

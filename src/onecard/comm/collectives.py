@@ -6,6 +6,7 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -179,6 +180,9 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         "max": lambda t: t.amax(0),
         "min": lambda t: t.amin(0),
         "product": lambda t: t.prod(0),
+        "band": lambda t: functools.reduce(torch.bitwise_and, t),
+        "bor": lambda t: functools.reduce(torch.bitwise_or, t),
+        "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
     return reduce[op](stacked).to(local.dtype)
 
@@ -261,11 +265,13 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     """The Python value of the rank at ``index`` on every rank. Pickled: only between ranks of one program."""
     if group.process_group is None:
         return value
+    # A group of NCCL alone moves nothing that lies on the CPU.
+    device = dist.distributed_c10d._get_object_coll_device(group.process_group)
     data = pickle.dumps(value) if group.index == index else b""
-    size = broadcast(torch.tensor([len(data)]), group, index)
+    size = broadcast(torch.tensor([len(data)], device=device), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    buffer = broadcast(buffer, group, index)
-    return value if group.index == index else pickle.loads(buffer.numpy().tobytes())
+    buffer = broadcast(buffer.to(device), group, index)
+    return value if group.index == index else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
 def barrier(group: Group) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecard.comm import check, world
+from onecard.comm import check, hosts, world
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -90,6 +90,7 @@ def check_world(mesh: ProcessMesh) -> None:
 
 def forget() -> None:
     """Forget every cached group (after the process group is destroyed, as tests do)."""
+    hosts.forget()
     _groups.clear()
     _process_group.cache_clear()
     _device_mesh.cache_clear()

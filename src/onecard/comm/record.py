@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from onecard.reshard import Step
+from onecard.resharding import Step
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _ENGINE = str(Path(torch.__file__).resolve().parent)

@@ -10,7 +10,7 @@ from torch import Tensor
 from onecard.comm import collectives
 from onecard.comm.groups import Group, group
 from onecard.layout import Layout
-from onecard.reshard import Step
+from onecard.resharding import Step
 
 _KEEPS = ("max", "min", "avg", "band", "bor")
 
@@ -19,7 +19,7 @@ def run(steps: Sequence[Step], local: Tensor, shape: Sequence[int], owned: bool 
     """The local tensor after a chain of steps.
 
     Args:
-        steps: from ``reshard.plan``.
+        steps: from ``resharding.plan``.
         local: this rank's shard before them.
         shape: the whole tensor's shape.
         owned: nobody else sees ``local``'s memory, so it may be overwritten.

@@ -1,51 +1,83 @@
-"""Run a transfer between meshes on this rank: post its sends and receives, copy what it has itself."""
+"""Run a transfer between meshes on this rank: post its sends and receives, copy what it has itself, pass on the rest."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import check, world
+from onecard.comm import check, flight, world
 from onecard.errors import CommunicationError
-from onecard.transfer import Box, Piece, Transfer, box_of
+from onecard.transfer import Box, Transfer, box_of
+
+Peers = list[tuple[int, Tensor]]  # the rank at the other end, and what is sent or filled
+
+_EVERY_RANK = (
+    "Every rank of both meshes makes this call, at the same place of the program: take it out of any branch on the rank"
+)
 
 
-def run_transfer(transfer: Transfer, local: Tensor) -> Tensor:
+def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> Tensor:
     """This rank's part under the target layout.
 
     Args:
         transfer: from ``transfer.plan_transfer``.
         local: this rank's part under the source layout (empty on a rank outside the source's mesh).
+        answered: a rank that sends waits until its receivers have taken it. Otherwise it goes on at once, as the stages
+            of a pipeline do.
 
     Returns:
         A new tensor; an empty one on a rank outside the target's mesh.
+
+    Raises:
+        CommunicationError: a rank does not come within ``ONECARD_TIMEOUT``; names it.
     """
     me = world.get_rank()
-    world.init()
-    ranks = {*transfer.source.mesh, *transfer.target.mesh}
-    if check.on and me in ranks:
-        call = f"reshard of {list(transfer.shape)} from [{transfer.source}] to [{transfer.target}]"
-        check.agreed(call, ranks, "Every rank of both meshes makes this call, at the same place of the program.")
     result = _blank(transfer, local, me)
+    if local.is_meta or me not in transfer.ranks:
+        return result
+    world.init()
+    if check.on:
+        call = f"reshard of {list(transfer.shape)} from [{transfer.source}] to [{transfer.target}]"
+        check.agreed(call, transfer.ranks, f"{_EVERY_RANK}.")
+    board = flight.board
+    if board is not None:
+        board.enter("transfer", transfer.ranks, transfer.sent_by(me))
+    try:
+        _run(transfer, local, result, me)
+        if answered:
+            _answer(transfer, local, me)
+    finally:
+        if board is not None:
+            board.leave()
+    return result
+
+
+def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int) -> None:
     mine = box_of(transfer.source, transfer.shape, me) if me in transfer.source.mesh else None
     theirs = box_of(transfer.target, transfer.shape, me) if me in transfer.target.mesh else None
-    outgoing, incoming = [], []
     for piece in transfer.pieces:
         if piece.sender == me == piece.receiver:
             _view(result, theirs, piece.box).copy_(_view(local, mine, piece.box))
-        elif piece.sender == me:
-            outgoing.append((piece, _view(local, mine, piece.box).contiguous()))
-        elif piece.receiver == me:
-            part = _view(result, theirs, piece.box)
-            incoming.append((piece, part, part if part.is_contiguous() else torch.empty_like(part).contiguous()))
-    _exchange(outgoing, [(piece, buffer) for piece, _, buffer in incoming])
-    for _, part, buffer in incoming:
-        if buffer is not part:
-            part.copy_(buffer)
-    return result
+    for hop, (part, held) in enumerate(((local, mine), (result, theirs))):
+        pieces = [p for p in transfer.pieces if p.hop == hop and p.sender != p.receiver]
+        outgoing = [(p.receiver, _view(part, held, p.box).contiguous()) for p in pieces if p.sender == me]
+        places = [(p.sender, _view(result, theirs, p.box)) for p in pieces if p.receiver == me]
+        incoming = [(sender, place if place.is_contiguous() else place.contiguous()) for sender, place in places]
+        _exchange(transfer, outgoing, incoming)
+        for (_, place), (_, buffer) in zip(places, incoming, strict=True):
+            if buffer is not place:
+                place.copy_(buffer)
+
+
+def _answer(transfer: Transfer, local: Tensor, me: int) -> None:
+    """One byte from each receiver to each rank that it had something from."""
+    pairs = dict.fromkeys((p.sender, p.receiver) for p in transfer.pieces if p.sender != p.receiver)
+    thanks = [(sender, local.new_zeros(1, dtype=torch.uint8)) for sender, receiver in pairs if receiver == me]
+    _exchange(transfer, thanks, [(r, local.new_empty(1, dtype=torch.uint8)) for s, r in pairs if s == me])
 
 
 def _blank(transfer: Transfer, local: Tensor, me: int) -> Tensor:
@@ -62,19 +94,30 @@ def _view(part: Tensor, held: Box | None, box: Box) -> Tensor:
     return part[tuple(slice(a - s, b - s) for (a, b), s in zip(box, starts, strict=True))]
 
 
-def _exchange(outgoing: list[tuple[Piece, Tensor]], incoming: list[tuple[Piece, Tensor]]) -> None:
+def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers) -> None:
+    """Send and receive tensors, each with the rank at the other end."""
     if not outgoing and not incoming:
         return
     group: Any = dist.group.WORLD
-    peers = tuple(sorted({p.sender for p, _ in incoming} | {p.receiver for p, _ in outgoing} | {world.get_rank()}))
-    sent = sum(t.nbytes for _, t in outgoing)
+    tag = _tag(transfer)
+    operations = [dist.P2POp(dist.isend, t, peer, group, tag) for peer, t in outgoing]
+    operations += [dist.P2POp(dist.irecv, t, peer, group, tag) for peer, t in incoming]
+    peers = awaited = [operation.peer for operation in operations]
     try:
-        operations = [dist.P2POp(dist.isend, t, p.receiver, group) for p, t in outgoing]
-        operations += [dist.P2POp(dist.irecv, t, p.sender, group) for p, t in incoming]
-        for work in dist.batch_isend_irecv(operations):
+        works = dist.batch_isend_irecv(operations)
+        for at, work in enumerate(works):
+            awaited = peers[at : at + 1] if len(works) == len(peers) else peers  # NCCL makes one work of them all
             work.wait()
     except RuntimeError as fault:
         raise CommunicationError(
-            f"transfer of {sent} bytes between meshes failed on rank {world.get_rank()} (with ranks {list(peers)}): {fault}. "
-            "Every rank must run the same program, those outside both meshes included."
+            f"reshard of {list(transfer.shape)} from [{transfer.source}] on {transfer.source.mesh!r} to "
+            f"[{transfer.target}] on {transfer.target.mesh!r}: rank {world.get_rank()} waited for rank(s) "
+            f"{sorted(set(awaited))}. {fault}. "
+            f"{_EVERY_RANK}; for full_tensor() these are all ranks of the world."
         ) from fault
+
+
+def _tag(transfer: Transfer) -> int:
+    """A number for this kind of transfer: what nobody took of one must not be taken for another's."""
+    words = f"{transfer.shape} {transfer.itemsize} {transfer.source.mesh!r} {transfer.source} "
+    return zlib.crc32(f"{words}{transfer.target.mesh!r} {transfer.target}".encode()) & 0x7FFFFFFF

@@ -5,7 +5,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utilities
 
 from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
-from onecard.parallel.local_map import local_map
+from onecard.parallel.local_code import local_map
 from onecard.parallel.optimizer import shard_optimizer
 from onecard.tensor import DistTensor
 

@@ -19,7 +19,8 @@ from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
 from onecard.mesh import ProcessMesh
-from onecard.reshard import Step
+from onecard.parallel.order import LoaderOrder, PassOrder
+from onecard.resharding import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -37,6 +38,7 @@ class ShardDataloader:
         self.axes = [None if a is None else mesh.axis(a) for mesh, a in zip(meshes, axes, strict=True)]
         home = next((i for i, mesh in enumerate(meshes) if mesh.coordinate() is not None), 0)
         self.home, self.axis = meshes[home], self.axes[home]
+        self.order = LoaderOrder(loader, self.meshes)
         self.part = self._local_loader()
 
     @property
@@ -71,7 +73,7 @@ class ShardDataloader:
         place = self.home.coordinate()
         if self.axis is None or place is None or old._dataset_kind != _DatasetKind.Map or old.batch_sampler is None:
             return None
-        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis])
+        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
         return DataLoader(
             old.dataset,
             batch_sampler=sampler,
@@ -105,6 +107,7 @@ class ShardDataloader:
     def _start(self) -> Iterator[Any]:
         """An iterator over what this rank reads; the sampler has drawn all that it draws as it starts."""
         if self.part is None:
+            self.order.begin_unseen()
             return iter(self.loader)
         sampler: Any = self.part.batch_sampler
         batches = iter(self.part)
@@ -208,23 +211,23 @@ class _OwnRandom:
 class _PartSampler:
     """This rank's part of each batch of indices."""
 
-    def __init__(self, batches: Any, parts: int, index: int) -> None:
-        self.batches, self.parts, self.index = batches, parts, index
+    def __init__(self, batches: Any, parts: int, index: int, order: LoaderOrder) -> None:
+        self.batches, self.parts, self.index, self.order = batches, parts, index, order
         self.last: _PartIndices
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> _PartIndices:
-        self.last = _PartIndices(iter(self.batches), self.parts, self.index)
+        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin())
         return self.last
 
 
 class _PartIndices(Iterator[list[Any]]):
     """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
 
-    def __init__(self, batches: Iterator[Any], parts: int, index: int) -> None:
-        self.batches, self.parts, self.index = batches, parts, index
+    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder) -> None:
+        self.batches, self.parts, self.index, self.order = batches, parts, index, order
         self.sizes: deque[tuple[int, int]] = deque()
         self.begun = False
 
@@ -236,7 +239,12 @@ class _PartIndices(Iterator[list[Any]]):
 
     def __next__(self) -> list[Any]:
         self.begun = True
-        indices = list(next(self.batches))
+        indices = next(self.batches, None)
+        if indices is None:
+            self.order.end()
+            raise StopIteration
+        indices = list(indices)
+        self.order.add(indices)
         start, length = chunk(len(indices), self.parts, self.index)
         self.sizes.append((len(indices), length))
         # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
@@ -253,7 +261,8 @@ def shard_dataloader(
 
     The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
     ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
-    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles. What a
+    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles; ranks whose
+    samplers give other orders are named at the first batch, or at the latest at the end of a pass. What a
     dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
     Args:
@@ -267,6 +276,7 @@ def shard_dataloader(
 
     Raises:
         LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
+        CommunicationError: ranks that shuffle differently.
 
     Source: ``paddle.distributed.shard_dataloader``.
 

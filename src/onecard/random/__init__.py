@@ -3,6 +3,5 @@
 from onecard.random.key import Key, new_key
 from onecard.random.laws import Law, law
 from onecard.random.parts import fill
-from onecard.random.philox import philox
 
-__all__ = ["Key", "Law", "fill", "law", "new_key", "philox"]
+__all__ = ["Key", "Law", "fill", "law", "new_key"]

@@ -1,9 +1,8 @@
 """Sharding rules: a notation, a table of rows by family, and the pure function that decides from them."""
 
 from onecard.rules import table as _table  # noqa: F401 - fills the registry
-from onecard.rules.decide import Decision, decide
 from onecard.rules.register import register_rule
 from onecard.rules.registry import Row, find, row, rows
 from onecard.rules.rule import Bound, Form, bind
 
-__all__ = ["Bound", "Decision", "Form", "Row", "bind", "decide", "find", "register_rule", "row", "rows"]
+__all__ = ["Bound", "Form", "Row", "bind", "find", "register_rule", "row", "rows"]

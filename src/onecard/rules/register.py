@@ -118,7 +118,7 @@ def _check(name: str, text: str | None, traits: dict[str, Any], replace: bool) -
 
 def _prove(name: str, samples: Sequence[Sample], mesh_shapes: Sequence[Sequence[int]]) -> None:
     from onecard.rules.verify import capture, prove  # it imports the rows, which import this package
-    from onecard.rules.verify.prove import mesh_of
+    from onecard.rules.verify.proof import mesh_of
 
     for number, sample in enumerate(samples):
         calls = [call for call in capture(sample) if registry.row_name(call.func) == name]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm.groups import check_world
 from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from onecard import reshard as planner
-from onecard.comm import check, collectives, groups, pretend, record, world
-from onecard.comm.run import run as run_steps
-from onecard.comm.transfer import run_transfer
-from onecard.errors import LayoutError, MeshError
+from onecard.comm import check, groups, world
+from onecard.errors import LayoutError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor.deferred import materialise
-from onecard.tensor.dist_tensor import DistTensor, check_fresh, wrap
+from onecard.tensor.dist_tensor import DistTensor, check_fresh
+from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
 from onecard.tensor.spec import Spec, contiguous_stride
-from onecard.transfer import plan_transfer, settled_source
 
 
 def shard_tensor(
@@ -71,11 +67,11 @@ def shard_tensor(
     if check.on and src is None and mesh.coordinate() is not None:
         check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
     if isinstance(data, torch.nn.Parameter):
-        made = _distribute(tensor.detach(), layout, src)
+        made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
     if tensor.requires_grad and requires_grad is not False:
-        return _Shard.apply(tensor, layout, src)
-    made = _distribute(tensor.detach(), layout, src)
+        return ShardTensor.apply(tensor, layout, src)
+    made = distribute(tensor.detach(), layout, src)
     return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
 
 
@@ -97,44 +93,6 @@ def _again(
         same = moved.layout is x._spec.layout and moved.dtype == x.dtype and wanted == x.requires_grad
         return x if same else torch.nn.Parameter(moved, wanted)  # type: ignore[return-value]
     return moved.requires_grad_(wanted)
-
-
-def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
-    """This rank's part of a value that every rank holds whole."""
-    if whole.is_meta and not pretend.rehearsing:
-        return materialise(whole, layout)
-    device = world.device() if whole.device.type == "cpu" else whole.device
-    shape = whole.shape
-    spec = Spec.make(layout, shape, contiguous_stride(shape), whole.dtype, device)
-    if not spec.here:
-        return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)
-    if src is not None:
-        whole = _from_rank(whole.to(device), layout.mesh, src)
-    local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
-    pending = Layout.make(layout.mesh, layout.dims)
-    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
-    return wrap(run_steps(steps, local, shape).contiguous(), spec)
-
-
-def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
-    """One rank's value on every rank of the mesh: broadcast along each axis in turn."""
-    at = mesh.coordinate(src)
-    if at is None:
-        raise MeshError(f"src={src} is not in {mesh!r}; give one of its ranks {mesh.process_ids}")
-    whole = whole.clone(memory_format=torch.contiguous_format)
-    for axis in range(mesh.ndim):
-        collectives.broadcast(whole, groups.group(mesh, axis), at[axis])
-    return whole
-
-
-class _Shard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, layout: Layout, src: int | None) -> Any:
-        return _distribute(whole, layout, src)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return _whole(grad, "gradient of shard_tensor"), None, None
 
 
 def from_local(
@@ -176,7 +134,7 @@ def from_local(
             f"from_local: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
-    return _FromLocal.apply(local, spec)
+    return FromLocal.apply(local, spec)
 
 
 _WHOLE = (
@@ -185,33 +143,10 @@ _WHOLE = (
 )
 
 
-class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: Spec) -> Any:
-        ctx.spec = spec
-        return wrap(local.detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
-
-
 def to_local(x: DistTensor) -> Tensor:
     """This rank's part as a plain tensor that shares memory; its gradient is the gradient of the part."""
     check_fresh(x, "to_local")
-    return _ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.spec = x._spec
-        return x._local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        spec = ctx.spec
-        return wrap(grad.contiguous(), spec.with_layout(spec.layout.settled()))
+    return ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
 def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -241,66 +176,10 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
         return shard_tensor(x, mesh, placements)
     layout = Layout.of(mesh, x.dim(), placements)
     if mesh is not x.mesh:
-        return _Transfer.apply(x, layout)
+        return MeshTransfer.apply(x, layout)
     if layout is x._spec.layout:
         return x
-    return _Reshard.apply(x, layout)
-
-
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.layout = x._spec.layout.settled()
-        return _reshard(x, layout, "reshard")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
-        kept = tuple(
-            p
-            for p in grad._spec.layout.pending
-            if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
-        )
-        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
-
-
-class _Transfer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.layout = x._spec.layout.settled()
-        return _transfer(x, layout, "reshard")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return _transfer(grad, ctx.layout, "gradient of reshard"), None
-
-
-def _transfer(x: DistTensor, layout: Layout, name: str) -> DistTensor:
-    """The tensor on another mesh; what is pending is summed on its own mesh first."""
-    groups.check_world(layout.mesh)
-    shape = tuple(x.shape)
-    source = settled_source(x._spec.layout, shape)
-    local = _to_layout(x, source, name)
-    moves = plan_transfer(shape, x.dtype.itemsize, source, layout)
-    if record.observers:
-        sent, line = moves.sent_by(world.get_rank()), record.user_line()
-        step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=moves.seconds)
-        record.tell(record.Message(step, name, "x", shape, "changes the mesh", line, explicit=True))
-    return wrap(run_transfer(moves, local), x._spec.with_layout(layout))
-
-
-def _idle(layout: Layout, axis: int) -> bool:
-    return layout.dim_of(axis) is None
-
-
-def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
-    local = _to_layout(x, layout, name)
-    local = local.detach() if local is x._local else local.contiguous()
-    return wrap(local, x._spec.with_layout(layout))
-
-
-def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
-    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x._spec.layout else x._local
+    return Reshard.apply(x, layout)
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -312,36 +191,8 @@ def unshard(x: Tensor) -> Tensor:
     """
     if isinstance(x, DistTensor):
         check_fresh(x, "full_tensor")
-        return _Unshard.apply(x)
+        return Unshard.apply(x)
     return x
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.spec = x._spec
-        return _whole(x, "full_tensor")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        spec = ctx.spec
-        whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad
-        return _distribute(whole, spec.layout.settled())
-
-
-def _whole(x: Tensor, name: str) -> Tensor:
-    if not isinstance(x, DistTensor):
-        return x
-    if x.mesh.size < world.get_world_size():
-        everyone = ProcessMesh(range(world.get_world_size()), ["world"])
-        return _transfer(x, Layout.replicated(everyone, x.dim()), name)._local
-    return whole_on_mesh(x, name)
-
-
-def whole_on_mesh(x: DistTensor, name: str) -> Tensor:
-    """The whole tensor on the ranks of its mesh; only they take part."""
-    local = _to_layout(x, Layout.replicated(x.mesh, x.dim()), name)
-    return local.detach() if local is x._local else local
 
 
 def to_dtensor(x: DistTensor) -> DTensor:

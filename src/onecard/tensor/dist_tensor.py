@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import TensorWeakRef
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.reshard import Step
+from onecard.resharding import Step
 from onecard.tensor import memory
 from onecard.tensor.intercept import KEYS
 from onecard.tensor.spec import STALE, Spec

@@ -13,7 +13,7 @@ from torch._decomp import decomposition_table
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm import record
 from onecard.errors import DispatchError, OnecardError
 from onecard.layout import Layout

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm import collectives, groups, record
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from onecard import reshard as planner
+from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError

@@ -10,9 +10,9 @@ import torch
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
-from onecard.tensor.convert import whole_on_mesh
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import describe, wrap, wrap_view
+from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.program import note_copy
 from onecard.tensor.spec import Spec
 

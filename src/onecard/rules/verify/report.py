@@ -16,8 +16,8 @@ from onecard.rules import table
 from onecard.rules.call import schema_of
 from onecard.rules.registry import row_name, rows
 from onecard.rules.samples import elsewhere, samples
-from onecard.rules.verify.capture import Captured, capture
-from onecard.rules.verify.prove import Result, Wrong, mesh_of, prove
+from onecard.rules.verify.captured import Captured, capture
+from onecard.rules.verify.proof import Result, Wrong, mesh_of, prove
 
 
 @dataclass(slots=True)

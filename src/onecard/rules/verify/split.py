@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from onecard.layout import Layout
+from onecard.layout import Layout, commute
 from onecard.mesh import ProcessMesh
 
 Coordinate = tuple[int, ...]
@@ -83,7 +83,7 @@ def mismatch(
         values: False if only shapes and dtypes mean anything (``empty_like``).
         rounding: how far floating values may differ, absolutely or relatively (see ``tolerance``).
     """
-    if len({op for _, op in layout.pending} - {"avg"}) > 1 or {"max", "avg"} <= {op for _, op in layout.pending}:
+    if not commute(op for _, op in layout.pending):
         return f"two reductions that do not commute are pending: {layout.pending}"
     for place, tensor in local.items():
         if tensor.dtype != whole.dtype:

@@ -16,7 +16,7 @@ from onecard.rules.decide import Decision, strategies
 from onecard.rules.local import Local
 from onecard.rules.registry import Row
 from onecard.rules.rule import Bound, Form, bind
-from onecard.rules.verify.capture import Captured, copied
+from onecard.rules.verify.captured import Captured, copied
 from onecard.rules.verify.split import Coordinate, coordinates, mismatch, noise, split, tolerance
 
 # Results whose values mean nothing.

@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import prod
 
 from onecard.cost import MACHINE
+from onecard.errors import LayoutError
 from onecard.layout import Layout
 
 Shape = tuple[int, ...]
@@ -54,6 +55,9 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
     Returns:
         Steps in order; empty if the layouts are equal.
 
+    Raises:
+        LayoutError: a value is to become a pending norm, which could not give back its sign.
+
     Example:
         >>> from onecard.mesh import ProcessMesh
         >>> from torch.distributed.tensor import Partial, Shard
@@ -62,6 +66,7 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
         >>> [(step.kind, step.bytes) for step in steps]
         [('reduce_scatter', 64)]
     """
+    check_norms(source, target)
     counter = 0
     heap: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, source, ())]
     done: set[Layout] = set()
@@ -77,6 +82,18 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
                 counter += 1
                 heapq.heappush(heap, (seconds + step.seconds, length + 1, counter, step.target, (*steps, step)))
     raise AssertionError(f"no chain from {source} to {target}")  # every layout can be gathered and cut again
+
+
+def check_norms(source: Layout, target: Layout) -> None:
+    """Raise a LayoutError if a value is to become a pending norm: joining it would give the value without its sign."""
+    known = {op for _, op in source.pending}
+    for _, op in target.pending:
+        if op.startswith("norm") and op not in known:
+            raise LayoutError(
+                f"a tensor that lies as [{source}] cannot become [{target}]: ranks join a Partial({op!r}) to a norm, which "
+                "has no sign, so the value would be lost. Keep it whole on that axis, Replicate(); if each rank holds the "
+                "norm of its own part, that is what it is: onecard.from_local(part_norm, mesh, placements)"
+            )
 
 
 @lru_cache(maxsize=65536)
@@ -100,7 +117,8 @@ def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout) -> Iterato
         elif dim is None:
             if goal_dim is not None:
                 yield _step(shape, itemsize, layout, "slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
-            elif axis in wanted:
+            elif axis in wanted and pending.items() <= wanted.items():
+                # Last of all: ones that fill up a product would be added by a sum that is still pending.
                 yield _step(
                     shape, itemsize, layout, "fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis]
                 )

@@ -17,7 +17,7 @@ from onecard.mesh import ProcessMesh
 from onecard.rules.call import tensors_in
 from onecard.rules.decide import Decision
 from onecard.rules.registry import find
-from onecard.rules.verify.capture import Captured, copied
+from onecard.rules.verify.captured import Captured, copied
 from onecard.rules.verify.missed import search
 from onecard.rules.verify.split import coordinates, mismatch
 from onecard.rules.verify.trial import Trial, Unfit

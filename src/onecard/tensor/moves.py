@@ -1,0 +1,167 @@
+"""How tensors get onto meshes, off them, and from one layout to another: the functions behind convert.py, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import resharding as planner
+from onecard.comm import collectives, groups, hosts, pretend, record, world
+from onecard.comm.run import run as run_steps
+from onecard.comm.transfer import run_transfer
+from onecard.errors import MeshError
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+from onecard.tensor.deferred import materialise
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.spec import Spec, contiguous_stride
+from onecard.transfer import plan_transfer, settled_source
+
+
+def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
+    """This rank's part of a value that every rank holds whole."""
+    if whole.is_meta and not pretend.rehearsing:
+        return materialise(whole, layout)
+    device = world.device() if whole.device.type == "cpu" else whole.device
+    shape = whole.shape
+    spec = Spec.make(layout, shape, contiguous_stride(shape), whole.dtype, device)
+    if not spec.here:
+        return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)
+    if src is not None:
+        whole = _from_rank(whole.to(device), layout.mesh, src)
+    local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
+    pending = Layout.make(layout.mesh, layout.dims)
+    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
+    return wrap(run_steps(steps, local, shape).contiguous(), spec)
+
+
+def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
+    """One rank's value on every rank of the mesh: broadcast along each axis in turn."""
+    at = mesh.coordinate(src)
+    if at is None:
+        raise MeshError(f"src={src} is not in {mesh!r}; give one of its ranks {mesh.process_ids}")
+    whole = whole.clone(memory_format=torch.contiguous_format)
+    for axis in range(mesh.ndim):
+        collectives.broadcast(whole, groups.group(mesh, axis), at[axis])
+    return whole
+
+
+class ShardTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: Layout, src: int | None) -> Any:
+        return distribute(whole, layout, src)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _whole(grad, "gradient of shard_tensor"), None, None
+
+
+class FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Spec) -> Any:
+        ctx.spec = spec
+        return wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
+
+
+class ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.spec = x._spec
+        return x._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spec = ctx.spec
+        return wrap(grad.contiguous(), spec.with_layout(spec.layout.settled()))
+
+
+class Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.layout = x._spec.layout.settled()
+        return _reshard(x, layout, "reshard")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
+        kept = tuple(
+            p
+            for p in grad._spec.layout.pending
+            if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
+        )
+        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
+
+
+class MeshTransfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.layout = x._spec.layout.settled()
+        return _transfer(x, layout, "reshard")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _transfer(grad, ctx.layout, "gradient of reshard"), None
+
+
+def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) -> DistTensor:
+    """The tensor on another mesh; what is pending is summed on its own mesh first."""
+    groups.check_world(layout.mesh)
+    planner.check_norms(x._spec.layout, layout)
+    shape = tuple(x.shape)
+    source = settled_source(x._spec.layout, shape)
+    local = _to_layout(x, source, name)
+    ranks = {*source.mesh.process_ids, *layout.mesh.process_ids}
+    plan = plan_transfer(shape, x.dtype.itemsize, source, layout, () if local.is_meta else hosts.among(ranks))
+    if record.observers:
+        sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
+        step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
+        record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
+    return wrap(run_transfer(plan, local, answered), x._spec.with_layout(layout))
+
+
+def _idle(layout: Layout, axis: int) -> bool:
+    return layout.dim_of(axis) is None
+
+
+def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
+    local = _to_layout(x, layout, name)
+    local = local.detach() if local is x._local else local.contiguous()
+    return wrap(local, x._spec.with_layout(layout))
+
+
+def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
+    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x._spec.layout else x._local
+
+
+class Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.spec = x._spec
+        return _whole(x, "full_tensor")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spec = ctx.spec
+        whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad
+        return distribute(whole, spec.layout.settled())
+
+
+def _whole(x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, DistTensor):
+        return x
+    if x.mesh.size < world.get_world_size():
+        everyone = ProcessMesh(range(world.get_world_size()), ["world"])
+        return _transfer(x, Layout.replicated(everyone, x.dim()), name, answered=True)._local
+    return whole_on_mesh(x, name)
+
+
+def whole_on_mesh(x: DistTensor, name: str) -> Tensor:
+    """The whole tensor on the ranks of its mesh; only they take part."""
+    local = _to_layout(x, Layout.replicated(x.mesh, x.dim()), name)
+    return local.detach() if local is x._local else local
