@@ -20,7 +20,7 @@ from onecard.errors import LayoutError, MeshError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
 from onecard.tensor.deferred import materialise
-from onecard.tensor.dist_tensor import DistTensor, check_fresh, wrap
+from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.transfer import plan_transfer, settled_source
 
@@ -198,7 +198,7 @@ class _FromLocal(torch.autograd.Function):
 
 def to_local(x: DistTensor) -> Tensor:
     """This rank's part as a plain tensor that shares memory; its gradient is the gradient of the part."""
-    check_fresh(x, "to_local")
+    x._refresh()
     return _ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
@@ -311,7 +311,7 @@ def unshard(x: Tensor) -> Tensor:
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
     """
     if isinstance(x, DistTensor):
-        check_fresh(x, "full_tensor")
+        x._refresh()
         return _Unshard.apply(x)
     return x
 
