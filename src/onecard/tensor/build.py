@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from onecard.rules.decide import Decision, decide, factor_under
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
-from onecard.tensor import fallback
+from onecard.tensor import fallback, memory
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.program import Program, own_result
-from onecard.tensor.spec import Spec
+from onecard.tensor.spec import OWN, Spec
 
 
 def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
@@ -74,6 +74,8 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if row.note is not None and not noted:
         _note(program, call, bound, decision, row.note)
     _localise(program, call, row, bound, layouts, decision, device)
+    if program.view:
+        _share(program, call, values[0])
     _shorten(program, call, len(args))
     return program
 
@@ -121,8 +123,7 @@ def _plan(
         for i, (path, layout, target, name) in enumerate(operands)
         if layout is not target and i not in bound.unread
     )
-    program.cut_off = call.schema.views and bool(program.moves)
-    program.copied = call.schema.name == "_unsafe_view" and bool(program.moves)
+    program.copies = call.schema.views and bool(program.moves)
     if program.moves:
         program.pending = tuple(
             (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
@@ -153,10 +154,26 @@ def _localise(
         local = Local(call, bound, decision, coordinate)
         row.local(local)
         program.call = own_result(local.run) if local.run is not None else program.func
-        program.cut_off = program.cut_off or (call.schema.views and local.copies)
+        program.copies = program.copies or (call.schema.views and local.copies)
         order = call.schema.arguments
         program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
     program.replace += _stand_ins(call, bound, layouts, decision, coordinate, device)
+
+
+def _share(program: Program, call: Call, base: DistTensor) -> None:
+    """Whether a view's result shares memory that must know of it, or is a copy that stands for a view."""
+    pending = any(spec.layout.pending for spec in program.specs)
+    if pending and not program.copies and not memory.covers(call.func, base, call.results):
+        program.copies, program.call = True, _cloned(program.call)
+    program.shares = not program.copies and (pending or base._spec.alias != OWN)
+
+
+def _cloned(run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*local: Any, **keywords: Any) -> Any:
+        made = run(*local, **keywords)
+        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
+
+    return call
 
 
 def _shorten(program: Program, call: Call, given: int) -> None:
@@ -166,8 +183,7 @@ def _shorten(program: Program, call: Call, given: int) -> None:
         return
     program.spec = program.specs[0]
     program.swaps = tuple((at, value) for at, _, value in program.replace)
-    shared = program.view and program.spec.layout.pending  # a view must be noted with its base
-    busy = program.moves or program.aliases or program.writes or program.note or shared
+    busy = program.moves or program.aliases or program.writes or program.note or program.shares or program.copies
     plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
     in_place = all(at < given for at, _, _ in program.replace)
     program.simple = bool(not busy and plain and in_place and program.spec.here)

@@ -21,9 +21,9 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
 from onecard.rules.call import schema_of
+from onecard.tensor import memory
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.program import check_writable
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -37,11 +37,11 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     """Fill a plain or distributed tensor in place; each rank its part."""
     if not isinstance(x, DistTensor):
         return random.fill(x, law, key)
-    check_writable(x, name)
     x.settle()
     spec = x._spec
     if spec.here:
         random.fill(x._local, law, key, spec.shape, spec.layout.local_offset(spec.shape))
+    memory.wrote(x)
     return x
 
 

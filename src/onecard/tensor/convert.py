@@ -16,7 +16,7 @@ from onecard.comm import check, groups, world
 from onecard.errors import LayoutError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor.dist_tensor import DistTensor, check_fresh
+from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -145,7 +145,7 @@ _WHOLE = (
 
 def to_local(x: DistTensor) -> Tensor:
     """This rank's part as a plain tensor that shares memory; its gradient is the gradient of the part."""
-    check_fresh(x, "to_local")
+    x._refresh()
     return ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
@@ -190,7 +190,7 @@ def unshard(x: Tensor) -> Tensor:
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
     """
     if isinstance(x, DistTensor):
-        check_fresh(x, "full_tensor")
+        x._refresh()
         return Unshard.apply(x)
     return x
 

@@ -11,11 +11,11 @@ from torch.distributed.tensor import Placement
 from onecard.errors import DispatchError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
+from onecard.tensor import memory
 from onecard.tensor.chance import key_for, permutation
 from onecard.tensor.deferred import empty
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.program import check_writable
 
 
 def _empty(size: Sequence[int], mesh: ProcessMesh, placements: Sequence[Placement], dtype: Any) -> DistTensor:
@@ -100,13 +100,13 @@ def randperm(
 def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     """eye(n, m, out=x), as torch.nn.init.eye_ calls it: each rank writes its part."""
     out, size = kwargs["out"], torch.Size([args[0], args[-1]])
-    check_writable(out, "eye")
     if out.shape != size:
         raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
     out.settle()
     if out._spec.here:
         rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))
         out._local.copy_(rows[:, None] == columns)
+    memory.wrote(out)
     return out
 
 

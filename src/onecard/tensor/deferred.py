@@ -211,9 +211,6 @@ def _run(record: _Record, slot: _Slot, make: Make) -> Any:
             result = handlers[node.func](node.func, args, kwargs)
         else:
             result = node.func(*args, **kwargs)
-            origin = getattr(args[0], "_cut_off", "") if schema_of(node.func).views else ""
-            if isinstance(result, DistTensor) and origin:
-                result._cut_off = origin  # detached, perhaps, from what is a view only on one card
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         values.update((s.number, value) for (s, _, _), value in zip(node.results, made, strict=True))
     return values[slot.number]

@@ -15,7 +15,8 @@ from onecard.rules.call import schema_of
 from onecard.rules.register import changed
 from onecard.rules.registry import find
 from onecard.tensor.build import build
-from onecard.tensor.dist_tensor import DistTensor, check_fresh
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.spec import STALE
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
 # and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
@@ -80,9 +81,11 @@ def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if len(programs) >= LIMIT:
         programs.clear()
-    for value in tree_leaves((args, kwargs)):
-        if isinstance(value, DistTensor):
-            check_fresh(value, func)
+    stale = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DistTensor) and v._spec.alias == STALE]
+    if stale:
+        for value in stale:
+            value._refresh()
+        return program_for(func, args, kwargs)
     program = programs[key] = builders.get(func, build)(func, args, kwargs)
     return program
 

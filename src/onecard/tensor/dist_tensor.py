@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils.weak import TensorWeakRef
 
 from onecard import resharding as planner
 from onecard.comm import record
@@ -20,7 +19,7 @@ from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
 from onecard.tensor import memory
 from onecard.tensor.intercept import KEYS
-from onecard.tensor.spec import STALE, Spec
+from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
 
@@ -35,22 +34,16 @@ class DistTensor(Tensor):
     """
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
-    # _family, _part_of: the pending tensors that share this one's memory, and those that it is a part of (see memory.py).
-    # _cut_off: set if this would be a view on one card but had to be copied, so writes cannot reach the original.
-    __slots__ = ("_cut_off", "_local", "_spec")
+    # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
+    __slots__ = ("_local", "_spec")
     _local: Tensor
     _spec: Spec
-    _cut_off: str
     # Methods that convert.py defines.
     to_local: Callable[[], Tensor]
     full_tensor: Callable[[], Tensor]
     to_dtensor: Callable[[], DTensor]
     redistribute: Callable[[Sequence[Placement]], DistTensor]
-    _family: memory.Family | None = None
-    _part_of: memory.Family | None = None
-    # Copies that stand for views of this memory (see program.py); of what an _unsafe_view is a copy.
-    _copies: Sequence[TensorWeakRef] = ()
-    _copy_of: TensorWeakRef | None = None
+    _memory: memory.Memory | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -101,7 +94,25 @@ class DistTensor(Tensor):
                 f"cannot assign {describe(value)} to the data of {self._spec!r}: "
                 "want a DistTensor of the same shape and dtype (onecard.shard_tensor(value, mesh, placements))"
             )
-        self._local, self._spec = value._local, value._spec.with_layout(value._spec.layout)
+        self._take(value)
+
+    def _take(self, value: DistTensor) -> None:
+        """Become another name of a tensor and of its memory."""
+        self._local, self._spec, self._memory = value._local, value._spec, None
+        if value._memory is not None or value._spec.layout.pending:
+            memory.share(value, self)
+
+    def _alias(self) -> DistTensor:
+        """Another name of this tensor, outside autograd."""
+        made = wrap(self._local, self._spec)
+        if self._memory is not None or self._spec.layout.pending:
+            memory.share(self, made)
+        return made
+
+    def _refresh(self) -> None:
+        """Take a copy that stands for a view again, if what it was taken from was written to since."""
+        if self._spec.alias == STALE:
+            memory.refresh(self)
 
     def settle(self) -> DistTensor:
         """Sum what is pending, in place: the value stays, its layout loses the pending axes. Returns self.
@@ -115,6 +126,7 @@ class DistTensor(Tensor):
 
     def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> Tensor:
         """This rank's shard under another layout. A pending sum that is settled stays settled (see ``memory``)."""
+        self._refresh()
         spec = self._spec
         source, shape = spec.layout, tuple(spec.shape)
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
@@ -142,7 +154,8 @@ class DistTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be copied with deepcopy; use tensor.detach() first")
-        copy: Any = DistTensor(self._local.clone(), self._spec, self.requires_grad)
+        self._refresh()
+        copy: Any = DistTensor(self._local.clone(), self._spec.with_alias(OWN), self.requires_grad)
         if getattr(self, "_is_param", False):
             copy = torch.nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = copy
@@ -234,13 +247,3 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a plain tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return repr(value)
-
-
-def check_fresh(value: DistTensor, reader: Any) -> None:
-    """Refuse to read a view that had to be copied, if the tensor it was taken from was written to since."""
-    if value._spec.note is STALE:
-        origin = getattr(value, "_cut_off", "a view")
-        raise DispatchError(
-            f"{reader}: {describe(value)}, the result of {origin}, is out of date. On one card it is a view; here it had to be "
-            f"copied from other ranks, and the tensor it was taken from was written to since. Take it again after the write"
-        )

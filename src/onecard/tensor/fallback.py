@@ -20,8 +20,7 @@ from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor, memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.program import check_writable, note_copy
-from onecard.tensor.spec import STALE, Spec
+from onecard.tensor.spec import Spec
 
 _warned: set[Any] = set()
 
@@ -97,14 +96,9 @@ def shape_in_place(func: Any, call: Call) -> Callable[..., Any]:
 
     def expand(target: Any, *args: Any, **kwargs: Any) -> Any:
         made = functional(target, *args, **kwargs)
-        if getattr(made, "_cut_off", "") and target._is_view():
-            raise DispatchError(
-                f"{func}: {describe(target)} is a view, and this would have to copy it from other ranks. "
-                f" Take the form that returns its result: x = x.{call.schema.functional}(...)"
-            )
         with no_dispatch():
             func(target, *args, **kwargs)
-        target._local, target._spec = made._local, made._spec
+        target._take(made)
         return target
 
     return expand
@@ -122,9 +116,6 @@ def copy_back(func: Any) -> Callable[..., Any]:
             return gather(func, [target, *args], kwargs)
         if not isinstance(target, DistTensor) or not target._spec.layout.pending:
             write(target, functional(target, *args, **kwargs))
-        elif memory.is_part(target):
-            # The rest of the sum stays pending: write summands of the new value into the part.
-            write(target, functional(target.clone(), *args, **kwargs))
         else:
             # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
             return func(target.settle(), *args, **kwargs)
@@ -135,27 +126,6 @@ def copy_back(func: Any) -> Callable[..., Any]:
 
 def write(target: Any, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
-    base = _reshaped_base(target)
-    if base is not None:
-        # On one card this is the same memory under another shape: write there, and into the copy as well.
-        spec = target._spec
-        write(base, value.reshape(base.shape))
-        target._spec = spec
-        _write(target, value)
-        return
-    check_writable(target, "copy_")
-    _write(target, value)
-
-
-def _reshaped_base(target: Any) -> Any:
-    """What a copied view() is a view of on one card, if that is still there."""
-    if not isinstance(target, DistTensor) or target._copy_of is None:
-        return None
-    reshaped = getattr(target, "_cut_off", "_unsafe_view") in ("view", "_unsafe_view", "_reshape_alias")
-    return target._copy_of() if reshaped and target._spec.note is not STALE else None
-
-
-def _write(target: Any, value: Tensor) -> None:
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)
@@ -166,6 +136,7 @@ def _write(target: Any, value: Tensor) -> None:
         else value[target._spec.layout.local_slices(target.shape)]
     )
     target._local.copy_(local)
+    memory.wrote(target)
 
 
 def _functional(func: Any) -> Callable[..., Any] | None:
@@ -299,12 +270,12 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{func} makes a {str(value.layout).removeprefix('torch.')} tensor, which cannot be distributed. Compute it on "
                 "every rank from the whole: x.full_tensor()"
             )
-        made = wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
-        if schema_of(func).views and moved:
-            note_copy(moved[0], made, schema_of(func).name)
-        return made
+        return wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
 
-    return tree_map(rewrap, result)
+    made = tree_map(rewrap, result)
+    if schema_of(func).views:
+        memory.view(func, args, kwargs, made, copied=bool(moved))
+    return made
 
 
 def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> None:

@@ -111,6 +111,7 @@ class ForeachProgram:
             else:
                 holder[i] = moved
         results = self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+        _tell_writes(self.func, args, kwargs)
         if results is None or not isinstance(results, list | tuple):
             return results
         return [
@@ -195,6 +196,15 @@ def _local(value: Any) -> Any:
     return value._local if isinstance(value, DistTensor) else value
 
 
+def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Tell the copies that stand for views of what a kernel has just written to."""
+    if memory.copies:
+        for name, value in [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]:
+            if name in schema_of(func).written:
+                for x in value if isinstance(value, list | tuple) else [value]:
+                    memory.wrote(x)
+
+
 def _only_settles(x: Any, target: Layout) -> bool:
     return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and x._spec.layout.settled() is target
 
@@ -225,6 +235,7 @@ class FusedProgram:
                 moved = zip(a, local[i], params, strict=False)
                 back += [(x, _like_param(y, p)) for x, y, p in moved if y is not _local(x)]
         result = self.func(*local, **{k: _local(v) for k, v in kwargs.items()})
+        _tell_writes(self.func, args, kwargs)
         for x, value in back:
             fallback.write(x, value)
         return result
@@ -266,6 +277,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     settle_all(grads, "unscale", explicit=False)
     found, scale = _whole(found_inf), _whole(inv_scale)
     func([_local(g) for g in grads], found, scale)
+    _tell_writes(func, args, kwargs)
     cuts: dict[ProcessMesh, set[int]] = {}
     for g in grads:
         if isinstance(g, DistTensor) and g._spec.here:

@@ -1,48 +1,212 @@
-"""Settling a pending sum together with everything that shares its memory.
+"""What several tensors share on one card stays shared on a mesh: pending sums with their views, and copies that stand for views.
 
-A sum that one operator needed whole stays whole for the next one, so it is summed once. Its views must follow. What a
-tensor's *layout* becomes may depend only on the program, which is the same on all ranks, and never on who else on this
-rank happens to hold the memory (a rank may keep a ``to_local()`` for a log): or else ranks would disagree about which
-messages are due. So settling always changes the layouts of the tensor and its views; the memory decides only whether the
-sum can be made where it lies or needs a new place.
+*A pending sum.* One that an operator needed whole stays whole for the next one, so it is summed once. Its views must
+follow. What a tensor's *layout* becomes may depend only on the program, which is the same on all ranks, and never on who
+else on this rank happens to hold the memory (a rank may keep a ``to_local()`` for a log): or else ranks would disagree
+about which messages are due. So settling always changes the layouts of the tensor and its views; the memory decides only
+whether the sum can be made where it lies or needs a new place.
+
+*A copy.* On one card ``x[1:3]`` is a view. Where its elements lie on other ranks it has memory of its own here, and
+remembers the operator and the tensor that it was taken from. A write to that tensor makes the copy stale, and the next
+operator that reads it takes it again. A write to the copy goes back at once. Stale is a part of the spec and so of the
+dispatcher's cache key: what is no copy pays nothing.
+
+Source: the functionalization pass of PyTorch (``torch.func.functionalize``), which replays views likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from onecard.layout import Layout
+from onecard.tensor.spec import COPY, OWN, STALE
+
 if TYPE_CHECKING:
     from onecard.tensor.dist_tensor import DistTensor
 
-A_VIEW = "a view of a pending sum that was settled since"
+aten = torch.ops.aten
+
+copies: dict[int, list[ref[Copy]]] = {}  # by the storage that each was taken from; only of those that are alive
+_OVERLAP = ("unfold", "as_strided")  # as many elements as the base has need not be all of its elements
 
 
-class Family:
-    """Pending tensors over one memory: those in ``same`` hold all of its elements, those in ``parts`` only some."""
+class Memory:
+    """Local memory and the tensors that see it. While it is a pending sum, each of them sees all of its elements."""
 
-    __slots__ = ("parts", "same")
+    __slots__ = ("__weakref__", "members")
 
-    def __init__(self, first: DistTensor) -> None:
-        self.same = [TensorWeakRef(first)]
-        self.parts: list[TensorWeakRef] = []
+    def __init__(self) -> None:
+        self.members: list[TensorWeakRef] = []
+
+    def add(self, member: DistTensor) -> None:
+        """Note one more tensor over this memory."""
+        if len(self.members) & 15 == 15:
+            self.members = [r for r in self.members if r() is not None]
+        self.members.append(TensorWeakRef(member))
+        member._memory = self
+
+    def alive(self) -> list[DistTensor]:
+        """The tensors that still see it."""
+        return [m for r in self.members if (m := r()) is not None and m._memory is self]
 
 
-def join(base: DistTensor, view: DistTensor) -> None:
-    """Note that a pending view shares its base's memory."""
-    family = base._family
-    if family is None:
-        family = base._family = Family(base)
-    if view.numel() == base.numel():
-        family.same.append(TensorWeakRef(view))
-        view._family, view._part_of = family, base._part_of
+class Copy(Memory):
+    """Memory of a copy that stands for a view.
+
+    Attributes:
+        base: another name of what it was taken from, which lives as long as the copy; as on one card the memory does.
+        take: takes it from the base, or from a plain tensor like the base.
+        whole: the copy itself, for when only views of it are alive.
+        key: the base's storage.
+    """
+
+    __slots__ = ("base", "key", "name", "take", "whole", "window")
+
+    def __init__(
+        self, func: Any, index: int | None, args: Sequence[Any], kwargs: dict[str, Any], made: DistTensor
+    ) -> None:
+        super().__init__()
+        rest = args[1:]
+
+        def take(base: Any) -> Any:
+            result = func(base, *rest, **kwargs)
+            return result if index is None else result[index]
+
+        self.take, self.base, self.name = take, args[0]._alias(), func._schema.name.removeprefix("aten::")
+        self.window = (func, rest, kwargs) if func in (aten.slice.Tensor, aten.select.int) else None
+        made._spec = made._spec.with_alias(COPY)
+        self.whole = made._alias()
+        self.add(made)
+        self.key = _storage(self.base)
+        copies.setdefault(self.key, []).append(ref(self))
+
+    def __del__(self) -> None:
+        others = [r for r in copies.pop(self.key, ()) if r() is not None and r() is not self]
+        if others:
+            copies[self.key] = others
+
+    def alive(self) -> list[DistTensor]:
+        return [self.whole, *super().alive()]
+
+    def mark(self, alias: str) -> None:
+        """Say of all tensors over this memory whether they are stale."""
+        for member in self.alive():
+            member._spec = member._spec.with_alias(alias)
+
+    def name_of_whole(self) -> DistTensor:
+        """A tensor of the whole copy; of what befalls it (a pending sum that is settled) all others are told."""
+        made = self.whole._alias()
+        self.add(made)
+        return made
+
+
+def view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any, copied: bool) -> None:
+    """Note what a view operator gave: one or several views of its first argument, or copies that stand for them."""
+    several = isinstance(made, list | tuple)
+    for index, result in enumerate(made if several else [made]):
+        if copied:
+            Copy(func, index if several else None, args, kwargs, result)
+        elif args[0]._memory is not None or result._spec.layout.pending:
+            share(args[0], result)
+
+
+def covers(func: Any, base: Tensor, results: Sequence[Tensor]) -> bool:
+    """Whether each view has every element of its base, so that settling either settles the other."""
+    name = func._schema.name.removeprefix("aten::")
+    return name not in _OVERLAP and all(result.numel() >= base.numel() for result in results)
+
+
+def share(base: DistTensor, view: DistTensor) -> None:
+    """Note that a view shares its base's memory."""
+    if base._memory is None:
+        Memory().add(base)
+    base._memory.add(view)  # type: ignore[union-attr]
+    if base._spec.alias != OWN:
+        view._spec = view._spec.with_alias(base._spec.alias)
+
+
+def wrote(x: Any) -> None:
+    """After a write to the local memory of a tensor: copies that stand for views of it are stale, and what it is itself a
+    copy of is written to."""
+    if copies and hasattr(x, "_spec"):
+        _outdate(_storage(x), None)
+        if isinstance(x._memory, Copy):
+            _write_back(x._memory)
+
+
+def _outdate(key: int, but: Copy | None) -> None:
+    for reference in copies.get(key, ()):
+        copy = reference()
+        if copy is not None and copy is not but and copy.whole._spec.alias != STALE:
+            copy.mark(STALE)
+            _outdate(_storage(copy.whole), None)
+
+
+def refresh(x: DistTensor) -> None:
+    """Take a stale copy again."""
+    copy: Any = x._memory
+    made, whole = copy.take(copy.base), copy.name_of_whole()
+    copy.mark(COPY)
+    layout = whole._spec.layout
+    if layout.pending and made._spec.layout is not layout:
+        adopt(whole, made._become(layout.settled(), copy.name, "self", "written to since", explicit=False))
     else:
-        family.parts.append(TensorWeakRef(view))
-        view._part_of = family
+        local = made._become(layout, copy.name, "self", "written to since", explicit=False)
+        _overwrite(whole._local, local)
+
+
+def _write_back(copy: Copy) -> None:
+    """Write a copy to what it is a view of on one card."""
+    base = copy.base
+    base.settle()
+    _outdate(copy.key, copy)
+    if copy.window is not None:
+        _write_window(copy, base, *copy.window)
+    else:
+        value = _laid_out(copy, Layout.replicated(base.mesh, copy.whole.dim()))
+        if base._spec.here:
+            _write_through(copy.take, base, value)
+    if isinstance(base._memory, Copy):
+        _write_back(base._memory)
+
+
+def _laid_out(copy: Copy, layout: Layout) -> Tensor:
+    reason = "written to, and on one card a view"
+    return copy.name_of_whole()._become(layout, copy.name, "self", reason, explicit=False)
+
+
+def _write_through(take: Callable[[Tensor], Tensor], base: DistTensor, value: Tensor) -> None:
+    """Write a view of a whole tensor to this rank's part: the operator, on plain tensors, says where the elements go."""
+    spec = base._spec
+    fresh = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    written = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+    _overwrite(take(fresh), value)
+    _overwrite(take(written), torch.ones_like(value))
+    mine = spec.layout.local_slices(spec.shape)
+    _overwrite(base._local, torch.where(written[mine] != 0, fresh[mine], base._local))
+
+
+def _write_window(copy: Copy, base: DistTensor, func: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """``_write_through`` for slice and select, which leave the other dims alone: nothing is made whole but one dim."""
+    spec = base._spec
+    dim = (rest[0] if rest else kwargs.get("dim", 0)) % base.dim()
+    at = func(torch.arange(spec.shape[dim]), 0, *rest[1:], **{k: v for k, v in kwargs.items() if k != "dim"})
+    dims = list(spec.layout.dims)
+    dims[dim : dim + 1] = [()] * at.dim()
+    value = _laid_out(copy, Layout.make(base.mesh, tuple(dims)))
+    if not spec.here:
+        return
+    mine = spec.layout.local_slices(spec.shape)[dim]
+    at = at.reshape(-1)
+    found = ((at >= mine.start) & (at < mine.stop)).nonzero().reshape(-1).to(spec.device)
+    value = value if value.dim() == base.dim() else value.unsqueeze(dim)
+    base._local.index_copy_(dim, at.to(spec.device)[found] - mine.start, value.index_select(dim, found))
 
 
 def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
@@ -52,7 +216,7 @@ def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
         x: the tensor.
         reduce: from this rank's summand, and whether it may be overwritten, to the sum.
     """
-    same = _alive(x._family.same) if x._family is not None else [x]
+    same = _same(x)
     if len(same) > 1 and _holds_all(x._local, same):
         memory = x._local.untyped_storage()
         flat = x._local.new_empty(0).set_(memory, 0, (x._local.numel(),))  # type: ignore[call-overload]
@@ -64,39 +228,42 @@ def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
 
 def adopt(x: DistTensor, total: Tensor) -> None:
     """Take the sum of a pending tensor, of its local shape, as its value and that of its views."""
-    same = _alive(x._family.same) if x._family is not None else [x]
+    same = _same(x)
     if len(same) == 1:
         x._local = total
     else:
-        old = x._local.untyped_storage()
+        key, old = _storage(x), x._local.untyped_storage()
         fresh = x._local.new_empty(old.nbytes() // x._local.element_size())
         fresh.copy_(x._local.new_empty(0).set_(old, 0, (fresh.numel(),)))  # type: ignore[call-overload]
-        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x._local.stride())  # an expanded dim
-        _like(fresh, x._local)[once].copy_(total[once])
+        _overwrite(_like(fresh, x._local), total)
         for member in same:
             member._local = _like(fresh, member._local)
+        _follow(key, _storage(x))
     _relabel(x, same)
 
 
-def is_part(x: DistTensor) -> bool:
-    """Whether a tensor is a view of some elements of a pending one."""
-    return x._part_of is not None
+def _follow(old: int, new: int) -> None:
+    """Copies of what moved: where it lies now."""
+    if old in copies:
+        copies[new] = copies.pop(old)
+        for reference in copies[new]:
+            copy = reference()
+            if copy is not None:
+                copy.key = new
 
 
 def _relabel(x: DistTensor, same: list[DistTensor]) -> None:
-    """Nobody is pending any more. A part no longer shares memory with what it was taken from."""
-    parts = _alive(x._family.parts) if x._family is not None else []
-    if x._part_of is not None and _alive(x._part_of.same):
-        parts = [*parts, *same]
-    for part in parts:
-        part._cut_off = A_VIEW
+    """Nobody is pending any more."""
+    done = not isinstance(x._memory, Copy)
     for member in same:
-        member._spec = member._spec.with_layout(member._spec.layout.settled())
-        member._family = member._part_of = None
+        spec = member._spec
+        member._spec = spec.with_layout(spec.layout.settled()).with_alias(spec.alias)
+        if done:
+            member._memory = None
 
 
-def _alive(references: list[TensorWeakRef]) -> list[DistTensor]:
-    return [member for reference in references if (member := reference()) is not None]
+def _same(x: DistTensor) -> list[DistTensor]:
+    return x._memory.alive() if x._memory is not None else [x]
 
 
 def _holds_all(local: Tensor, same: list[DistTensor]) -> bool:
@@ -111,5 +278,15 @@ def _users(local: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
+def _storage(x: DistTensor) -> int:
+    return x._local.untyped_storage()._cdata
+
+
 def _like(memory: Tensor, local: Tensor) -> Tensor:
     return memory.as_strided(local.size(), local.stride(), local.storage_offset())
+
+
+def _overwrite(target: Tensor, value: Tensor) -> None:
+    """Copy, where dims of the target may be expanded."""
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+    target[once].copy_(value[once])

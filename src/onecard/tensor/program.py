@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.run import run as run_steps
-from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
 from onecard.tensor import memory
 from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
-from onecard.tensor.spec import STALE, Spec
+from onecard.tensor.spec import Spec
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
 
@@ -37,16 +35,16 @@ class Program:
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
         note: axes to note on an operand for its backward operator.
         view: the result shares memory with the first argument.
-        cut_off: this is a view on one card, but here its operand had to be moved first.
-        copied: likewise of _unsafe_view, which promises a view only while nobody looks at the operand.
+        copies: this is a view on one card, but here its result is a copy.
+        shares: this is a view of memory that must know of it (see ``memory``).
         writes: operands that are written to.
         wrap: makes the result's DistTensor.
         expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
     """
 
     __slots__ = (
-        "aliases", "call", "copied", "cut_off", "expand", "func", "moves", "name", "note", "pending", "reason",
-        "replace", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
+        "aliases", "call", "copies", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "shares",
+        "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -64,8 +62,8 @@ class Program:
         self.replace: tuple[tuple[int, str, Any], ...] = ()
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
-        self.cut_off = False
-        self.copied = False
+        self.copies = False
+        self.shares = False
         self.note: tuple[Path, tuple[int, ...]] | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.call: Callable[..., Any] = func
@@ -74,8 +72,6 @@ class Program:
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.expand is not None:
             return self.expand(*args, **kwargs)
-        for path in self.writes:
-            check_writable(_at(path, args, kwargs), self.name)
         if self.specs and not self.specs[0].here:
             return self._elsewhere(args, kwargs)
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
@@ -95,19 +91,23 @@ class Program:
             _take_note(_at(self.note[0], args, kwargs), self.note[1])
         result = self.call(*local, **keywords)
         if type(result) is Tensor and not self.aliases:
-            return self._wrap_one(result, self.specs[0], args)
-        return self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
+            made = self._wrap_one(result, self.specs[0])
+        else:
+            made = self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
+        return self._kept(made, args, kwargs)
 
-    def _wrap_one(self, result: Tensor, spec: Spec, args: Sequence[Any]) -> DistTensor:
-        if self.cut_off and spec.layout.pending:
+    def _wrap_one(self, result: Tensor, spec: Spec) -> DistTensor:
+        if self.copies and spec.layout.pending:
             result = result.contiguous()  # a rank that adds nothing holds one zero, expanded; views need memory
-        made = self.wrap(result, spec)
-        if self.cut_off:
-            note_copy(args[0], made, self.name)
-        elif self.copied:
-            made._copy_of = TensorWeakRef(args[0])
-        elif self.view and spec.layout.pending:
-            memory.join(args[0], made)
+        return self.wrap(result, spec)
+
+    def _kept(self, made: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The results, after what shares memory with them or with what was written was told."""
+        if self.copies or self.shares:
+            memory.view(self.func, args, kwargs, made, self.copies)
+        elif memory.copies:
+            for path in self.writes:
+                memory.wrote(_at(path, args, kwargs))
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
@@ -128,11 +128,17 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
-        made: list[Any] = [self.wrap(torch.empty(0, dtype=s.dtype, device=s.device), s) for s in self.specs]
+        shares = self.view and not self.copies
+        empty = [
+            args[0]._local.detach().view(s.dtype) if shares else torch.empty(0, dtype=s.dtype, device=s.device)
+            for s in self.specs
+        ]
+        made: list[Any] = [self.wrap(local, s) for local, s in zip(empty, self.specs, strict=True)]
         for i, path in enumerate(self.aliases):
             if path is not None:
                 made[i] = _at(path, args, kwargs)
-        return made[0] if len(self.func._schema.returns) == 1 and len(made) == 1 else made
+        one = len(self.func._schema.returns) == 1 and len(made) == 1
+        return self._kept(made[0] if one else made, args, kwargs)
 
     def _wrap(
         self, result: Any, specs: Iterator[Spec], aliases: Iterator[Path | None], args: Sequence[Any], kwargs: Any
@@ -141,7 +147,7 @@ class Program:
             spec, path = next(specs), next(aliases)
             if path is not None:
                 return _at(path, args, kwargs)
-            return self._wrap_one(result, spec, args)
+            return self._wrap_one(result, spec)
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
         return result
@@ -179,53 +185,7 @@ def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
 def _unalias(result: Any, local: Sequence[Any]) -> Any:
     if isinstance(result, Tensor):
         return result.detach() if any(result is a for a in local) else result
     return type(result)([_unalias(r, local) for r in result]) if isinstance(result, list | tuple) else result
-
-
-def note_copy(base: DistTensor, copy: DistTensor, name: str) -> None:
-    """Note a result that is a view on one card, but a copy here: neither sees what is written to the other."""
-    copy._cut_off, copy._copy_of = name, TensorWeakRef(base)
-    root: Any = base._base if isinstance(base._base, DistTensor) else base
-    root._copies = [*(r for r in root._copies if r() is not None), TensorWeakRef(copy)]
-
-
-def _outdate(value: DistTensor) -> None:
-    """Before a write: the copies that stand for views of this memory no longer have its values; reading them is refused."""
-    root: Any = value._base if isinstance(value._base, DistTensor) else value
-    for reference in root._copies:
-        copy = reference()
-        if copy is not None and copy is not value:
-            copy._spec = copy._spec.with_note(STALE)
-    if root._copies:
-        root._copies = ()
-
-
-def check_writable(value: Any, name: str) -> None:
-    """A view that had to be copied cannot be written to: the tensor that it was taken from would not see it."""
-    if not isinstance(value, DistTensor) or not value._spec.here:
-        return
-    origin, base = getattr(value, "_cut_off", ""), value._base
-    if not origin and isinstance(base, DistTensor) and not _share(base._local, value._local):
-        origin = "a view"  # of such a view
-    copied = value._copy_of
-    if not origin and copied is not None and copied() is not None:
-        origin = "_unsafe_view"
-    if origin == memory.A_VIEW:
-        raise DispatchError(
-            f"{name}: {value._spec!r} is {origin}, on its own: writing to it would not reach the sum that it was taken "
-            "from. Settle the sum before you take the view: x.settle()"
-        )
-    if origin:
-        raise DispatchError(
-            f"{name}: writing into the result of {origin} would not reach the tensor it was taken from: on one card it is "
-            f"a view, but here {value._spec!r} had to be copied from other ranks. Write to a clone(), or reshard the "
-            f"original first so that {origin} cuts no dim: x = onecard.reshard(x, mesh, placements)"
-        )
-    _outdate(value)

@@ -8,7 +8,9 @@ import torch
 
 from onecard.layout import Layout
 
-STALE = (-1,)  # the note of a copy that stands for a view, after the tensor it was taken from was written to
+# What a tensor's memory is (see ``memory``): its own or shared as on one card; a copy that stands for a view; such a copy
+# after a write to what it was taken from. A part of the cache key, so that only a copy pays for being one.
+OWN, COPY, STALE = "", "copy", "stale"
 _interned: dict[tuple[Any, ...], Spec] = {}
 
 
@@ -21,9 +23,10 @@ class Spec:
         dtype, device: of the local tensors.
         here: whether this process is in the mesh.
         note: axes that an operator noted on this tensor for its backward (see ``Row.note``).
+        alias: OWN, COPY or STALE.
     """
 
-    __slots__ = ("device", "dtype", "here", "layout", "note", "shape", "stride")
+    __slots__ = ("alias", "device", "dtype", "here", "layout", "note", "shape", "stride")
     layout: Layout
     shape: torch.Size
     stride: tuple[int, ...]
@@ -31,6 +34,7 @@ class Spec:
     device: torch.device
     here: bool
     note: tuple[int, ...]
+    alias: str
 
     @staticmethod
     def make(
@@ -40,14 +44,15 @@ class Spec:
         dtype: torch.dtype,
         device: torch.device,
         note: tuple[int, ...] = (),
+        alias: str = OWN,
     ) -> Spec:
         """The one spec with these properties."""
-        key = (layout, shape, stride, dtype, device, note)
+        key = (layout, shape, stride, dtype, device, note, alias)
         found = _interned.get(key)
         if found is None:
             found = object.__new__(Spec)
             found.layout, found.shape, found.stride, found.dtype, found.device = layout, shape, stride, dtype, device
-            found.note = note
+            found.note, found.alias = note, alias
             found.here = layout.mesh.coordinate() is not None
             _interned[key] = found
         return found
@@ -58,12 +63,16 @@ class Spec:
         return Spec.make(layout, whole.shape, whole.stride(), whole.dtype, device)
 
     def with_layout(self, layout: Layout) -> Spec:
-        """The same tensor, laid out otherwise."""
+        """A tensor with memory of its own, laid out otherwise."""
         return Spec.make(layout, self.shape, self.stride, self.dtype, self.device)
 
     def with_note(self, note: tuple[int, ...]) -> Spec:
         """The same spec with another note."""
-        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, note)
+        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, note, self.alias)
+
+    def with_alias(self, alias: str) -> Spec:
+        """The same spec of other memory."""
+        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, self.note, alias)
 
     def meta(self) -> torch.Tensor:
         """The whole tensor without its data."""

@@ -10,10 +10,10 @@ import torch
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
+from onecard.tensor import memory
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import describe, wrap, wrap_view
 from onecard.tensor.moves import whole_on_mesh
-from onecard.tensor.program import note_copy
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -67,8 +67,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
         local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(local)
     part = func(local, *args[1:], **kwargs)
     made = wrap_view(part, Spec.like(Layout.replicated(x.mesh, part.dim()), part, spec.device))
-    if not shares:
-        note_copy(x, made, "as_strided")
+    memory.view(func, args, kwargs, made, copied=not shares)
     return made
 
 

@@ -94,8 +94,9 @@ def _local_view(x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
     try:
         return x.view(size)
     except RuntimeError:
-        # A kernel may leave other strides than its meta function says, which decided that this view is possible.
-        return x.reshape(size)
+        # A kernel may leave other strides than its meta function says, which decided that this view is possible: as it
+        # is, once the local tensor has those strides, in new memory.
+        return x.set_(x.contiguous()).view(size)  # type: ignore[call-overload]
 
 
 def _resize(c: Local) -> None:

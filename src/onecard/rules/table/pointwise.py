@@ -133,7 +133,7 @@ row("zero", "... -> ...", moves=True)  # of zeros every reduction makes zero
 
 def _physical_conj(c: Local) -> None:
     """Collectives send memory as it is, so a local tensor must not be conjugated by a mere flag."""
-    c.run = torch.conj_physical
+    c.run, c.copies = torch.conj_physical, True
 
 
 row("_conj", "... -> ...", linear="self", local=_physical_conj)
