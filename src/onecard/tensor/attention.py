@@ -5,8 +5,7 @@ weights are dropped by onecard's generator; heads and batch stay cut. It costs t
 (batch, heads, queries, keys) of which each rank holds its part.
 
 On the CPU torch itself writes attention with dropout out, but folds batch and heads into one dim for its products, so that
-cut heads would have to be gathered. Therefore that operator is taken over for DistTensors; it is the one operator that
-onecard overrides in torch's dispatcher, because it is decomposed before a tensor subclass sees it.
+cut heads would have to be gathered. Therefore that operator is taken over (see composite.py).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.build import build
 from onecard.tensor.chance import arguments, key_for
+from onecard.tensor.composite import take_over
 from onecard.tensor.dispatch import Direct, builders
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -187,14 +187,11 @@ def _written_out(
     return output, query.new_empty(0)
 
 
-def _register() -> torch.library.Library:
+def _register() -> None:
     for name in NAMES:
         builders[getattr(aten, name).default] = _dropping(_forward)
         builders[getattr(aten, name + "_backward").default] = _dropping(_backward)
-    library = torch.library.Library("aten", "IMPL")
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        library.impl("_scaled_dot_product_attention_math", _written_out, key)
-    return library
+    take_over(_MATH, _written_out)
 
 
-_library = _register()  # an override lives as long as its library
+_register()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from onecard.reshard import Step
 from onecard.tensor import memory
 from onecard.tensor.spec import STALE, Spec
 
-_make = Tensor._make_wrapper_subclass
+# A dispatch key of our own, by which composite operators can be taken over (see composite.py).
+_make = partial(
+    Tensor._make_wrapper_subclass, _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
+)
 
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
@@ -173,6 +177,14 @@ class DistTensor(Tensor):
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on a DistTensor that requires grad. Use x.detach().numpy() instead.")
         return self._whole().numpy(force=force)
+
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor of this dtype and device, as ever; torch's own way there asks our dispatch key for a device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
+
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:
+        """A plain tensor with these values, of this dtype and device if no others are given."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self._whole().numpy(force=True)
