@@ -148,14 +148,9 @@ def _resized(out: Tensor, size: Any) -> Tensor:
 
 def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
-    return permutation(given["n"], new_key(given.get("generator")), **{"dtype": torch.int64, **_options(given)})
-
-
-def permutation(n: int, key: Key, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
-    """A random permutation: the order of ``n`` 64-bit numbers. Whole on every rank; takes 24 bytes an element."""
-    bits = torch.empty(n, dtype=torch.int64, **options)
-    random.fill(bits, random.law("random_", torch.int64, -(2**63)), key)
-    return bits.argsort(stable=True).to(dtype)
+    options = _options(given)
+    key, device = new_key(given.get("generator")), options.get("device", "cpu")
+    return random.permutation(given["n"], key, device=device).to(options.get("dtype", torch.int64))
 
 
 def _below(func: Any, x: Tensor, p: Tensor, generator: Any) -> Tensor:

@@ -179,7 +179,9 @@ class DistTensor(Tensor):
         return self._whole().numpy(force=force)
 
     def new(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain tensor of this dtype and device, as ever; torch's own way there asks our dispatch key for a device."""
+        """``new(size)``: a DistTensor as ``new_empty(size)`` makes it. Other legacy forms give plain tensors."""
+        if args and not kwargs and all(isinstance(a, int | torch.Size) for a in args):
+            return self.new_empty(*args)
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
     def new_tensor(self, data: Any, **options: Any) -> Tensor:
