@@ -95,9 +95,14 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """x.normal_() and its kin."""
     given = arguments(func, args, kwargs)
     x, generator = given.pop("self"), given.pop("generator")
+    return fill(x, law_of(func, x.dtype, given), key_for(func, x, generator), schema_of(func).name)
+
+
+def law_of(func: Any, dtype: torch.dtype, params: dict[str, Any]) -> Law:
+    """The law of an in-place operator."""
     if schema_of(func).name == "random_":
-        func, given = _INTEGERS, {"low": given.get("from", 0), "high": given.get("to")}
-    return fill(x, _law(func, x.dtype, *given.values()), key_for(func, x, generator), schema_of(func).name)
+        func, params = _INTEGERS, {"low": params.get("from", 0), "high": params.get("to")}
+    return _law(func, dtype, *params.values())
 
 
 _INTEGERS = getattr(aten.random_, "from")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from onecard.layout import Layout
-from onecard.tensor.create import empty
 from onecard.tensor.dispatch import handle
+from onecard.tensor.replay import empty
 
 _library = torch.library.Library("aten", "IMPL")  # a registration lives as long as its library
 

@@ -19,8 +19,8 @@ from onecard.comm.transfer import run_transfer
 from onecard.errors import LayoutError, MeshError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor.deferred import materialise
 from onecard.tensor.dist_tensor import DistTensor, check_fresh, wrap
+from onecard.tensor.replay import materialise
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.transfer import plan_transfer, settled_source
 
@@ -101,7 +101,7 @@ def _again(
 
 def _distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
     """This rank's part of a value that every rank holds whole."""
-    if whole.is_meta and not pretend.rehearsing:
+    if whole.device.type == "meta" and not pretend.rehearsing:
         return materialise(whole, layout)
     device = world.device() if whole.device.type == "cpu" else whole.device
     shape = whole.shape

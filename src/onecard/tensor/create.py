@@ -13,10 +13,10 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
 from onecard.tensor.chance import key_for
-from onecard.tensor.deferred import empty
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.program import check_writable
+from onecard.tensor.replay import empty
 
 
 def _empty(size: Sequence[int], mesh: ProcessMesh, placements: Sequence[Placement], dtype: Any) -> DistTensor:

@@ -58,7 +58,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _not_plain(values: Any) -> bool:
-    return any(isinstance(v, DistTensor) or (isinstance(v, torch.Tensor) and v.is_meta) for v in values)
+    return any(isinstance(v, DistTensor) or (isinstance(v, torch.Tensor) and v.device.type == "meta") for v in values)
 
 
 class one_card_random(TorchFunctionMode):

@@ -1,0 +1,108 @@
+"""Rows, columns and single elements of a tensor that is cut: what is written there, each rank writes to its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import random
+from onecard.errors import DispatchError
+from onecard.random import Key
+from onecard.tensor.chance import arguments, law_of
+from onecard.tensor.dist_tensor import DistTensor, describe
+
+aten = torch.ops.aten
+VIEWS = (aten.select.int, aten.slice.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A view of a tensor by ``select`` and ``slice``.
+
+    Attributes:
+        base: the tensor.
+        spans: for each of its dims, where the region begins and ends.
+        kept: the dims that the view still has.
+    """
+
+    base: DistTensor
+    spans: tuple[tuple[int, int], ...]
+    kept: tuple[int, ...]
+
+    @staticmethod
+    def of(base: DistTensor) -> Region:
+        """All of a tensor."""
+        return Region(base, tuple((0, n) for n in base.shape), tuple(range(base.dim())))
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Region | None:
+        """A view of the region, or a write to all of it; None for any other operator."""
+        given = arguments(func, args, kwargs)
+        if func in (aten.detach.default, aten.alias.default):
+            return self
+        if func is aten.select.int:
+            return self._select(given["dim"], given["index"])
+        if func is aten.slice.Tensor:
+            return self._slice(given["dim"], slice(given["start"], given["end"], given["step"]))
+        if isinstance(given.get("generator"), Key) and given.pop("self") is self:
+            self._draw(func, given)
+        elif func is aten.zero_.default:
+            self._part().zero_()
+        elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default) and _is_number(args[1]):
+            self._part().fill_(args[1])
+        else:
+            return None
+        return self
+
+    def read(self) -> Tensor:
+        """The values, as a tensor of their own. Writing to it is an error, since it is not the base's memory."""
+        value: Any = self.base
+        for dim, (begin, end) in enumerate(self.spans):
+            value = value.narrow(dim, begin, end - begin)
+        for dim in reversed(range(self.base.dim())):
+            value = value if dim in self.kept else value.select(dim, 0)
+        return value
+
+    def _select(self, dim: int, index: int) -> Region:
+        at = self.kept[dim]
+        begin, end = self.spans[at]
+        start = begin + index % (end - begin)
+        return replace(self._with(at, start, start + 1), kept=tuple(d for d in self.kept if d != at))
+
+    def _slice(self, dim: int, wanted: slice) -> Region:
+        at = self.kept[dim]
+        begin, end = self.spans[at]
+        start, stop, step = wanted.indices(end - begin)
+        if step != 1:
+            raise DispatchError(f"{describe(self.base)}: a slice with step {step} is not initialised on parts")
+        return self._with(at, begin + start, begin + max(start, stop))
+
+    def _with(self, dim: int, begin: int, end: int) -> Region:
+        return replace(self, spans=(*self.spans[:dim], (begin, end), *self.spans[dim + 1 :]))
+
+    def _draw(self, func: Any, given: dict[str, Any]) -> None:
+        key = given.pop("generator")
+        if not self.base._spec.here:
+            return
+        starts = self.base._spec.layout.local_offset(self.base.shape)
+        offset = [max(0, start - begin) for start, (begin, _) in zip(starts, self.spans, strict=True)]
+        shape = [end - begin for begin, end in self.spans]
+        random.fill(self._part(), law_of(func, self.base.dtype, given), key, shape, offset)
+
+    def _part(self) -> Tensor:
+        """This rank's part of the region, with the dims of the base."""
+        local, spec = self.base._local, self.base._spec
+        if not spec.here:
+            return local[:0]
+        starts = spec.layout.local_offset(spec.shape)
+        for dim, ((begin, end), start) in enumerate(zip(self.spans, starts, strict=True)):
+            size = local.shape[dim]
+            first, last = min(max(begin - start, 0), size), max(min(end - start, size), 0)
+            local = local.narrow(dim, first, max(last - first, 0))
+        return local
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, DistTensor))
