@@ -63,10 +63,10 @@ class _Part:
         self.wide = prod(shape) // self.per >= 2**32  # block numbers need a second counter word
         strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
         self.base = sum(o * s for o, s in zip(offset, strides, strict=True))
-        cut = max((d for d in range(len(shape)) if out.shape[d] != shape[d]), default=0)
+        cut = max([0, *[d for d in range(len(shape)) if out.shape[d] != shape[d]]])
         self.length = prod(out.shape[cut:])
         self.outer = [(n, s) for n, s in zip(out.shape[:cut], strides[:cut], strict=True) if n > 1]
-        self.rows = prod(n for n, _ in self.outer)
+        self.rows = prod([n for n, _ in self.outer])  # a list: torch.compile follows no generator here
 
     def run(self) -> None:
         """Fill it, chunk by chunk."""
