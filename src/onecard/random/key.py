@@ -59,4 +59,8 @@ def new_key(generator: Any = None) -> Key:
 
 def tracing() -> bool:
     """Whether operators are now recorded into a graph, in which nothing may depend on a value."""
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None or detect_fake_mode() is not None
+    if torch.compiler.is_compiling():
+        return True
+    if not torch._C._len_torch_dispatch_stack():  # fake tensors and proxies come with a mode; to ask them takes 11 us
+        return False
+    return get_proxy_mode() is not None or detect_fake_mode() is not None
