@@ -48,35 +48,91 @@ OPERATORS: dict[str, Operator] = {
     "normal tensors": lambda x: torch.normal(x, x),
     "normal tensor": lambda x: torch.normal(0.0, x),
     "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
-    "init uniform_": lambda x: torch.nn.init.uniform_(torch.empty_like(x), 2, 3),
+    "dropout1d": lambda x: F.dropout1d(x, 0.3) if x.dim() in (2, 3) else x,
+    "dropout2d": lambda x: F.dropout2d(x, 0.3) if x.dim() == 4 else x,
+    "dropout2d in place": lambda x: F.dropout2d(x.clone(), 0.3, inplace=True) if x.dim() == 4 else x,
+    "dropout3d": lambda x: F.dropout3d(x[..., None], 0.3) if x.dim() == 4 else x,
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True) if x.dim() > 1 else x,
+    "poisson": lambda x: torch.poisson(x * 25),
+    "binomial": lambda x: torch.binomial((x * 90).floor(), x),
+    "binomial broadcast": lambda x: torch.binomial((x * 90).floor(), x.flatten()[0]) if x.numel() == 1 else x,
+    "_standard_gamma": lambda x: torch._standard_gamma(x * 2),
+    "Gamma": lambda x: torch.distributions.Gamma(x * 2, x, validate_args=False).sample(),
+    "Normal": lambda x: torch.distributions.Normal(x, x, validate_args=False).sample(),
+    "Exponential": lambda x: torch.distributions.Exponential(x, validate_args=False).sample(),
 }
 
 
-def of_matrix(operator: Operator) -> Operator:
-    """The same, as an operator that needs two dims."""
-    return lambda x: operator(torch.empty_like(x)) if x.dim() == 2 and x.numel() else x
+def on_matrices(operator: Operator) -> Operator:
+    """An operator that needs two dims, on what has two."""
+    return lambda x: operator(x) if x.dim() == 2 and x.numel() else x
 
 
-INITIALISERS = {
-    name: of_matrix(getattr(torch.nn.init, name))
-    for name in ("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
+def initialise(name: str, *args: Any, **kwargs: Any) -> Operator:
+    """A function of torch.nn.init on a new tensor like x."""
+    return lambda x: getattr(torch.nn.init, name)(torch.empty_like(x), *args, **kwargs)
+
+
+# Everything in torch.nn.init; a test compares with the module.
+INITIALISERS: dict[str, Operator] = {
+    "uniform_": initialise("uniform_", 2, 3),
+    "normal_": initialise("normal_", 1, 2),
+    "constant_": initialise("constant_", 0.3),
+    "ones_": initialise("ones_"),
+    "zeros_": initialise("zeros_"),
+    "eye_": on_matrices(initialise("eye_")),
+    "xavier_uniform_": on_matrices(initialise("xavier_uniform_")),
+    "xavier_normal_": on_matrices(initialise("xavier_normal_", gain=2)),
+    "kaiming_uniform_": on_matrices(initialise("kaiming_uniform_", mode="fan_out")),
+    "kaiming_normal_": on_matrices(initialise("kaiming_normal_", nonlinearity="relu")),
 }
-OPERATORS |= INITIALISERS
+TALKING_INITIALISERS: dict[str, Operator] = {
+    "trunc_normal_": initialise("trunc_normal_"),
+    "orthogonal_": on_matrices(initialise("orthogonal_")),
+    "sparse_": on_matrices(initialise("sparse_", 0.5)),
+    "dirac_": lambda x: initialise("dirac_")(x) if x.dim() in (3, 4) and x.numel() else x,
+}
+OPERATORS |= {f"init.{name}": operator for name, operator in INITIALISERS.items()}
 
 # These send messages: they ask for a value, need rows whole, or have no rule.
 TALKING: dict[str, Operator] = {
-    "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(torch.empty_like(x)),
     "multinomial": lambda x: torch.multinomial(x, 1) if x.dim() < 3 and x.numel() else x,
     "multinomial without": lambda x: torch.multinomial(x, min(2, x.shape[-1])) if x.dim() < 3 and x.numel() else x,
     "multinomial with": lambda x: torch.multinomial(x, 5, replacement=True) if x.dim() < 3 and x.numel() else x,
-    "feature_dropout": lambda x: F.dropout2d(x, 0.3) if x.dim() == 4 else x,
-    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True) if x.dim() > 1 else x,
+    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x * 3) if x.numel() else x,
+    "Categorical": lambda x: torch.distributions.Categorical(x).sample() if x.dim() < 3 and x.numel() else x,
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
-    "orthogonal_": of_matrix(torch.nn.init.orthogonal_),
     "attention": lambda x: (
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True) if x.dim() == 4 and x.numel() else x
     ),
+    "attention's mask": lambda x: weights_of_attention(x) if x.dim() == 4 and x.numel() else x,
 }
+TALKING |= {f"init.{name}": operator for name, operator in TALKING_INITIALISERS.items()}
+
+
+def weights_of_attention(x: Any) -> Any:
+    """Dropped weights alone: with queries of zero all are alike, and values that are the identity give them back."""
+    identity = torch.eye(x.shape[2]).expand(*x.shape[:2], -1, -1)
+    return F.scaled_dot_product_attention(torch.zeros_like(x), torch.zeros_like(x), identity, dropout_p=0.4)
+
+
+Maker = tuple[Callable[[list[int]], Any], Callable[[list[int], Any, Any], Any]]
+
+# New tensors: on one card, and on a mesh.
+MAKERS: dict[str, Maker] = {
+    "rand": (torch.rand, oc.rand),
+    "rand float64": (lambda s: torch.rand(s, dtype=torch.float64), lambda s, m, p: oc.rand(s, m, p, torch.float64)),
+    "randn": (torch.randn, oc.randn),
+    "randint": (lambda s: torch.randint(-3, 9, s), lambda s, m, p: oc.randint(-3, 9, s, m, p)),
+    "randperm": (lambda s: torch.randperm(s[0]), lambda s, m, p: oc.randperm(s[0], m, flat(p))),
+    "randperm long": (lambda s: torch.randperm(40_000 + s[0]), lambda s, m, p: oc.randperm(40_000 + s[0], m, flat(p))),
+}
+
+
+def flat(placements: Any) -> list[Any]:
+    """Placements for a tensor of one dim."""
+    return [oc.Shard(0) if p.is_shard() else p for p in placements]
+
 
 MESHES = [
     ([0], ["x"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.tensor.deferred import _records
+from onecard.tensor.recording import record_of
 from onecard.testing import multirank
 
 
@@ -97,13 +98,157 @@ def every_kind(ranks):
 
 
 def test_meta_tensors_of_elsewhere_are_told():
-    mesh = oc.ProcessMesh([0], ["x"])
     with pytest.raises(DispatchError, match="deferred_init"):
-        oc.shard_tensor(torch.empty(3, device="meta"), mesh, [oc.Shard(0)])
+        oc.shard_tensor(torch.empty(3, device="meta"), oc.ProcessMesh([0], ["x"]), [oc.Shard(0)])
+
+
+class Late(nn.Module):
+    """Everything that is usual to do to a module after it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(6, 4, bias=False), nn.LayerNorm(4)
+        self.embedding = nn.Embedding(9, 4)
+        self.register_buffer(
+            "frequency", 1.0 / 10000 ** (torch.arange(0, 4, 2, dtype=torch.float) / 4), persistent=False
+        )
+
+
+def init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.weight.data.normal_(0.0, 0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        module.bias.data.zero_()
+    if isinstance(module, nn.Embedding):
+        module.weight.data[3].zero_()
+    if isinstance(module, nn.LayerNorm):
+        nn.init.trunc_normal_(module.weight, std=0.5)
+
+
+def prepare(model: Late) -> Late:
+    model.apply(init_weights)
+    with torch.no_grad():
+        model.a.bias.copy_(torch.arange(6.0))
+        model.b.weight.mul_(2).add_(model.a.weight.t())
+        model.norm.bias.copy_(model.norm.weight)
+        model.embedding.weight[1:3].uniform_()
+        model.embedding.weight[:, 2].normal_()
+    model.b = nn.utils.parametrizations.weight_norm(model.b)
+    model.a = nn.utils.parametrizations.spectral_norm(model.a)
+    model.embedding = copy.deepcopy(model.embedding).to(torch.bfloat16)
+    return model
+
+
+def later(ranks):
+    warnings.simplefilter("ignore", oc.GatheredOperatorWarning)  # what weight_norm and spectral_norm compute
+    mesh = oc.ProcessMesh(ranks)
+    for shard_fn in (None, first_dim):
+        oc.manual_seed(3)
+        with oc.one_card_random():
+            expected = prepare(Late())
+            oc.manual_seed(3)
+            with oc.deferred_init():
+                module = Late()
+            prepare(module)
+            assert all(p.device.type == "meta" for p in module.parameters())
+        oc.shard_layer(module, mesh, shard_fn)
+        found = tensors(module)
+        for name, value in tensors(expected).items():
+            assert torch.equal(oc.unshard(found[name]), value), name
+            assert found[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2]])
+def test_what_is_done_after_deferred_init_counts_too(ranks):
+    multirank(len(ranks), timeout=120)(later)(ranks)
+
+
+def test_a_change_that_would_be_lost_is_an_error():
+    mesh = oc.ProcessMesh([0], ["x"])
     with oc.deferred_init():
         layer = nn.Linear(3, 3)
-    with pytest.raises(DispatchError, match="dtype in there"):
-        oc.shard_layer(layer.to(torch.float64), mesh)
+    kept = layer.weight
+    oc.shard_layer(layer, mesh)
+    assert kept is not layer.weight
+    for change in (lambda: kept.data.zero_(), lambda: nn.init.ones_(kept), lambda: kept[0].detach().normal_()):
+        with pytest.raises(DispatchError, match="was laid out before"):
+            change()
+    with pytest.raises(DispatchError, match="shard_tensor"), torch.no_grad(), oc.deferred_init():
+        torch.ones(3, 3).copy_(layer.weight)
+
+
+def test_values_that_leave_are_made():
+    x = torch.zeros(3)
+    with oc.deferred_init():
+        made = torch.full((3,), 2.0)
+        x.copy_(made)
+    made.add_(1)
+    assert x.tolist() == [2, 2, 2] and made.sum().item() == 9
+    with oc.deferred_init():
+        assert (torch.ones(3) * made).sum().item() == 9  # of another deferred_init
+
+
+def rows_and_columns(mesh):
+    """Writes to parts of cut tensors are done in parts: none of these may be made whole."""
+
+    def make():
+        parameter = nn.Parameter(torch.empty(7, 6))
+        nn.init.normal_(parameter)
+        parameter.data[2].fill_(3)
+        parameter.data[1:5, 4].uniform_(2, 3)
+        parameter.data[-1, 0] = 9
+        parameter.data[3:6][1:][:, 1:3].zero_()
+        dirac = nn.Parameter(torch.empty(6, 6, 3))
+        nn.init.dirac_(dirac)
+        eye = nn.Parameter(torch.empty(7, 6))
+        nn.init.eye_(eye)
+        return nn.ParameterList([parameter, dirac, eye, nn.Embedding(10, 4, padding_idx=3).weight])
+
+    for placements in ([oc.Shard(0), oc.Shard(1)], [oc.Shard(1), oc.Shard(1)], [oc.Shard(0), oc.Shard(0)]):
+        oc.manual_seed(3)
+        with oc.one_card_random():
+            expected = make()
+        oc.manual_seed(3)
+        with oc.deferred_init():
+            found = make()
+        for one, deferred in zip(expected, found, strict=True):
+            assert torch.equal(oc.shard_tensor(deferred, mesh, placements).full_tensor(), one)
+
+
+@multirank(4)
+def test_rows_and_columns_are_written_in_parts():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr("onecard.tensor.replay.LARGE", 0)
+        rows_and_columns(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]))
+
+
+def test_making_large_tensors_whole_is_told(monkeypatch):
+    monkeypatch.setattr("onecard.tensor.replay.LARGE", 0)
+    mesh = oc.ProcessMesh([0], ["x"])
+    with oc.deferred_init():
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        y[1].copy_(x[2])
+    with pytest.warns(oc.GatheredOperatorWarning, match="its value is asked for"):
+        assert (x < 100).all()
+    oc.shard_tensor(x, mesh, [oc.Replicate()])
+
+
+def hugging_face():
+    import transformers
+
+    options = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 11}
+    mesh = oc.ProcessMesh([0, 1])
+    for kind, config in (
+        (transformers.LlamaForCausalLM, transformers.LlamaConfig(**options, intermediate_size=12, pad_token_id=3)),
+        (transformers.BertForMaskedLM, transformers.BertConfig(**options, intermediate_size=12)),
+    ):
+        compare(lambda kind=kind, config=config: kind(config), mesh, first_dim)
+
+
+def test_models_of_hugging_face():
+    pytest.importorskip("transformers")
+    multirank(2, timeout=120)(hugging_face)()
 
 
 def test_real_tensors_stay_real():
@@ -119,7 +264,7 @@ def test_what_is_overwritten_is_not_made():
     with oc.deferred_init():
         layer = nn.Linear(3, 3)
         nn.init.normal_(layer.weight)
-    record = _records[layer.weight.untyped_storage()._cdata][1]
+    record = record_of(layer.weight)
     names = [node.func for node in record.needed(layer.weight.untyped_storage()._cdata)]
     assert torch.ops.aten.normal_.default in names and torch.ops.aten.uniform_.default not in names
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -20,6 +21,15 @@ class Key(NamedTuple):
 
     low: Word
     high: Word
+
+    def pack(self) -> Tensor:
+        """As a tensor on the CPU, in the place of a kernel's own seed."""
+        return torch.stack(list(self)) if isinstance(self.low, Tensor) else torch.tensor(self)
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Key:
+        """The key that was packed."""
+        return Key(*packed.unbind()) if tracing() else Key(*packed.tolist())
 
 
 def new_key(generator: Any = None) -> Key:
@@ -49,4 +59,8 @@ def new_key(generator: Any = None) -> Key:
 
 def tracing() -> bool:
     """Whether operators are now recorded into a graph, in which nothing may depend on a value."""
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None or detect_fake_mode() is not None
+    if torch.compiler.is_compiling():
+        return True
+    if not torch._C._len_torch_dispatch_stack():  # fake tensors and proxies come with a mode; to ask them takes 11 us
+        return False
+    return get_proxy_mode() is not None or detect_fake_mode() is not None

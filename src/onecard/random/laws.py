@@ -52,14 +52,15 @@ def _compute(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _bits53(high: Tensor, low: Tensor) -> Tensor:
+def bits53(high: Tensor, low: Tensor) -> Tensor:
+    """53 bits of two words."""
     return high.bitwise_left_shift(21).bitwise_or_(low >> 11)
 
 
 def _each(dtype: torch.dtype, make: Callable[[Tensor, int], Tensor]) -> Law:
     """A law of one integer for each element: ``make(integer, bits)``, with 53 bits for float64, else 32."""
     if _compute(dtype) is torch.float64:
-        return Law(2, lambda w: [make(_bits53(w[0], w[1]), 53), make(_bits53(w[2], w[3]), 53)])
+        return Law(2, lambda w: [make(bits53(w[0], w[1]), 53), make(bits53(w[2], w[3]), 53)])
     return Law(1, lambda w: [make(word, 32) for word in w])
 
 
@@ -94,7 +95,7 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Law:
         return both if (mean, std) == (0.0, 1.0) else [x.mul_(std).add_(mean) for x in both]
 
     if _compute(dtype) is torch.float64:
-        return Law(2, lambda w: pair(_bits53(w[0], w[1]), _bits53(w[2], w[3]), 53))
+        return Law(2, lambda w: pair(bits53(w[0], w[1]), bits53(w[2], w[3]), 53))
     return Law(1, lambda w: [*pair(w[0], w[1], 32), *pair(w[2], w[3], 32)])
 
 

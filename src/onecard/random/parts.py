@@ -63,10 +63,10 @@ class _Part:
         self.wide = prod(shape) // self.per >= 2**32  # block numbers need a second counter word
         strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
         self.base = sum(o * s for o, s in zip(offset, strides, strict=True))
-        cut = max((d for d in range(len(shape)) if out.shape[d] != shape[d]), default=0)
+        cut = max([0, *[d for d in range(len(shape)) if out.shape[d] != shape[d]]])
         self.length = prod(out.shape[cut:])
         self.outer = [(n, s) for n, s in zip(out.shape[:cut], strides[:cut], strict=True) if n > 1]
-        self.rows = prod(n for n, _ in self.outer)
+        self.rows = prod([n for n, _ in self.outer])  # a list: torch.compile follows no generator here
 
     def run(self) -> None:
         """Fill it, chunk by chunk."""
@@ -118,13 +118,17 @@ class _Part:
         self.flat[first * length : end * length].view(end - first, length).copy_(values)
 
     def _values(self, block: Tensor) -> list[Tensor]:
-        high: Word = block >> 32 if self.wide else 0
-        low = block & MASK if self.wide else block
-        if low.device.type != "cpu" or tracing():
-            return self.law.values(philox((low, high, 0, 0), self.key))
-        # The same operations by NumPy, on the same memory: half the time of torch's, a third for few elements.
-        counter = (low.numpy(), high.numpy() if self.wide else 0, 0, 0)
-        return self.law.values([torch.from_numpy(word) for word in philox(counter, self.key)])
+        counter = (block & MASK, block >> 32, 0, 0) if self.wide else (block, 0, 0, 0)
+        return self.law.values(words_at(counter, self.key))
+
+
+def words_at(counter: tuple[Word, Word, Word, Word], key: Key) -> Sequence[Tensor]:
+    """Four words for each counter, of which the first at least is an int64 tensor."""
+    if counter[0].device.type != "cpu" or tracing():
+        return philox(counter, key)
+    # The same operations by NumPy, on the same memory: half the time of torch's, a third for few elements.
+    arrays = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
+    return [torch.from_numpy(word) for word in philox((arrays[0], arrays[1], arrays[2], arrays[3]), key)]
 
 
 def _cuts(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,14 @@
 """DistTensor and how operators run on it: rule -> decide -> reshard -> local operator -> wrap."""
 
-from onecard.tensor import attention as _attention  # noqa: F401 - these five fill the table of operators
+# These fill the table of operators that are not decided by a row.
+from onecard.tensor import attention as _attention  # noqa: F401
 from onecard.tensor import chance as _chance  # noqa: F401
+from onecard.tensor import channel_dropout as _channel_dropout  # noqa: F401
 from onecard.tensor import composite as _composite  # noqa: F401
-from onecard.tensor import foreach as _foreach  # noqa: F401 - that are not decided by a row
+from onecard.tensor import foreach as _foreach  # noqa: F401
+from onecard.tensor import region as _region  # noqa: F401
 from onecard.tensor import special as _special  # noqa: F401
+from onecard.tensor import variates as _variates  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard
 from onecard.tensor.create import rand, randint, randn, randperm
 from onecard.tensor.deferred import deferred_init

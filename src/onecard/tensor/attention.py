@@ -112,7 +112,7 @@ def _forward(func: Any, args: Any, kwargs: Any) -> Any:
         weights = call.weights(query, key)
         local = torch.matmul((weights * call.kept(weights, bits)).to(value.dtype), value)
     output = call.wrap(local, call.given["value"])
-    seed = torch.tensor(bits)  # for the backward operator, in the place of the kernel's own seed
+    seed = bits.pack()  # for the backward operator, in the place of the kernel's own seed
     made = {"output": output, "rng_state": seed, "philox_seed": seed, "max_q": call.shape[2], "max_k": call.shape[3]}
     # Torch's own formula hands these on to the backward operator.
     return tuple(made.get(r.name, torch.empty(0)) for r in func._schema.returns)
@@ -141,7 +141,7 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gradients(call: _Call, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor | None]:
     weights = call.weights(query, key)
-    kept = call.kept(weights, Key(*call.given["philox_seed"].tolist()))
+    kept = call.kept(weights, Key.unpack(call.given["philox_seed"]))
     of_value = torch.matmul((weights * kept).to(grad.dtype).transpose(-2, -1), grad)
     of_weights = torch.matmul(grad, value.transpose(-2, -1)) * kept
     inner = aten._softmax_backward_data(of_weights.to(weights.dtype), weights, -1, weights.dtype)

@@ -95,9 +95,14 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """x.normal_() and its kin."""
     given = arguments(func, args, kwargs)
     x, generator = given.pop("self"), given.pop("generator")
+    return fill(x, law_of(func, x.dtype, given), key_for(func, x, generator), schema_of(func).name)
+
+
+def law_of(func: Any, dtype: torch.dtype, params: dict[str, Any]) -> Law:
+    """The law of an in-place operator."""
     if schema_of(func).name == "random_":
-        func, given = _INTEGERS, {"low": given.get("from", 0), "high": given.get("to")}
-    return fill(x, _law(func, x.dtype, *given.values()), key_for(func, x, generator), schema_of(func).name)
+        func, params = _INTEGERS, {"low": params.get("from", 0), "high": params.get("to")}
+    return _law(func, dtype, *params.values())
 
 
 _INTEGERS = getattr(aten.random_, "from")
@@ -148,14 +153,9 @@ def _resized(out: Tensor, size: Any) -> Tensor:
 
 def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
-    return permutation(given["n"], new_key(given.get("generator")), **{"dtype": torch.int64, **_options(given)})
-
-
-def permutation(n: int, key: Key, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
-    """A random permutation: the order of ``n`` 64-bit numbers. Whole on every rank; takes 24 bytes an element."""
-    bits = torch.empty(n, dtype=torch.int64, **options)
-    random.fill(bits, random.law("random_", torch.int64, -(2**63)), key)
-    return bits.argsort(stable=True).to(dtype)
+    options = _options(given)
+    key, device = new_key(given.get("generator")), options.get("device", "cpu")
+    return random.permutation(given["n"], key, device=device).to(options.get("dtype", torch.int64))
 
 
 def _below(func: Any, x: Tensor, p: Tensor, generator: Any) -> Tensor:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
+from onecard import random
 from onecard.errors import DispatchError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
 from onecard.tensor import memory
-from onecard.tensor.chance import key_for, permutation
-from onecard.tensor.deferred import empty
+from onecard.tensor.chance import key_for
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.replay import empty
 
 
 def _empty(size: Sequence[int], mesh: ProcessMesh, placements: Sequence[Placement], dtype: Any) -> DistTensor:
@@ -83,7 +84,7 @@ def randperm(
     dtype: torch.dtype = torch.int64,
     generator: torch.Generator | None = None,
 ) -> DistTensor:
-    """A random permutation of 0 ... n - 1. Every rank makes it whole and keeps its part; as ``rand`` otherwise.
+    """A random permutation of 0 ... n - 1; as ``rand`` otherwise.
 
     Example:
         >>> from onecard import ProcessMesh, Shard
@@ -93,7 +94,9 @@ def randperm(
     made = _empty((n,), mesh, placements, dtype)
     key = key_for(torch.ops.aten.randperm.default, made, generator)
     if made._spec.here:
-        made._local.copy_(permutation(n, key, device=made._spec.device)[made._spec.layout.local_slices((n,))])
+        layout = made._spec.layout
+        (start,), (length,) = layout.local_offset((n,)), layout.local_shape((n,))
+        made._local.copy_(random.permutation(n, key, start, length, made._spec.device))
     return made
 
 

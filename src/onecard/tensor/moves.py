@@ -14,8 +14,8 @@ from onecard.comm.transfer import run_transfer
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.tensor.deferred import materialise
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.replay import materialise
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.transfer import plan_transfer, settled_source
 

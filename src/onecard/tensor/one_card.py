@@ -49,27 +49,16 @@ def manual_seed(seed: int) -> torch.Generator:
 class _Dispatch(TorchDispatchMode):
     """Below autograd: random operators on plain tensors by onecard's handlers."""
 
-    paused = 0
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = None if self.paused else handlers.get(func) or factories.get(func)
+        handler = handlers.get(func) or factories.get(func)
         if handler is None or _not_plain((*args, *kwargs.values())):
             return func(*args, **kwargs)
         return handler(func, args, kwargs)
 
 
 def _not_plain(values: Any) -> bool:
-    return any(isinstance(v, DistTensor) or (isinstance(v, torch.Tensor) and v.is_meta) for v in values)
-
-
-# Their noise, one number for a channel, is a plain tensor also where the input is distributed.
-_CHANNEL_DROPOUT = (
-    torch.feature_dropout,
-    torch.feature_dropout_,
-    torch.feature_alpha_dropout,
-    torch.feature_alpha_dropout_,
-)
+    return any(isinstance(v, DistTensor) or (isinstance(v, torch.Tensor) and v.device.type == "meta") for v in values)
 
 
 class one_card_random(TorchFunctionMode):
@@ -104,12 +93,6 @@ class one_card_random(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CHANNEL_DROPOUT:
-            self._below.paused += 1
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._below.paused -= 1
         if func is torch.nn.functional.scaled_dot_product_attention:
             # Fused kernels draw their own numbers.
             with sdpa_kernel(SDPBackend.MATH) if _drops(*args, **kwargs) else nullcontext():

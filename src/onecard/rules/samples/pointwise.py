@@ -69,6 +69,10 @@ SAMPLES = [
     *_calls(_WITH_NUMBER, lambda: integers(7, 4, 3), lambda: 2),
     lambda: positive(4, 3).acosh(),
     lambda: aten.special_zeta(positive(4, 3, grad=False) + 1, positive(3, grad=False)),
+    lambda: aten._standard_gamma_grad(positive(4, 3, grad=False), positive(4, 3, grad=False)),
+    lambda: aten._dirichlet_grad(
+        inside(4, 3, grad=False), positive(4, 3, grad=False), positive(4, 1, grad=False).expand(4, 3)
+    ),
     lambda: torch.polygamma(1, positive(4, 3)),
     lambda: aten.mvlgamma(positive(4, 3) + 2, 2),
     lambda: integers(9, 4, 3).bitwise_not(),

@@ -46,6 +46,14 @@ for _names in (_ONE, _TWO, _THREE, "special_" + " special_".join(_SPECIAL.split(
     row(_names)(elementwise)
 
 
+def _sampler_gradient(call: Call) -> list[Tensor]:
+    """PyTorch has no meta functions for these."""
+    return [torch.empty_like(torch.broadcast_tensors(*call.operands)[0])]
+
+
+row("_standard_gamma_grad _dirichlet_grad", results=_sampler_gradient)(elementwise)
+
+
 def _full_buffer(c: Local) -> None:
     """CUDA's log_sigmoid leaves its buffer empty, the meta function says otherwise; nobody reads it there."""
 
