@@ -3,7 +3,7 @@
 # These fill the table of operators that are not decided by a row.
 from onecard.tensor import attention as _attention  # noqa: F401
 from onecard.tensor import chance as _chance  # noqa: F401
-from onecard.tensor import composite as _composite  # noqa: F401
+from onecard.tensor import channels as _channels  # noqa: F401
 from onecard.tensor import foreach as _foreach  # noqa: F401
 from onecard.tensor import region as _region  # noqa: F401
 from onecard.tensor import special as _special  # noqa: F401

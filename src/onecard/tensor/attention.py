@@ -5,7 +5,7 @@ weights are dropped by onecard's generator; heads and batch stay cut. It costs t
 (batch, heads, queries, keys) of which each rank holds its part.
 
 On the CPU torch itself writes attention with dropout out, but folds batch and heads into one dim for its products, so that
-cut heads would have to be gathered. Therefore that operator is taken over (see composite.py).
+cut heads would have to be gathered. Therefore that operator is intercepted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
 
 from onecard import random
 from onecard.layout import Layout
@@ -21,9 +22,9 @@ from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.build import build
 from onecard.tensor.chance import arguments, key_for
-from onecard.tensor.composite import take_over
 from onecard.tensor.dispatch import Direct, builders
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.intercept import intercept, onward
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
@@ -166,6 +167,7 @@ _MATH = aten._scaled_dot_product_attention_math.default
 
 
 def _written_out(
+    keyset: DispatchKeySet,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -179,7 +181,7 @@ def _written_out(
 ) -> Any:
     if not dropout_p or dropout_mask is not None or not isinstance(query, DistTensor) or query.dim() != 4:
         rest = {"scale": scale, "enable_gqa": enable_gqa}
-        return _MATH.decompose(query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, **rest)
+        return onward(_MATH, keyset, query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, **rest)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     fused = aten._scaled_dot_product_fused_attention_overrideable
@@ -187,11 +189,7 @@ def _written_out(
     return output, query.new_empty(0)
 
 
-def _register() -> None:
-    for name in NAMES:
-        builders[getattr(aten, name).default] = _dropping(_forward)
-        builders[getattr(aten, name + "_backward").default] = _dropping(_backward)
-    take_over(_MATH, _written_out)
-
-
-_register()
+for _name in NAMES:
+    builders[getattr(aten, _name).default] = _dropping(_forward)
+    builders[getattr(aten, _name + "_backward").default] = _dropping(_backward)
+intercept(_MATH, _written_out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.reshard import Step
 from onecard.tensor import memory
+from onecard.tensor.intercept import KEYS
 from onecard.tensor.spec import STALE, Spec
 
-# A dispatch key of our own, by which composite operators can be taken over (see composite.py).
-_make = partial(
-    Tensor._make_wrapper_subclass, _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
-)
+_make = Tensor._make_wrapper_subclass
 
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
@@ -59,7 +56,15 @@ class DistTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> DistTensor:
-        self = _make(cls, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, requires_grad=requires_grad)
+        self = _make(
+            cls,
+            spec.shape,
+            spec.stride,
+            dtype=spec.dtype,
+            device=spec.device,
+            requires_grad=requires_grad,
+            _extra_dispatch_keys=KEYS,
+        )
         self._local, self._spec = local, spec
         return self
 
@@ -168,6 +173,15 @@ class DistTensor(Tensor):
         detached: Any = self.detach()
         return detached.full_tensor()
 
+    # Torch finds the device for these two in the dispatch keys, and does not know ours (see intercept.py).
+    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor from data, of this one's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
+
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """A plain tensor by size or from data, of this one's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""
         return self._whole().tolist()
@@ -178,16 +192,6 @@ class DistTensor(Tensor):
             raise RuntimeError("Can't call numpy() on a DistTensor that requires grad. Use x.detach().numpy() instead.")
         return self._whole().numpy(force=force)
 
-    def new(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``new(size)``: a DistTensor as ``new_empty(size)`` makes it. Other legacy forms give plain tensors."""
-        if args and not kwargs and all(isinstance(a, int | torch.Size) for a in args):
-            return self.new_empty(*args)
-        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
-
-    def new_tensor(self, data: Any, **options: Any) -> Tensor:
-        """A plain tensor with these values, of this dtype and device if no others are given."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
-
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self._whole().numpy(force=True)
         return array if dtype is None else array.astype(dtype, copy=False)
@@ -195,7 +199,7 @@ class DistTensor(Tensor):
 
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """A DistTensor outside autograd, as fast as can be."""
-    self = _make(DistTensor, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    self = _make(DistTensor, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, _extra_dispatch_keys=KEYS)
     self._local, self._spec = local, spec
     return self
 
