@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_operators import MAKERS, OPERATORS, TALKING, layouts, probabilities
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -160,9 +161,108 @@ def test_checkpoint_draws_the_same_again():
         assert_close(gradients(layer, twin, how), expected)
 
 
+class Dropper(nn.Module):
+    """Random operators alone: no sums whose order a layout could change."""
+
+    def forward(self, x):
+        noise = torch.rand_like(x) + torch.poisson(torch.full_like(x, 3.0))
+        return F.dropout1d(F.dropout(x, 0.3) * noise, 0.3) * torch.randn_like(x)
+
+
+@multirank(4)
+@pytest.mark.parametrize("how", [True, False])
+def test_checkpoint_draws_the_same_bits_again(how):
+    mesh, layer = oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]), Dropper()
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 7)
+
+    def gradient(value, run):
+        oc.manual_seed(1)
+        value = value.detach().requires_grad_()
+        run(value).sum().backward()
+        return value.grad, torch.get_rng_state()
+
+    with oc.one_card_random():
+        expected, after = gradient(x, layer)
+    for placements in ([oc.Replicate()] * 2, [oc.Shard(0), oc.Shard(1)], [oc.Shard(2), oc.Shard(2)]):
+        twin = oc.shard_tensor(x, mesh, placements)
+        found, state = gradient(twin, lambda value: checkpoint(layer, value, use_reentrant=how))
+        assert torch.equal(oc.unshard(found), expected) and torch.equal(state, after)
+        found, _ = gradient(twin, lambda value: checkpoint(layer, value, use_reentrant=how, preserve_rng_state=False))
+        assert not torch.equal(oc.unshard(found), expected)  # without the state torch promises nothing, here as there
+
+
+def draw_some(ranks, placements, seed, load, save):
+    """Two draws on a mesh; begins with a seed or a state in a file, and may leave the state behind."""
+    mesh = oc.ProcessMesh(ranks)
+    if load is None:
+        oc.manual_seed(seed)
+    else:
+        torch.set_rng_state(load_file(load)["state"])
+    x = oc.shard_tensor(torch.ones(7, 6), mesh, [getattr(oc, name)(*dim) for name, *dim in placements])
+    drawn = torch.stack([F.dropout(x, 0.5).full_tensor(), torch.randn_like(x).full_tensor()])
+    if save is not None and oc.get_rank() == 0:
+        save_file({"state": torch.get_rng_state()}, save)
+    return drawn
+
+
+def test_a_saved_state_goes_on_on_another_mesh(tmp_path):
+    file = str(tmp_path / "state.safetensors")
+    whole = run_ranks(draw_some, 1, [0], [("Replicate",)], 3, None, None)[0]
+    first = run_ranks(draw_some, 3, [2, 0, 1], [("Shard", 0)], 3, None, file)[0]
+    second = run_ranks(draw_some, 4, [[0, 1], [2, 3]], [("Shard", 1), ("Shard", 1)], 99, file, None)
+    oc.manual_seed(3)
+    with oc.one_card_random():
+        x = torch.ones(7, 6)
+        expected = torch.stack(
+            [f() for _ in range(2) for f in (lambda: F.dropout(x, 0.5), lambda: torch.randn_like(x))]
+        )
+    assert torch.equal(whole, expected[:2]) and torch.equal(first, expected[:2])
+    assert all(torch.equal(rank, expected[2:]) for rank in second)
+
+
+@multirank(4)
+def test_generators_and_forks_are_those_of_one_card():
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
+
+    def program(x):
+        oc.manual_seed(7)
+        own = torch.Generator().manual_seed(5)
+        drawn = [torch.empty_like(x).normal_(generator=own), torch.bernoulli(x, generator=own)]
+        with torch.random.fork_rng(devices=[]):
+            drawn.append(torch.rand_like(x))
+        drawn += [torch.rand_like(x), torch.poisson(x, generator=own), torch.multinomial(x, 2, generator=own)]
+        kept = own.get_state()
+        drawn.append(torch.empty_like(x).uniform_(generator=own))
+        own.set_state(kept)
+        drawn.append(torch.empty_like(x).uniform_(generator=own))
+        return drawn
+
+    x = probabilities([5, 7])
+    with oc.one_card_random():
+        expected = program(x)
+    assert torch.equal(expected[2], expected[3]) and torch.equal(expected[-2], expected[-1])
+    for placements in ([oc.Replicate()] * 2, [oc.Shard(0), oc.Shard(1)], [oc.Shard(1), oc.Shard(1)]):
+        for found, one in zip(program(oc.shard_tensor(x, mesh, placements)), expected, strict=True):
+            assert torch.equal(oc.unshard(found), one)
+
+
 def seed_by_rank() -> None:
     oc.shard_tensor(torch.ones(2), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)]).full_tensor()
     oc.manual_seed(int(torch.distributed.get_rank()))
+
+
+def seed_by_rank_with_torch() -> None:
+    x = oc.shard_tensor(torch.ones(4), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)])
+    x.full_tensor()
+    torch.manual_seed(int(torch.distributed.get_rank()))
+    F.dropout(x, 0.5)
+
+
+def own_generators_that_differ() -> None:
+    x = oc.shard_tensor(torch.ones(4), oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)])
+    x.full_tensor()
+    torch.poisson(x, generator=torch.Generator().manual_seed(int(torch.distributed.get_rank())))
 
 
 def draw_out_of_step() -> None:
@@ -175,7 +275,13 @@ def draw_out_of_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "program, message", [(seed_by_rank, "the same seed on every rank"), (draw_out_of_step, "or on none")]
+    "program, message",
+    [
+        (seed_by_rank, "the same seed on every rank"),
+        (seed_by_rank_with_torch, "Seed all alike"),
+        (own_generators_that_differ, "Seed all alike"),
+        (draw_out_of_step, "or on none"),
+    ],
 )
 def test_ranks_that_disagree_are_told(program, message):
     with pytest.raises(RankError, match=message) as caught:

@@ -113,6 +113,15 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+def _new(self: DistTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``x.new(size)``: a DistTensor as ``new_empty(size)`` makes it, so that what fills it (torch.distributions) draws
+    the numbers of one card. Other legacy forms give plain tensors."""
+    if args and not kwargs and all(isinstance(a, int | torch.Size) for a in args):
+        return self.new_empty(*args)
+    return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
+
+
+DistTensor.new = _new  # type: ignore[method-assign]
 handle(torch.ops.aten.eye.out, _eye)
 handle(torch.ops.aten.eye.m_out, _eye)
 
