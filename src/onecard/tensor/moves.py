@@ -22,7 +22,7 @@ from onecard.transfer import plan_transfer, settled_source
 
 def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
     """This rank's part of a value that every rank holds whole."""
-    if whole.is_meta and not pretend.rehearsing:
+    if whole.device.type == "meta" and not pretend.rehearsing:
         return materialise(whole, layout)
     device = world.device() if whole.device.type == "cpu" else whole.device
     shape = whole.shape
