@@ -99,20 +99,51 @@ def test_every_collective_and_size():
             assert torch.equal(got, want), call
 
 
-def all_bits(dtype):
-    x = torch.randn(200_003, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-    small = x[:100].clone()
-    dist.all_reduce(x)
-    dist.all_reduce(small)
-    return x, small
+SIZES = (100, 200_003, 5_000_011)  # the three ways of an all-reduce: at once, through slots, from rank to rank
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_are_equal_on_all_ranks_from_run_to_run_and_for_every_size(dtype):
-    first, again = (run_ranks(all_bits, 3, dtype, backend="shm") for _ in range(2))
-    for x, small in first + again:
-        assert torch.equal(x, first[0][0])
-        assert torch.equal(small, x[:100])  # the way a small message goes adds in the same order
+def all_bits(dtype, op):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    whole = torch.randn(SIZES[-1], generator=generator).to(dtype)
+    results = [whole[:size].clone() for size in SIZES]
+    for x in results:
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+    return results
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(torch.float32, "SUM"), (torch.bfloat16, "AVG")], ids=str)
+def test_bits_are_equal_on_all_ranks_from_run_to_run_and_for_every_size(dtype, op):
+    first, again = (run_ranks(all_bits, 3, dtype, op, backend="shm") for _ in range(2))
+    small, middle, large = first[0]
+    for results in first + again:
+        assert all(torch.equal(got, want) for got, want in zip(results, first[0], strict=True))
+    # And they are what one process finds that adds in the order of the ranks, whichever way the messages go.
+    whole = [torch.randn(SIZES[-1], generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
+    total = (whole[0].float() + whole[1].float()) + whole[2].float()
+    assert torch.equal(large, (total / 3 if op == "AVG" else total).to(dtype))
+    assert torch.equal(small, large[: len(small)]) and torch.equal(middle, large[: len(middle)])
+
+
+def large_reductions():
+    """Every kind of running total on its way from rank to rank."""
+    rank, ops = dist.get_rank(), dist.ReduceOp
+    base = torch.arange(8 * 2**20 + 77, dtype=torch.int32).remainder_(7).to(torch.int8)
+    few = base[: len(base) // 2].half()
+    for mine, op, expected in (
+        (base * (rank + 1), ops.SUM, base * 3),
+        (base * (3 * rank), ops.AVG, base * 3 // 2),
+        (base == 3 * rank, ops.SUM, (base == 0) | (base == 3)),
+        (few + rank, ops.PRODUCT, few * (few + 1)),
+    ):
+        dist.all_reduce(mine, op)
+        assert torch.equal(mine, expected), (mine.dtype, op)
+    kept = torch.full((3 * 2**20,), rank + 1.0)
+    dist.reduce(kept, 1)
+    assert kept.unique().tolist() == [3.0 if rank == 1 else 1.0]  # only the root's changes
+
+
+def test_large_reductions_of_every_kind():
+    run_ranks(large_reductions, 2, backend="shm")
 
 
 @multirank(3, backend="shm")

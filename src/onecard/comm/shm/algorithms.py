@@ -21,6 +21,9 @@ from onecard.comm.shm.signature import Signature
 DIRECT = 32 * 1024
 """Bytes up to which every rank reduces everything itself: one crossing, and n times the reading."""
 
+RELAY = 8 * 1024 * 1024
+"""Bytes from which a running total goes from rank to rank: the way with the least traffic, and the longest start."""
+
 _move = ctypes.memmove
 
 
@@ -44,27 +47,55 @@ def all_reduce(channel: Channel, signature: Signature, deadline: float, numbers:
     """Reduces in place on every rank (without `receive`: takes part, and keeps its own)."""
     size = numbers.count * numbers.itemsize
     if size <= DIRECT:
-        parity = channel.parity
-        _move(channel.slots(parity)[channel.rank], numbers.address, size)
+        turn = channel.turn
+        _move(channel.slots(turn)[channel.rank], numbers.address, size)
         channel.meet(signature, deadline)
         if receive and size:
-            sources = [view(slot, numbers.count, numbers.kind) for slot in channel.slots(parity)]
+            sources = [view(slot, numbers.count, numbers.kind) for slot in channel.slots(turn)]
             numbers.fold(sources, view(numbers.address, numbers.count, numbers.kind))
         return
+    if size >= RELAY:
+        return _relay(channel, signature, deadline, numbers, receive)
     chunk = channel.segment.plan.chunk // numbers.itemsize
     chunks = [_Chunk(channel, numbers, start, chunk) for start in range(0, numbers.count, chunk)]
     for step in range(len(chunks) + 2):
-        parity = channel.parity
+        turn = channel.turn
         if step < len(chunks):
-            chunks[step].write(parity)
+            chunks[step].write(turn)
         if 1 <= step <= len(chunks):
-            chunks[step - 1].reduce(parity)
+            chunks[step - 1].reduce(turn)
         if step >= 2 and receive:
-            chunks[step - 2].read(1 - parity)
+            chunks[step - 2].read(turn - 1)
         if step == 0:
             channel.meet(signature, deadline)
         elif step <= len(chunks):
             channel.cross(deadline)
+
+
+def _relay(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool) -> None:
+    """A large all-reduce: running totals go from rank to rank, one chunk apart, and all copy out what the last one ends.
+
+    Each rank reads its numbers once and each byte of shared memory is written by one rank at a time, into lines that it
+    has just read or that nobody has read for long: the other ways cost more than twice as much between cores.
+    """
+    rank, size, fold = channel.rank, channel.size, numbers.fold
+    most = channel.segment.plan.chunk // np.dtype(fold.total).itemsize
+    chunks = [(start, min(most, numbers.count - start)) for start in range(0, numbers.count, most)]
+    buffers = channel.buffers()
+    channel.meet(signature, deadline)  # and nobody reads the slots any more
+    for step in range(len(chunks) + size):
+        if receive and step >= size:
+            start, count = chunks[step - size]
+            place = numbers.address + start * numbers.itemsize
+            _move(place, buffers[(step - size) % len(buffers)], count * numbers.itemsize)
+        if 0 <= step - rank < len(chunks):
+            start, count = chunks[step - rank]
+            total = view(buffers[(step - rank) % len(buffers)], count, fold.total)
+            mine = view(numbers.address + start * numbers.itemsize, count, numbers.kind)
+            (fold.add if rank else fold.begin)(total, mine)
+            if rank == size - 1:
+                fold.finish(total, size)
+        channel.cross(deadline)
 
 
 class _Chunk:
@@ -79,29 +110,29 @@ class _Chunk:
         part = -(-count // (channel.size * line)) * line
         self.bounds = [min(part * r, count) for r in range(channel.size + 1)]
 
-    def write(self, parity: int) -> None:
+    def write(self, turn: int) -> None:
         """Copies into this rank's slot what the others reduce."""
-        slot, size = self.channel.slots(parity)[self.channel.rank], self.numbers.itemsize
+        slot, size = self.channel.slots(turn)[self.channel.rank], self.numbers.itemsize
         low, high = self.bounds[self.channel.rank] * size, self.bounds[self.channel.rank + 1] * size
         _move(slot, self.address, low)
         _move(slot + high, self.address + high, self.bounds[-1] * size - high)
 
-    def reduce(self, parity: int) -> None:
+    def reduce(self, turn: int) -> None:
         """Reduces this rank's part, written a step ago, into the outward half of its slot."""
         rank, numbers = self.channel.rank, self.numbers
         start, count = self.bounds[rank], self.bounds[rank + 1] - self.bounds[rank]
         if count == 0:
             return
         offset = start * numbers.itemsize
-        places = [slot + offset for slot in self.channel.slots(1 - parity)]
+        places = [slot + offset for slot in self.channel.slots(turn - 1)]
         places[rank] = self.address + offset
-        out = self.channel.slots(parity)[rank] + self.channel.segment.plan.chunk
+        out = self.channel.slots(turn)[rank] + self.channel.segment.plan.chunk
         numbers.fold([view(p, count, numbers.kind) for p in places], view(out, count, numbers.kind))
 
-    def read(self, parity: int) -> None:
+    def read(self, turn: int) -> None:
         """Copies the parts that all ranks reduced a step ago to where they belong."""
         size, chunk = self.numbers.itemsize, self.channel.segment.plan.chunk
-        for rank, slot in enumerate(self.channel.slots(parity)):
+        for rank, slot in enumerate(self.channel.slots(turn)):
             low, high = self.bounds[rank] * size, self.bounds[rank + 1] * size
             _move(self.address + low, slot + chunk, high - low)
 
@@ -118,17 +149,17 @@ def all_gather(
     rank, chunk = channel.rank, channel.segment.plan.chunk
     order = [(rank + r) % channel.size for r in range(1, channel.size)]
     for start in range(0, max(*sizes, 1), chunk):
-        parity = channel.parity
+        turn = channel.turn
         mine = min(chunk, sizes[rank] - start)
         if mine > 0:
-            _move(channel.slots(parity)[rank], source + start, mine)
+            _move(channel.slots(turn)[rank], source + start, mine)
         if start:
             channel.cross(deadline)
         else:
             channel.meet(signature, deadline)
         if targets is None:
             continue
-        slots = channel.slots(parity)
+        slots = channel.slots(turn)
         for other in order:
             size = min(chunk, sizes[other] - start)
             if size > 0:
@@ -151,8 +182,8 @@ def all_to_all(
     room = channel.segment.plan.chunk // size & -64
     start, end = 0, 1
     while start < end:
-        parity = channel.parity
-        slot = channel.slots(parity)[rank]
+        turn = channel.turn
+        slot = channel.slots(turn)[rank]
         for other in range(size):
             count = min(room, sent[other] - start)
             if count > 0 and other != rank:
@@ -161,22 +192,22 @@ def all_to_all(
             channel.cross(deadline)
         else:
             channel.meet(signature, deadline, np.asarray(sent, np.int64).tobytes())
-            end = _check_tables(channel, parity, received)
-        for turn in range(1, size):
-            other = (rank + turn) % size
+            end = _check_tables(channel, turn, received)
+        for away in range(1, size):
+            other = (rank + away) % size
             count = min(room, received[other] - start)
             if count > 0:
-                _move(targets[other] + start, channel.slots(parity)[other] + rank * room, count)
+                _move(targets[other] + start, channel.slots(turn)[other] + rank * room, count)
         start += room
     if targets[rank] != sources[rank]:
         _move(targets[rank], sources[rank], sent[rank])
 
 
-def _check_tables(channel: Channel, parity: int, received: Sequence[int]) -> int:
+def _check_tables(channel: Channel, turn: int, received: Sequence[int]) -> int:
     """The largest message between any two ranks, once everybody's idea of them agrees with everybody else's."""
     largest = 1
     for other in range(channel.size):
-        table = channel.table(other, parity)
+        table = channel.table(other, turn)
         largest = max(largest, *table)
         if table[channel.rank] != received[other]:
             channel.fail(
@@ -194,8 +225,8 @@ def reduce_scatter(
     room = channel.segment.plan.chunk // size // 64 * 64 // item
     apart = not _overlap(out.address, sources[rank], out.count * item)
     for start in range(0, max(*counts, 1), room):
-        parity = channel.parity
-        slots = channel.slots(parity)
+        turn = channel.turn
+        slots = channel.slots(turn)
         for other in range(size):
             count = min(room, counts[other] - start)
             if count > 0 and not (other == rank and apart):

@@ -1,8 +1,8 @@
 """How the ranks of a group meet: step by step, each step one crossing that nobody leaves before all have come.
 
-In a step every rank writes into its own slot, crosses, and reads the slots of the others. Slots are used in turn by
-even and odd steps. That is all the synchronisation there is: a rank that writes for step s+2 has crossed step s+1, so
-everybody else has come to s+1, and is done with reading what was written for s.
+In a step every rank writes into its own slot, crosses, and reads the slots of the others. Slots are used in turn, two at
+least. That is all the synchronisation there is: a rank that writes for step s+2 has crossed step s+1, so everybody else
+has come to s+1, and is done with reading what was written for s.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Channel:
 
     Attributes:
         ranks: the members' global ranks, by which errors name them.
-        parity: which slot the next step writes.
+        turn: which slot the next step writes.
         failure: why the group can no longer be used, or None.
     """
 
     def __init__(self, segment: Segment, rank: int, ranks: Sequence[int]) -> None:
         self.segment, self.rank, self.ranks, self.size = segment, rank, tuple(ranks), len(ranks)
         self.pid = os.getpid()
-        self.parity = 1
+        self.turn = 1
         self.failure: str | None = None
         self._step = 0
         self._signature: Signature | None = None
@@ -54,14 +54,20 @@ class Channel:
         self.bell_address = segment.word_address(BELL)
         self._fence = futex.make_fence()
         self._spin = _SPIN if len(os.sched_getaffinity(0)) >= self.size else 0
-        self._cards = [[segment.card(r, parity) for r in range(self.size)] for parity in (0, 1)]
-        self._slots = [[segment.base + segment.slot(r, parity) for r in range(self.size)] for parity in (0, 1)]
+        self._turns = segment.plan.turns - 1  # a mask
+        turns, members = range(segment.plan.turns), range(self.size)
+        self._cards = [[segment.card(r, turn) for r in members] for turn in turns]
+        self._slots = [[segment.base + segment.slot(r, turn) for r in members] for turn in turns]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def slots(self, parity: int) -> list[int]:
-        """The addresses of every rank's slot."""
-        return self._slots[parity]
+    def slots(self, turn: int) -> list[int]:
+        """The addresses of every rank's slot; turn -1: those before turn 0."""
+        return self._slots[turn]
+
+    def buffers(self) -> list[int]:
+        """The addresses of all slots, for those who cross before they touch them and after."""
+        return [slot for slots in self._slots for slot in slots]
 
     def meet(self, signature: Signature, deadline: float, table: bytes = b"") -> None:
         """The first step of a collective: crosses, and checks that all ranks are here for the same thing.
@@ -70,26 +76,26 @@ class Channel:
         """
         self._signature = signature
         card = signature.pack() + table
-        start = self._cards[self.parity][self.rank]
+        start = self._cards[self.turn][self.rank]
         memory = self.segment.bytes
         memory[start : start + len(card)] = card
-        cards = self._cards[self.parity]
+        cards = self._cards[self.turn]
         self.cross(deadline)
         mine = card[:SIZE]
         for rank, at in enumerate(cards):
             if memory[at : at + SIZE] != mine:
                 self._mismatch(rank, mine, bytes(memory[at : at + SIZE]))
 
-    def table(self, rank: int, parity: int) -> memoryview:
+    def table(self, rank: int, turn: int) -> memoryview:
         """The table that a rank sent along, one signed 64-bit number for each rank."""
-        start = self._cards[parity][rank] + SIZE
+        start = self._cards[turn][rank] + SIZE
         return self.segment.bytes[start : start + 8 * self.size].cast("q")
 
     def cross(self, deadline: float) -> None:
         """Waits until every rank has come to this step. Raises CommunicationError if one cannot come any more."""
         words = self._words
         step = self._step = (self._step + 1) & _MASK
-        self.parity = (step + 1) & 1
+        self.turn = (step + 1) & self._turns
         words[self._mine] = step
         # Nobody may read the others' words before its own is visible: else the last two could each miss the other.
         self._fence()
@@ -151,7 +157,7 @@ class Channel:
         step = self._words[rank_word(rank, STEP)]
         if step == 0:
             return "which has called no collective of this group yet"
-        at = self._cards[step & 1][rank]
+        at = self._cards[step & self._turns][rank]
         return f"whose last collective was {describe(bytes(self.segment.bytes[at : at + SIZE]))}"
 
     def _mismatch(self, rank: int, mine: bytes, theirs: bytes) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,17 +57,33 @@ def view(address: int, count: int, kind: Any) -> Array:
     return np.frombuffer((ctypes.c_char * size).from_address(address), kind)
 
 
-Fold = Callable[[Sequence[Array], Array], None]
+class Fold(Protocol):
+    """A reduction in the order of the ranks: of all at once (a call), or of one after the other on a running total.
+
+    Attributes:
+        total: the (numpy) type of the running total.
+    """
+
+    total: Any
+
+    def __call__(self, sources: Sequence[Array], out: Array) -> None:
+        """Reduces arrays, first to last, into another one, which must not overlap them."""
+
+    def begin(self, total: Array, source: Array) -> None:
+        """The first rank's part."""
+
+    def add(self, total: Array, source: Array) -> None:
+        """The next rank's part."""
+
+    def finish(self, total: Array, ranks: int) -> None:
+        """Makes the result of a total of all ranks, from its first byte on."""
 
 
 @functools.cache
 def fold(dtype: torch.dtype, op: str) -> Fold:
-    """A function that reduces arrays, first to last, into another one, which must not overlap them.
-
-    Raises CommunicationError for a type that the operator is not defined on.
-    """
+    """The reduction `op` of a dtype. Raises CommunicationError for a type that the operator is not defined on."""
     if dtype in _NARROW and op in _IN_PLACE:
-        return _narrow(dtype, op)
+        return _Narrow(dtype, op)
     logical = dtype is torch.bool
     table = _LOGICAL if logical else _UFUNC
     bits = op.startswith("b") and (dtype.is_floating_point or dtype.is_complex)
@@ -75,7 +91,7 @@ def fold(dtype: torch.dtype, op: str) -> Fold:
     if op not in table or dtype not in _NUMPY or bits or order:
         name = str(dtype).removeprefix("torch.")
         raise CommunicationError(f"the reduction {op!r} is not defined on {name}; on it: {', '.join(_defined(dtype))}")
-    return _wide(table[op], op == "avg")
+    return _Wide(_NUMPY[dtype], table[op], op == "avg")
 
 
 def _defined(dtype: torch.dtype) -> list[str]:
@@ -86,19 +102,32 @@ def _defined(dtype: torch.dtype) -> list[str]:
     return list(_IN_PLACE) if dtype.is_floating_point else list(_UFUNC)
 
 
-def _wide(combine: Any, average: bool) -> Fold:
-    @np.errstate(all="ignore")  # overflow is a result, here as everywhere in torch
-    def reduce(sources: Sequence[Array], out: Array) -> None:
+class _Wide:
+    """Totals of the type itself, by numpy. Overflow is a result, here as everywhere in torch."""
+
+    def __init__(self, kind: Any, combine: Any, average: bool) -> None:
+        self.total, self._combine, self._average = kind, combine, average
+
+    @np.errstate(all="ignore")
+    def __call__(self, sources: Sequence[Array], out: Array) -> None:
         if len(sources) == 1:
             np.copyto(out, sources[0])
         else:
-            combine(sources[0], sources[1], out=out)
+            self._combine(sources[0], sources[1], out=out)
             for source in sources[2:]:
-                combine(out, source, out=out)
-        if average:
-            _divide(out, len(sources))
+                self._combine(out, source, out=out)
+        self.finish(out, len(sources))
 
-    return reduce
+    def begin(self, total: Array, source: Array) -> None:
+        np.copyto(total, source)
+
+    @np.errstate(all="ignore")
+    def add(self, total: Array, source: Array) -> None:
+        self._combine(total, source, out=total)
+
+    def finish(self, total: Array, ranks: int) -> None:
+        if self._average:
+            _divide(total, ranks)
 
 
 def _divide(out: Array, by: int) -> None:
@@ -110,17 +139,39 @@ def _divide(out: Array, by: int) -> None:
         np.floor_divide(out, count, out=out)
 
 
-def _narrow(dtype: torch.dtype, op: str) -> Fold:
-    combine, wide = _IN_PLACE[op], _NARROW[dtype]
+class _Narrow:
+    """Totals in float32, rounded once, by torch; block by block."""
 
-    def reduce(sources: Sequence[Array], out: Array) -> None:
-        tensors = [torch.from_numpy(source).view(dtype) for source in sources]
-        result = torch.from_numpy(out).view(dtype)
+    def __init__(self, dtype: torch.dtype, op: str) -> None:
+        self._dtype, self._average, self._combine = dtype, op == "avg", _IN_PLACE[op]
+        self._wide = _NARROW[dtype]
+        self.total = _NUMPY[self._wide]
+
+    def __call__(self, sources: Sequence[Array], out: Array) -> None:
+        total = np.empty(min(len(out), _BLOCK), self.total)
         for start in range(0, len(out), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            total = tensors[0][block].to(wide)
-            for tensor in tensors[1:]:
-                combine(total, tensor[block].to(wide))
-            result[block].copy_(total.div_(len(sources)) if op == "avg" else total)
+            size = min(_BLOCK, len(out) - start)
+            self.begin(total[:size], sources[0][start : start + size])
+            for source in sources[1:]:
+                self.add(total[:size], source[start : start + size])
+            self.finish(total[:size], len(sources))
+            out[start : start + size] = total.view(out.dtype)[:size]
 
-    return reduce
+    def begin(self, total: Array, source: Array) -> None:
+        for wide, narrow in self._blocks(total, source):
+            wide.copy_(narrow)
+
+    def add(self, total: Array, source: Array) -> None:
+        for wide, narrow in self._blocks(total, source):
+            self._combine(wide, narrow.to(self._wide))
+
+    def finish(self, total: Array, ranks: int) -> None:
+        # Forwards: what is rounded is narrower than what it is made of, and so never runs over what is still to come.
+        result = total.view(_RAW[self._dtype.itemsize])[: len(total)]
+        for wide, narrow in self._blocks(total, result):
+            narrow.copy_((wide / ranks if self._average else wide).to(self._dtype))
+
+    def _blocks(self, total: Array, narrow: Array) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        one, other = torch.from_numpy(total), torch.from_numpy(narrow).view(self._dtype)
+        for start in range(0, len(one), _BLOCK):
+            yield one[start : start + _BLOCK], other[start : start + _BLOCK]

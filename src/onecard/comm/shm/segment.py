@@ -28,6 +28,9 @@ ABSENT, HERE, GONE, FAILED = 0, 1, 2, 3
 TEXT_BYTES = 1024
 CARD_BYTES = 64
 CHUNK = 1024 * 1024
+SPREAD = 8 * 1024 * 1024
+"""Bytes over which large messages are spread before a slot is written again. A core that writes into lines which others
+have read waits for them to give these up (measured: down to 2.5 GB/s, and 8 GB/s over this many bytes)."""
 RING = 512 * 1024
 
 
@@ -44,6 +47,11 @@ class Plan:
     ring: int = RING
 
     @cached_property
+    def turns(self) -> int:
+        """How many slots a rank uses in turn: two at least, a power of two."""
+        return 1 << max(SPREAD // (self.size * self.chunk), 2).bit_length() - 1
+
+    @cached_property
     def texts(self) -> int:
         """For each rank, why it failed."""
         return _round(4 * (_HEAD_WORDS + self.size * _RANK_WORDS), PAGE)
@@ -55,7 +63,7 @@ class Plan:
 
     @cached_property
     def cards(self) -> int:
-        """For each rank, two cards, used in turn."""
+        """For each rank, its cards, used in turn."""
         return self.texts + _round(self.size * TEXT_BYTES, PAGE)
 
     @cached_property
@@ -70,8 +78,8 @@ class Plan:
 
     @cached_property
     def slots(self) -> int:
-        """For each rank, two slots, used in turn."""
-        return self.cards + _round(2 * self.size * self.card_bytes, PAGE)
+        """For each rank, its slots, used in turn."""
+        return self.cards + _round(self.turns * self.size * self.card_bytes, PAGE)
 
     @cached_property
     def ring_bytes(self) -> int:
@@ -81,7 +89,7 @@ class Plan:
     @cached_property
     def rings(self) -> int:
         """For each pair of sender and receiver, a ring."""
-        return self.slots + 2 * self.size * self.slot_bytes
+        return self.slots + self.turns * self.size * self.slot_bytes
 
     @cached_property
     def total(self) -> int:
@@ -141,13 +149,13 @@ class Segment:
         """The address of a word."""
         return self.base + 4 * index
 
-    def slot(self, rank: int, parity: int) -> int:
+    def slot(self, rank: int, turn: int) -> int:
         """The offset of a rank's slot."""
-        return self.plan.slots + (2 * rank + parity) * self.plan.slot_bytes
+        return self.plan.slots + (self.plan.turns * rank + turn) * self.plan.slot_bytes
 
-    def card(self, rank: int, parity: int) -> int:
+    def card(self, rank: int, turn: int) -> int:
         """The offset of a rank's card."""
-        return self.plan.cards + (2 * rank + parity) * self.plan.card_bytes
+        return self.plan.cards + (self.plan.turns * rank + turn) * self.plan.card_bytes
 
     def ring(self, sender: int, receiver: int) -> int:
         """The offset of a pair's ring."""
