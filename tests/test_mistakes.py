@@ -202,8 +202,12 @@ def test_operands_on_two_meshes():
 # 7. A value that is not here
 
 
+def equals_itself(x):
+    return torch.equal(x, x)
+
+
 @multirank(2)
-@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float])
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float, equals_itself])
 def test_the_value_of_a_tensor_that_lives_elsewhere(ask):
     x = oc.shard_tensor(torch.tensor(3.0), oc.ProcessMesh([0], ["pp"]), [oc.Replicate()])
     if oc.get_rank() == 0:
