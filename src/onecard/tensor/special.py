@@ -24,8 +24,8 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not x._spec.here:
         raise DispatchError(
-            f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it does not hold "
-            "the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
+            f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it "
+            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
         )
     return func(whole_on_mesh(x, "item"))
 
