@@ -118,6 +118,12 @@ def test_mlp_of_seed_002(name: str, more: dict[str, Any]) -> None:
     assert_losses(ranks, train_002("single_card_002", SMALL_002))
 
 
+@pytest.mark.parametrize("name", ["pipeline_parallel_002", "hybrid_parallel_002"])
+def test_two_stages_of_seed_002(name: str) -> None:
+    ranks = run_ranks(train_002, 8, name, SMALL_002)
+    assert_losses(ranks, train_002("single_card_002", SMALL_002))
+
+
 def local_shapes_002(name: str) -> list[tuple[int, ...]]:
     model = load(name).MlpModel(8, 12)
     x = torch.ones(4, 2, 8)
@@ -128,6 +134,8 @@ def local_shapes_002(name: str) -> list[tuple[int, ...]]:
 def test_what_each_rank_of_seed_002_holds() -> None:
     assert run_ranks(local_shapes_002, 4, "data_parallel_002") == [[(8, 12), (12, 8), (1, 2, 8), "S(0)"]] * 4
     assert run_ranks(local_shapes_002, 4, "tensor_parallel_002") == [[(8, 3), (3, 8), (4, 2, 8), "P(sum)"]] * 4
+    first, second = run_ranks(local_shapes_002, 8, "hybrid_parallel_002")[::4]
+    assert first == [(8, 6), (0,), (0,), "S(0)"] and second == [(0,), (6, 8), (2, 2, 8), "S(0)"]
 
 
 # seed 003

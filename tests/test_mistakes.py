@@ -97,26 +97,29 @@ def test_heads_that_do_not_divide_are_gathered():
 # 3, 4. Placements that do not fit.
 
 
+@multirank(2)
 def test_wrong_number_of_placements():
-    mesh = oc.ProcessMesh([[0]], ["dp", "tp"])
-    text = message(lambda: oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Shard(0)]), LayoutError)
-    has(text, "1 placement(s) ['Shard(0)']", "2 axes ['dp', 'tp']", "for example [Shard(0), Replicate()]")
+    mesh = oc.ProcessMesh([[0, 1]], ["dp", "tp"])
+    x = oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Replicate(), oc.Shard(0)])
+    for name, call in {"shard_tensor": oc.shard_tensor, "reshard": oc.reshard, "from_local": oc.from_local}.items():
+        value = x if name == "reshard" else torch.ones(4, 4)
+        text = message(lambda call=call, value=value: call(value, mesh, [oc.Shard(0)]), LayoutError)
+        has(text, f"{name} of [4, 4] float32: 1 placement(s) ['Shard(0)']", "2 axes ['dp', 'tp']")
+        has(text, f"for example onecard.{name}(x, mesh, [Shard(0), Replicate()])")
+    assert_close(x.full_tensor(), torch.ones(4, 4))  # nothing was sent, so the ranks are in step
 
 
+@multirank(2)
 @pytest.mark.parametrize(
     ("shape", "placement", "parts"),
     [
-        ((4, 4), oc.Shard(2), ("the tensor has 2 dim(s)", "-2 to 1 are possible", "for example [Shard(1)]")),
-        (
-            (),
-            oc.Shard(0),
-            ("the tensor has 0 dim(s)", "only Replicate() or Partial() fit", "for example [Replicate()]"),
-        ),
+        ((4, 4), oc.Shard(2), ("the tensor has 2 dim(s)", "-2 to 1 are possible", "mesh, [Shard(1)])")),
+        ((), oc.Shard(0), ("the tensor has 0 dim(s)", "only Replicate() or Partial() fit", "mesh, [Replicate()])")),
     ],
 )
 def test_shard_dim_out_of_range(shape, placement, parts):
-    text = message(lambda: oc.shard_tensor(torch.ones(shape), oc.ProcessMesh([0], ["x"]), [placement]), LayoutError)
-    has(text, f"Shard({placement.dim}) on axis 'x'", *parts)
+    text = message(lambda: oc.shard_tensor(torch.ones(shape), pair(), [placement]), LayoutError)
+    has(text, f"shard_tensor of {list(shape)} float32: Shard({placement.dim}) on axis 'x'", *parts)
 
 
 # 5. Ranks that disagree. The debug check compares through the store, so it sees what would hang.
@@ -195,22 +198,26 @@ def test_operands_on_two_meshes():
     a, b = (oc.shard_tensor(torch.ones(2), oc.ProcessMesh([r], [n]), [oc.Shard(0)]) for r, n in ((0, "a"), (1, "b")))
     text = message(lambda: a + b, DispatchError)
     has(text, "aten.add.Tensor", "[2] float32 [a=Shard(0)]", "[2] float32 [b=Shard(0)]")
-    has(text, repr(a.mesh), repr(b.mesh), "onecard.reshard(x, mesh, placements)")
+    has(text, repr(a.mesh), repr(b.mesh), f"onecard.reshard(x, {a.mesh!r}, [Replicate()])")
     assert_close(a + oc.reshard(b, a.mesh, [oc.Replicate()]), torch.full((2,), 2.0))
 
 
 # 7. A value that is not here
 
 
+def equals_itself(x):
+    return torch.equal(x, x)
+
+
 @multirank(2)
-@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float])
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float, equals_itself])
 def test_the_value_of_a_tensor_that_lives_elsewhere(ask):
     x = oc.shard_tensor(torch.tensor(3.0), oc.ProcessMesh([0], ["pp"]), [oc.Replicate()])
     if oc.get_rank() == 0:
         assert ask(x) == ask(torch.tensor(3.0))
     else:
         text = message(lambda: ask(x), DispatchError)
-        has(text, ".item()", "[] float32 [pp=Replicate]", "rank 1 is not in", repr(x.mesh), "x.full_tensor().item()")
+        has(text, ".item()", "[pp=Replicate]", "rank 1 is not in", repr(x.mesh), "x.full_tensor().item()")
     assert x.full_tensor().item() == 3.0
 
 

@@ -353,6 +353,19 @@ def test_the_pipeline_of_seed_003_equals_one_card():
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]))
 
 
+@multirank(2)
+def test_outside_the_mesh_an_operator_computes_its_shape_only():
+    """A rank that had to hold or make a part of these would need terabytes."""
+    if oc.get_rank() == 1:
+        mesh = oc.ProcessMesh([0], ["stage"])
+        x = oc.from_local(torch.empty(0, 0), mesh, [oc.Shard(0)], shape=(2**20, 2**20)).requires_grad_()
+        with oc.explain() as report:
+            loss = torch.softmax(nn.functional.gelu(x @ x.t()), -1).square().mean()
+            loss.backward()
+        assert loss.shape == () and x.grad.shape == (2**20, 2**20) and x.grad.mesh is mesh
+        assert x.grad.to_local().numel() == 0 and not report.bytes
+
+
 # ---- ranks that do not come
 
 

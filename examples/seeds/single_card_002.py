@@ -1,4 +1,4 @@
-"""The one-card program that sections 4.1 and 4.2 of seed 002 distribute: two matrix products, AdamW, mean of the output.
+"""The one-card program that sections 4.1 to 4.4 of seed 002 distribute: two matrix products, AdamW, mean of the output.
 
 python examples/seeds/single_card_002.py
 """
@@ -75,7 +75,7 @@ def train(model: nn.Module, dataloader: DataLoader | oc.ShardDataloader) -> list
         loss.backward()
         opt.step()
         opt.zero_grad()
-        losses.append(loss.item())
+        losses.append(oc.unshard(loss.detach()).item())  # on every rank, wherever the loss lives
         print(step, losses[-1])
     return losses
 

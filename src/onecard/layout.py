@@ -80,8 +80,10 @@ class Layout:
         return found
 
     @staticmethod
-    def of(mesh: ProcessMesh, ndim: int, placements: Sequence[Placement]) -> Layout:
+    def of(mesh: ProcessMesh, ndim: int, placements: Sequence[Placement], call: str = "") -> Layout:
         """The layout of a tensor with ``ndim`` dims under one placement for each mesh axis.
+
+        ``call`` is the function that the user called, for the text of errors.
 
         Paddle's dims mapping is understood as well: for each dim an axis name or None, ``[None, "mp"]``.
 
@@ -89,7 +91,7 @@ class Layout:
             LayoutError: too few or too many placements, a dim that the tensor does not have, or two reductions of which
                 one would have to come first (a sum of maxima is not a maximum of sums).
         """
-        placements = check_placements(mesh, placements)
+        placements = check_placements(mesh, placements, call)
         dims: list[list[int]] = [[] for _ in range(ndim)]
         pending = []
         for axis, placement in enumerate(placements):
@@ -98,12 +100,12 @@ class Layout:
                     raise LayoutError(
                         f"{as_code(placement)} on axis {mesh.dim_names[axis]!r}: the tensor has {ndim} dim(s), "
                         + (f"so {-ndim} to {ndim - 1} are possible" if ndim else "so only Replicate() or Partial() fit")
-                        + f": for example [{_nearest(placements, ndim)}]"
+                        + f": for example {_example(call, _nearest(placements, ndim))}"
                     )
                 dims[placement.dim % ndim].append(axis)
             elif isinstance(placement, Partial):
                 pending.append((axis, placement.reduce_op))
-        _check_reductions(mesh, placements, pending)
+        _check_reductions(mesh, placements, pending, call)
         return Layout.make(mesh, tuple(map(tuple, dims)), tuple(pending))
 
     @staticmethod
@@ -207,13 +209,19 @@ def as_code(placement: Placement) -> str:
     return f"Partial({placement.reduce_op!r})" if isinstance(placement, Partial) else "Replicate()"
 
 
-def _nearest(placements: Sequence[Placement], ndim: int) -> str:
-    """The placements as a call that fits a tensor with ``ndim`` dims."""
+def _nearest(placements: Sequence[Placement], ndim: int) -> list[Placement]:
+    """The placements as they fit a tensor with ``ndim`` dims."""
     fits = [p if not isinstance(p, Shard) or -ndim <= p.dim < ndim else Shard(ndim - 1) for p in placements]
-    return ", ".join(as_code(p if ndim or not isinstance(p, Shard) else Replicate()) for p in fits)
+    return [p if ndim or not isinstance(p, Shard) else Replicate() for p in fits]
 
 
-def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def _example(call: str, placements: Sequence[Placement]) -> str:
+    """The call that works, or its placements."""
+    listed = f"[{', '.join(map(as_code, placements))}]"
+    return f"onecard.{call}(x, mesh, {listed})" if call else listed
+
+
+def check_placements(mesh: ProcessMesh, placements: Sequence[Placement], call: str = "") -> tuple[Placement, ...]:
     """The placements as a tuple, one for each mesh axis; or a LayoutError that shows the call that works."""
     if not isinstance(mesh, ProcessMesh):
         raise LayoutError(
@@ -234,10 +242,10 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement]) -> tupl
         if isinstance(placement, Partial) and not _REDUCTION.fullmatch(placement.reduce_op):
             raise LayoutError(f"{placement!r}: want one of {', '.join(REDUCTIONS)}, or norm2.0 and the like")
     if len(placements) != mesh.ndim:
-        call = ", ".join([*map(as_code, placements), *["Replicate()"] * mesh.ndim][: mesh.ndim])
+        fits = [*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]
         raise LayoutError(
             f"{len(placements)} placement(s) {[short(p) for p in placements]} for a mesh with {mesh.ndim} axes "
-            f"{mesh.dim_names}: give one for each axis, for example [{call}]"
+            f"{mesh.dim_names}: give one for each axis, for example {_example(call, fits)}"
         )
     return placements
 
@@ -253,14 +261,16 @@ def commute(ops: Iterable[str]) -> bool:
     return len(distinct) < 2 or distinct == {"sum", "avg"}
 
 
-def _check_reductions(mesh: ProcessMesh, placements: Sequence[Placement], pending: list[tuple[int, str]]) -> None:
+def _check_reductions(
+    mesh: ProcessMesh, placements: Sequence[Placement], pending: list[tuple[int, str]], call: str
+) -> None:
     if not commute(op for _, op in pending):
         kept = pending[0][1]
         fits = [p if not isinstance(p, Partial) or p.reduce_op == kept else Replicate() for p in placements]
         raise LayoutError(
             " and ".join(f"Partial({op!r}) on axis {mesh.dim_names[axis]!r}" for axis, op in pending)
             + " of one tensor: its value would depend on which is reduced first. Reduce one of them before, for example "
-            f"[{', '.join(map(as_code, fits))}]"
+            f"{_example(call, fits)}"
         )
 
 

@@ -252,9 +252,10 @@ def _common_mesh(func: Any, operands: list[DistTensor]) -> tuple[ProcessMesh, to
     mesh = operands[0].mesh
     for operand in operands[1:]:
         if operand.mesh is not mesh:
+            whole = ", ".join(["Replicate()"] * mesh.ndim)
             raise DispatchError(
                 f"{func}: operands live on two meshes, {describe(operands[0])} on {mesh!r} and {describe(operand)} on "
-                f"{operand.mesh!r}. Bring them together first: onecard.reshard(x, mesh, placements)"
+                f"{operand.mesh!r}. Bring them together first, the second one by onecard.reshard(x, {mesh!r}, [{whole}])"
             )
     check_world(mesh)
     return mesh, operands[0]._spec.device

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from onecard.comm import check, groups, world
 from onecard.errors import LayoutError
-from onecard.layout import Layout, check_placements
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
@@ -58,12 +58,11 @@ def shard_tensor(
     """
     if isinstance(data, DistTensor):
         return _again(data, mesh, placements, dtype, requires_grad)
-    placements = check_placements(mesh, placements)
-    groups.check_world(mesh)
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
     if dtype is not None:
         tensor = tensor.to(dtype) if not isinstance(data, torch.nn.Parameter) else tensor.detach().to(dtype)
-    layout = Layout.of(mesh, tensor.dim(), placements)
+    layout = _layout("shard_tensor", tensor, mesh, placements)
+    groups.check_world(mesh)
     if check.on and src is None and mesh.coordinate() is not None:
         check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
     if isinstance(data, torch.nn.Parameter):
@@ -73,6 +72,14 @@ def shard_tensor(
         return ShardTensor.apply(tensor, layout, src)
     made = distribute(tensor.detach(), layout, src)
     return made.requires_grad_() if requires_grad else made  # type: ignore[return-value]
+
+
+def _layout(call: str, x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> Layout:
+    """The layout that a call asks for; its errors name the call and the tensor."""
+    try:
+        return Layout.of(mesh, x.dim(), placements, call)
+    except LayoutError as fault:
+        raise LayoutError(f"{call} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}: {fault}") from None
 
 
 def _again(
@@ -117,8 +124,8 @@ def from_local(
         >>> x.shape
         torch.Size([2, 3])
     """
+    layout = _layout("from_local", local, mesh, placements)
     groups.check_world(mesh)
-    layout = Layout.of(mesh, local.dim(), placements)
     if shape is None:
         shape = [
             size * torch.Size([mesh.shape[a] for a in axes]).numel()
@@ -174,7 +181,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
     """
     if not isinstance(x, DistTensor):
         return shard_tensor(x, mesh, placements)
-    layout = Layout.of(mesh, x.dim(), placements)
+    layout = _layout("reshard", x, mesh, placements)
     if mesh is not x.mesh:
         return MeshTransfer.apply(x, layout)
     if layout is x._spec.layout:

@@ -24,8 +24,8 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not x._spec.here:
         raise DispatchError(
-            f".item() (or bool(), float()) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it does not hold "
-            "the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
+            f".item() (or bool(), float(), torch.equal) of {describe(x)}: rank {get_rank()} is not in {x.mesh!r}, so it "
+            "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
         )
     return func(whole_on_mesh(x, "item"))
 
@@ -36,7 +36,7 @@ def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     a, b = args
-    return a.shape == b.shape and bool((a == b).all())
+    return a.shape == b.shape and _scalar(aten._local_scalar_dense.default, [(a == b).all()], {})
 
 
 def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
