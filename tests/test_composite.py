@@ -177,5 +177,5 @@ def test_circular_padding_of_a_cut_dim():
         made.pow(2).sum().backward()
         expected.pow(2).sum().backward()
         assert_close([made.detach(), x.grad], [expected.detach(), twin.grad])
-    with pytest.raises(RuntimeError, match="[Pp]adding"):
+    with pytest.raises(RuntimeError, match=r"[Pp]adding"):
         F.pad(x, (5, 5), mode="circular")

@@ -68,7 +68,7 @@ SAMPLES = [
     lambda: real(5, 3, grad=False).index_put_((_distinct(5, 2),), real(2, 3, grad=False)),
     lambda: real(4, 3, grad=False).index_put((mask(4, 3),), torch.tensor(2.0).double()),
     lambda: real(4, 3, grad=False).index_put((mask(4),), real(1, grad=False)),
-    lambda: real(5, 4, 3, grad=False).index_put((None, mask(4, 3)), real(grad=False), accumulate=True),
+    lambda: torch.ops.aten.index_put(real(5, 4, 3, grad=False), [None, mask(4, 3)], real(grad=False), True),
     lambda: real(4, 3, grad=False).index_put_((mask(4, 3),), real(grad=False)),
     lambda: torch._unsafe_index_put(real(5, 3), [_distinct(5, 2)], real(2, 3)),
     lambda: torch.ops.aten._index_put_impl_(
