@@ -162,3 +162,20 @@ def test_plain_tensors_do_not_come_here():
     whole = torch.ones(2)
     keys = [torch._C._dispatch_keys(t) for t in (whole, oc.shard_tensor(whole, oc.ProcessMesh([0], ["x"]), [Shard(0)]))]
     assert [k.has(intercept.KEY) for k in keys] == [False, True]
+
+
+# ---- operators that write to views
+
+
+@multirank(2)
+def test_circular_padding_of_a_cut_dim():
+    whole = tensors()["x"]
+    for pad in ((2, 1), (-1, 2), (0, -2), (4, 4)):
+        x = oc.shard_tensor(whole, mesh(), [Shard(2)]).requires_grad_()
+        twin = whole.clone().requires_grad_()
+        made, expected = (F.pad(t, pad, mode="circular") for t in (x, twin))
+        made.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        assert_close([made.detach(), x.grad], [expected.detach(), twin.grad])
+    with pytest.raises(RuntimeError, match=r"[Pp]adding"):
+        F.pad(x, (5, 5), mode="circular")

@@ -259,6 +259,16 @@ def test_capture_keeps_forward_and_backward_calls_with_arguments_as_they_were():
     assert added.args[0].tolist() == [1, 1, 1], "the copy was made before it was written to"
 
 
+def test_new_memory_is_captured_as_zeros():
+    """Else the number of strategies that are proved of copy_ depends on what the memory held before."""
+    made = [torch.full((100,), float("inf")) for _ in range(20)]
+    del made
+    (copy,) = [
+        call for call in capture(lambda: torch.empty(100).copy_(torch.ones(100))) if call.name == "copy_.default"
+    ]
+    assert not copy.args[0].any()
+
+
 def test_equal_calls_have_equal_keys():
     def key(shape, factor):
         return capture(lambda: torch.ones(shape) * factor)[-1].key
@@ -351,6 +361,11 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert prove_and_show(Options(op="no_such_operator"), print) == 2
     assert prove_and_show(Options(family="no_such_family"), print) == 2
     assert "families:" in capsys.readouterr().out
+
+
+def test_an_error_in_the_child_is_printed(capfd):
+    assert guarded(lambda note: 1 // 0) == (1, "")
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_a_kernel_that_ends_the_process_is_named(monkeypatch):

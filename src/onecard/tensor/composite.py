@@ -3,6 +3,7 @@
 * ``linear`` and ``matmul``: torch merges their leading dims into one before it multiplies. A merged dim of which only the
   inner part is cut (a batch and a cut sequence, a batch and cut heads) is no shard of the merged one, so it would be gathered.
 * Composite operators with ``out=``: they may write to its memory directly. They run as their functional form and a copy.
+* Operators that write to views on their way, forward or backward, where a cut dim would make the view a copy.
 * Operators that read a tensor's numbers while they are taken apart (sections, lengths): they get those whole.
 """
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import Replicate
 
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.table.matmul import linear_backward
+from onecard.tensor.convert import reshard
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.fallback import out_of_place
 from onecard.tensor.intercept import DISPATCH, KEY, intercept, onward
@@ -104,6 +107,38 @@ def _composites_with_out() -> Iterator[Any]:
                 yield op
 
 
+# ---- Operators that write to views
+
+
+def _pad_circular(keyset: DispatchKeySet, x: Tensor, pad: Sequence[int]) -> Tensor:
+    """Each dim, from the last one, between a piece of its end and one of its beginning; torch fills a new tensor by views."""
+    made, spatial = x, x.dim() - 2
+    for dim, before, after in zip(range(-1, -1 - spatial, -1), pad[::2], pad[1::2], strict=False):
+        length = made.shape[dim] + min(before, 0) + min(after, 0)
+        if len(pad) != 2 * spatial or length < max(before, after, 0):
+            return onward(aten._pad_circular.default, keyset, x, pad)  # an error, which torch words
+        inner = made.narrow(dim, max(-before, 0), length)
+        parts = [inner.narrow(dim, length - before, before)] if before > 0 else []
+        parts += [inner, inner.narrow(dim, 0, after)] if after > 0 else [inner]
+        made = torch.cat(parts, dim)
+    return made
+
+
+def _on_wholes(op: Any) -> Callable[..., Any]:
+    """For operators whose backward formula fills diagonals of its operands."""
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return onward(op, keyset, *map(_replicated, args), **kwargs)
+
+    return kernel
+
+
+def _replicated(value: Any) -> Any:
+    if not isinstance(value, DistTensor) or not value.numel():  # of nothing torch's formula gives plain gradients
+        return value
+    return reshard(value, value.mesh, [Replicate()] * value.mesh.ndim)
+
+
 # ---- Operators that read numbers while they are taken apart
 
 _READ = {
@@ -145,6 +180,9 @@ def _register() -> torch.library.Library:
     intercept(aten.matmul.default, _matmul)
     for op in _composites_with_out():
         intercept(op, _into_out(op))
+    intercept(aten._pad_circular.default, _pad_circular)
+    for op in (aten.linalg_householder_product.default, aten.ormqr.default):
+        intercept(op, _on_wholes(op))
     for op, names in _READ.items():
         intercept(op, _with_numbers(op, names))
     library = torch.library.Library("aten", "IMPL")  # torch has no kernel of this one for plain tensors

@@ -39,6 +39,17 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     return a.shape == b.shape and _scalar(aten._local_scalar_dense.default, [(a == b).all()], {})
 
 
+def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _check_errors(func: Any, args: Any, kwargs: Any) -> None:
+    """A matrix that has no inverse is an error on every rank, not only on the one that has it."""
+    info = args[0]
+    if info._spec.here:
+        func(whole_on_mesh(info, "_linalg_check_errors"), *args[1:], **kwargs)
+
+
 def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0]._local.is_pinned()
 
@@ -75,4 +86,6 @@ handle(aten.as_strided.default, _as_strided)
 handle(aten._local_scalar_dense.default, _scalar)
 handle(aten.is_same_size.default, _same_size)
 handle(aten.equal.default, _equal)
+handle(aten.allclose.default, _allclose)
+handle(aten._linalg_check_errors.default, _check_errors)
 handle(aten.is_pinned.default, _pinned)

@@ -50,4 +50,6 @@ SAMPLES = [
     lambda: torch.searchsorted(real(4, 6, grad=False).sort().values, real(4, 3, grad=False)),
     lambda: torch.searchsorted(real(6, grad=False).sort().values, real(4, 3, grad=False)),
     lambda: torch.searchsorted(real(6, grad=False).sort().values, 0.5),
+    lambda: torch.diagonal_scatter(real(4, 5, 3), real(3, 4)),
+    lambda: torch.diagonal_scatter(real(5, 4, 3), real(5, 2), 1, 1, 2),
 ]

@@ -47,6 +47,7 @@ SAMPLES = [
     lambda: real(2, 1, 4).squeeze(1),
     lambda: real(2, 1, 4).squeeze(0),
     lambda: real(2, 1, 4, 1).squeeze((1, 0)),
+    lambda: real(2, 1, 4, 1).squeeze(()),
     lambda: real(2, 3).unsqueeze(-1).unsqueeze(0),
     lambda: real(4, 3).split(2),
     lambda: real(4, 6).split([1, 5], dim=-1),

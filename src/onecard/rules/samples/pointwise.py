@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onecard.rules.samples.data import inside, integers, mask, positive, real
+from onecard.rules.samples.data import inside, integers, mask, positive, real, whole
 
 aten = torch.ops.aten
 
@@ -33,8 +33,9 @@ _SPECIAL_ONE = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr modified_bessel_i0 modified_bessel_i1
     modified_bessel_k0 modified_bessel_k1 ndtri scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0"""
 _SPECIAL_TWO = """
-    chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
-    hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"""
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+    chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"""
 
 
 def _calls(names: str, *arguments: Callable[[], Any], prefix: str = "") -> list[Callable[[], Any]]:
@@ -125,4 +126,7 @@ SAMPLES = [
     lambda: torch.bucketize(real(4, 3), torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64)),
     lambda: torch.isin(integers(5, 4, 3), integers(5, 2, 2)),
     lambda: real(1, 5) * real(5, 1),
+    lambda: torch.complex(real(4, 3, grad=False), real(4, 3, grad=False)).conj_physical_(),
+    lambda: real(4, 3, grad=False).ldexp_(integers(4, 3)),
+    *(lambda op=op: whole(op.Tensor, mask(4, 3), mask(3)) for op in (aten.__iand__, aten.__ior__, aten.__ixor__)),
 ]

@@ -75,4 +75,6 @@ SAMPLES = [
     lambda: inside(1).amax(),
     lambda: torch.histc(real(5, 3, grad=False), 4, -1.0, 1.0),
     lambda: torch.histc(real(7, grad=False), 3, 0, 2),
+    lambda: real(4, 3, 2, grad=False).renorm_(2.0, 1, 1.0),
+    lambda: real(4, 3, grad=False).renorm_(1.0, 0, 0.5),
 ]

@@ -66,6 +66,10 @@ SAMPLES = [
     lambda: real(4, 6, 3).index_put((torch.arange(4), integers(6, 4)), real(4, 3)),
     lambda: real(4, 6, 3).index_put((integers(4, 2), integers(6, 2)), real(), accumulate=True),
     lambda: real(5, 3, grad=False).index_put_((_distinct(5, 2),), real(2, 3, grad=False)),
+    lambda: real(4, 3, grad=False).index_put((mask(4, 3),), torch.tensor(2.0).double()),
+    lambda: real(4, 3, grad=False).index_put((mask(4),), real(1, grad=False)),
+    lambda: torch.ops.aten.index_put(real(5, 4, 3, grad=False), [None, mask(4, 3)], real(grad=False), True),
+    lambda: real(4, 3, grad=False).index_put_((mask(4, 3),), real(grad=False)),
     lambda: torch._unsafe_index_put(real(5, 3), [_distinct(5, 2)], real(2, 3)),
     lambda: torch.ops.aten._index_put_impl_(
         real(5, 3, grad=False), [None, integers(3, 2)], real(5, 2, grad=False), True, True

@@ -6,7 +6,8 @@ from onecard.rules.registry import rows
 
 NAMES = (
     "pointwise", "matmul", "grouped", "movement", "factory", "indexing", "scattering", "arrangement", "reduction", "softmax",
-    "loss", "normalization", "batch_norm", "attention", "convolution", "resampling",
+    "loss", "normalization", "batch_norm", "attention", "convolution", "resampling", "linalg",
+    "fourier",
 )  # fmt: skip
 families: dict[str, list[str]] = {}
 for _name in NAMES:

@@ -48,6 +48,16 @@ def _diagonal(call: Call) -> Form:
     return Form(signature([dims], [[d for i, d in enumerate(dims) if i not in taken] + ["_"]]), moves=True)
 
 
+@row("diagonal_scatter")
+def _diagonal_scatter(call: Call) -> Form:
+    rank = call.self.dim()
+    taken = {call.dim1 % rank, call.dim2 % rank}
+    dims = with_whole(names(rank), taken)
+    return Form(
+        signature([dims, [d for i, d in enumerate(dims) if i not in taken] + ["_"]], [dims]), linear="self + src"
+    )
+
+
 @row("diag_embed")
 def _diag_embed(call: Call) -> Form:
     rank = call.self.dim()

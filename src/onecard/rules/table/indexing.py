@@ -156,6 +156,63 @@ def _embedding_backward(call: Call) -> Form:
     return Form(signature([[*i, "d"], i], [["v", "d"]]), linear="grad_output", whole=whole)
 
 
+# ---- embedding_bag: only the width of the table may be cut
+
+_MAX = 2  # of the modes sum, mean, max
+
+
+def _bag_sizes(call: Call) -> list[list[str]]:
+    """What the bags look like depends on the indices alone; with max the place of each element is told, too."""
+    return [["_", "d"] if t.dim() == 2 else ["_"] * t.dim() for t in call.results[1:]]
+
+
+def _bag_results(call: Call) -> list[Tensor]:
+    """One size for each bag. The last result is of use for max only; the CPU's has the shape of the sizes else."""
+    output, place, sizes, largest = call.meta_results()
+    sizes = sizes.new_empty(output.shape[:1])
+    return [output, place, sizes, largest if call.mode == _MAX else sizes.new_empty(sizes.shape)]
+
+
+def _bag_local(c: Local) -> None:
+    shape, mode = c.result_shape(3), c.call.mode
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        made = list(aten._embedding_bag(*args, **kwargs))
+        if mode != _MAX and made[3].shape != shape:
+            made[3] = made[2].new_empty(shape)
+        return made
+
+    c.run = run
+
+
+@row("_embedding_bag", local=_bag_local, results=_bag_results)
+def _embedding_bag(call: Call) -> Form:
+    operands = [["_", "d"], *[["_"]] * (len(call.operands) - 1)]
+    bags = [f"{' '.join(dims)} @1 2" if "d" not in dims else "_ d" for dims in _bag_sizes(call)]
+    text = f"{signature(operands, [['_', 'd']])}, {', '.join(bags)}"
+    return Form(text, linear="" if call.mode == _MAX else "weight", nonempty="d")
+
+
+def _bag_gradient(call: Call) -> list[Tensor]:
+    return [call.grad.new_empty([call.num_weights, call.grad.shape[1]])]
+
+
+@row("_embedding_bag_backward", results=_bag_gradient)
+def _embedding_bag_backward(call: Call) -> Form | None:
+    if call.values.get("sparse"):
+        return None
+    operands = [["_", "d"] if t.dim() == 2 else ["_"] * t.dim() for t in call.operands]
+    return Form(signature(operands, [["_", "d"]]), linear="grad", nonempty="d")
+
+
+def _bag_weights_gradient(call: Call) -> list[Tensor]:
+    return [call.grad.new_empty(call.values["indices"].shape)]
+
+
+row("_embedding_bag_per_sample_weights_backward", "_ d, _ d, _, _, _ -> _", linear="grad * weight", nonempty="d",
+    results=_bag_weights_gradient)  # fmt: skip
+
+
 # ---- index_select, gather, take
 
 

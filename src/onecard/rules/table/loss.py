@@ -142,7 +142,7 @@ def _nll_backward(call: Call) -> Form:
     return Form(signature([grad, dims, batch, *weight, []], [dims]), linear="grad_output")
 
 
-# ---- Margin losses of many classes: the classes stay whole. Their backward operators have no meta functions, so no rows.
+# ---- Margin losses of many classes: the classes stay whole. PyTorch has no meta functions of their backward operators.
 
 
 def _batch(call: Call) -> list[str]:
@@ -182,3 +182,20 @@ def _mean_of_multilabel(c: Local) -> None:
 @row("multilabel_margin_loss_forward", local=_mean_of_multilabel)
 def _multilabel(call: Call) -> str:
     return signature([_batch(call)] * 2, [_margin_result(call), _batch(call)])
+
+
+def _like_input(call: Call) -> list[Tensor]:
+    return [call.self.new_empty(call.self.shape)]
+
+
+@row("multi_margin_loss_backward", local=_mean_of_batch, results=_like_input)
+def _multi_margin_backward(call: Call) -> Form:
+    target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
+    operands = [_margin_result(call), _batch(call), target, *[["_"]] * (call.weight is not None)]
+    return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")
+
+
+@row("multilabel_margin_loss_backward", local=_mean_of_batch, results=_like_input)
+def _multilabel_backward(call: Call) -> Form:
+    operands = [_margin_result(call), *[_batch(call)] * 3]
+    return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")

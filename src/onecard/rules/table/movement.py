@@ -158,7 +158,8 @@ def _expand(call: Call) -> Form:
 
 def _squeezed(call: Call) -> list[int]:
     """The dims that fall away: those of size one on one card, whatever their size on this rank."""
-    asked = call.dims(call.values.get("dim"))
+    given = call.values.get("dim")
+    asked = () if given == [] else call.dims(given)
     return [d for d in asked if call.self.shape[d] == 1]
 
 

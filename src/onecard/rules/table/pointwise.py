@@ -31,7 +31,7 @@ _ONE = """
 _TWO = """
     atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod
     gcd ge gt heaviside hypot igamma igammac lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum
-    minimum ne nextafter polar pow remainder xlogy __lshift__ __rshift__"""
+    minimum ne nextafter polar pow remainder xlogy __lshift__ __rshift__ __iand__ __ior__ __ixor__"""
 _THREE = "clamp clamp_max clamp_min threshold"
 _ACTIVATIONS = """
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish relu silu softplus
@@ -40,7 +40,8 @@ _SPECIAL = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
     chebyshev_polynomial_w entr erfcx hermite_polynomial_h hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l
     legendre_polynomial_p log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtri
-    scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 xlog1py zeta"""
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 xlog1py zeta"""
 
 for _names in (_ONE, _TWO, _THREE, "special_" + " special_".join(_SPECIAL.split())):
     row(_names)(elementwise)
@@ -88,6 +89,9 @@ def _div(call: Call) -> Form:
     return Form(elementwise(call), linear="" if rounds else "self")
 
 
+row("ldexp", "..., ... -> ...", linear="self")
+
+
 @row("where.self")
 def _where(call: Call) -> Form:
     return Form("..., ..., ... -> ...", linear="self + other")
@@ -103,7 +107,7 @@ row("addcdiv", "..., ..., ... -> ...", linear="self + tensor1")
 row("complex", "..., ... -> ...", linear="real + imag")
 
 
-row("neg deg2rad rad2deg _conj_physical", "... -> ...", linear="self")
+row("neg deg2rad rad2deg _conj_physical conj_physical", "... -> ...", linear="self")
 
 # Backward operators are linear in the gradient, which therefore may stay pending.
 _BACKWARD = """

@@ -262,6 +262,14 @@ def _norm(call: Call) -> Form:
     return reduction(call, reduce=f"norm{power}", keeps=f"norm{power}")
 
 
+@row("renorm_", values=True)
+def _renorm(call: Call) -> Form:
+    """Each slice along the dim has its own norm. (Out of place PyTorch's decomposition sends only the norms.)"""
+    dims = ["_"] * call.self.dim()
+    dims[call.dim] = "s"
+    return Form(signature([dims], [dims]))
+
+
 # ---- Along a dim that stays as long as it is
 
 

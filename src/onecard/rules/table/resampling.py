@@ -37,6 +37,13 @@ row("""max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     fractional_max_pool2d_backward""")(lambda call: _each_channel(call, linear="grad_output"))
 
+
+def _like_input(call: Call) -> list[Tensor]:
+    return [call.self.new_empty(call.self.shape)]
+
+
+row("fractional_max_pool3d_backward", results=_like_input)(lambda call: _each_channel(call, linear="grad_output"))
+
 row("""avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d

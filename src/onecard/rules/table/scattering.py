@@ -54,7 +54,8 @@ def _scatter_form(call: Call, adds: bool) -> Form:
     x, index = list(base), list(base)
     x[dim] = "v"
     index[dim] = "i" if adds and written[0].shape[dim] == written[-1].shape[dim] else "_"
-    return Form(signature([x] + [index] * len(written), [x]), linear="self + src" if adds else "")
+    linear = "self + src" if adds or (len(written) == 2 and "reduce" not in call.values) else ""
+    return Form(signature([x] + [index] * len(written), [x]), linear=linear)
 
 
 @row("scatter.src scatter.value scatter.reduce scatter.value_reduce", local=_write_local)
@@ -72,6 +73,9 @@ def _scatter_reduce(call: Call) -> Form:
     return _scatter_form(call, adds=call.reduce == "sum" and call.include_self)
 
 
+_PLACING = ("index_copy", "index_fill")  # what they write they take as it is
+
+
 def _index_form(call: Call, adds: bool) -> Form:
     """For operators whose index is one-dim and whose source has the shape of self, but for that dim."""
     x = names(call.self.dim())
@@ -80,7 +84,8 @@ def _index_form(call: Call, adds: bool) -> Form:
     source = list(x)
     x[call.dim], source[call.dim] = "v", "i" if adds else "_"
     sources = [source if t.dim() else [] for t in call.operands[2:]]
-    return Form(signature([x, [source[call.dim]], *sources], [x]), linear="self + source" if adds else "")
+    linear = "self + source + value" if adds or (call.schema.name.startswith(_PLACING) and sources) else ""
+    return Form(signature([x, [source[call.dim]], *sources], [x]), linear=linear)
 
 
 @row("index_add", local=_write_local)
@@ -94,6 +99,8 @@ def _index_copy(call: Call) -> Form:
 
 
 def _index_put_local(c: Local) -> None:
+    if _is_mask(c.call.indices):
+        return
     indexed = Indexed(c.call.self, c.call.indices)
     cut = [p for p in indexed.places if c.cut(f"v{p}")]
     if not cut:
@@ -117,19 +124,34 @@ def _index_put_local(c: Local) -> None:
 
 @row("index_put _index_put_impl _unsafe_index_put", local=_index_put_local)
 def _index_put(call: Call) -> Form | None:
+    given = call.values["values"]
+    if _is_mask(call.indices) and given.numel() == 1:
+        return _masked(call, given)
     indexed = Indexed(call.self, call.indices)
     if not indexed.plain:
         return None
-    given = call.values["values"]
     values = indexed.result[len(indexed.result) - given.dim() :]
     text = signature([indexed.x, *indexed.indices, values], [indexed.x])
     joint = {d for d in indexed.result if d[0] == "i"}
     if not call.accumulate:
         # Of two values for one element the last one wins, and only whole indices know which is the last.
-        return Form(text, whole=" ".join(joint))
+        return Form(text, linear="self + values", whole=" ".join(joint))
     # A value that is broadcast over the index is added once for each entry, so it is no summand of its own.
     own = {d for d, size in zip(values, given.shape, strict=True) if size != 1}
     return Form(text, linear="self + values", whole=" ".join(joint - own))
+
+
+def _is_mask(indices: list[Tensor | None]) -> bool:
+    given = [index for index in indices if index is not None]
+    return len(given) == 1 and given[0].dtype is torch.bool
+
+
+def _masked(call: Call, value: Tensor) -> Form:
+    """``x[mask] = number``: every element by itself."""
+    place, mask = next((p, index) for p, index in enumerate(call.indices) if index is not None)
+    dims = names(call.self.dim())
+    text = signature([dims, dims[place : place + mask.dim()], ["_"] * value.dim()], [dims])
+    return Form(text, linear="self + values")
 
 
 @row("put")

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from onecard.rules.call import schema_of
 
 
+UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """One call of an operator with its concrete arguments; ``where`` is the program that made it."""
@@ -76,7 +79,9 @@ class _Recorder(TorchDispatchMode):
         if any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs))):
             # Before the call: it may write to its arguments.
             self.calls.append(Captured(func, copied(tuple(args)), copied(kwargs), self.where))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # What happens to lie in new memory may be infinite, and then less can be proved of the operator that fills it.
+        return result.zero_() if schema_of(func).name in UNINITIALISED else result
 
 
 def _key(value: Any) -> Any:

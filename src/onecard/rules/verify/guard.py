@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 Note = Callable[[str], None]
@@ -30,6 +31,8 @@ def guarded(work: Callable[[Note], int]) -> tuple[int, str]:
         status = 1
         try:
             status = work(lambda words: _write(board, words))
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -86,6 +86,8 @@ class Trial:
         # A mask has no summands; a rule that lets a number and a mask be pending together is put to the test.
         if any(use.op and all(self.operands[i].dtype is torch.bool for i in use.carriers) for use in decision.uses):
             return False
+        if ops & {"max", "min"} and any(self.operands[i].is_complex() for i in pending):
+            return False
         if "product" in ops and not all(self.operands[i].is_floating_point() for i in pending):
             return False
         # A sum over one axis of a max over another has no one value; infinity times a sum is not the sum of products.
