@@ -12,9 +12,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, as_code, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor import DistTensor, from_local, shard_tensor
+from onecard.tensor import DistTensor, from_local
 from onecard.tensor import reshard as move
 from onecard.tensor.dist_tensor import describe, wrap
+from onecard.tensor.moves import ShardTensor
 from onecard.tensor.spec import Spec, contiguous_stride
 
 Placements = tuple[Placement, ...]
@@ -52,6 +53,7 @@ def local_map(
     Source: ``local_map`` of PyTorch's DTensor, ``shard_map`` of JAX.
 
     Example:
+        >>> from onecard import shard_tensor
         >>> mesh = ProcessMesh([0], ["tp"])
         >>> double = local_map(lambda part: part * 2, [[Shard(0)]], [Shard(0)])
         >>> double(shard_tensor(torch.ones(4), mesh, [Shard(0)])).shape
@@ -113,9 +115,9 @@ def _arranged(
     fn: Any, index: int, value: Tensor, mesh: ProcessMesh, placements: Placements, reshard: bool
 ) -> DistTensor:
     """The argument as a DistTensor under the placements that fn wants."""
-    if not isinstance(value, DistTensor):
-        return shard_tensor(value, mesh, placements)
     layout = Layout.of(mesh, value.dim(), placements)
+    if not isinstance(value, DistTensor):  # shard_tensor would make a new leaf of a parameter
+        return ShardTensor.apply(value, layout, None)
     if value._spec.layout is not layout and not reshard:
         listed = ", ".join(map(as_code, placements))
         raise LayoutError(

@@ -1,0 +1,79 @@
+"""Recurrent layers on a batch that is cut: torch's kernels on each rank's part, values and gradients of one card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import onecard as oc
+from onecard.testing import assert_close, multirank
+
+TIME, BATCH, WIDTH = 6, 5, 4
+LAYERS = {
+    "lstm": lambda: nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True),
+    "batch first": lambda: nn.LSTM(WIDTH, 3, batch_first=True),
+    "projected": lambda: nn.LSTM(WIDTH, 5, proj_size=2),
+    "gru": lambda: nn.GRU(WIDTH, 3, num_layers=2, bias=False),
+    "tanh": lambda: nn.RNN(WIDTH, 3),
+    "relu": lambda: nn.RNN(WIDTH, 3, nonlinearity="relu", bidirectional=True),
+}
+
+
+def run(layer, x, state=None):
+    """The outputs, and the gradients of input and parameters."""
+    output, last = layer(x, state)
+    results = [output, *(last if isinstance(last, tuple) else [last])]
+    sum((r.sin() * (i + 1)).sum() for i, r in enumerate(results)).backward()
+    return [*results, x.grad, *(p.grad for p in layer.parameters())]
+
+
+def compare(name, x, placement, mesh):
+    torch.manual_seed(1)
+    layer = LAYERS[name]()
+    expected = [t.detach().clone() for t in run(layer, x.clone().requires_grad_())]
+    layer.zero_grad()
+    cut = oc.shard_tensor(x, mesh, [placement]).requires_grad_()
+    found = run(layer, cut)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@multirank(3)
+def test_a_cut_batch():
+    mesh = oc.ProcessMesh([0, 1, 2], ["dp"])
+    for name in LAYERS:
+        batch = 0 if name == "batch first" else 1
+        x = torch.randn(TIME, BATCH, WIDTH, generator=torch.Generator().manual_seed(2)).transpose(0, 1 - batch)
+        assert compare(name, x, oc.Shard(batch), mesh)[0].placements == (oc.Shard(batch),), name
+        with oc.explain() as report:
+            LAYERS[name]()(oc.shard_tensor(x, mesh, [oc.Shard(batch)]))
+        assert not sum(m.step.bytes for m in report.messages), f"{name}: {report}"
+        for placement in (oc.Replicate(), oc.Shard(1 - batch), oc.Shard(2), oc.Partial()):
+            compare(name, x, placement, mesh)
+
+
+@multirank(3)
+def test_a_batch_too_small_to_share_is_kept_whole():
+    mesh = oc.ProcessMesh([0, 1, 2], ["dp"])
+    x = torch.randn(TIME, 2, WIDTH, generator=torch.Generator().manual_seed(2))
+    assert compare("lstm", x, oc.Shard(1), mesh)[0].placements == (oc.Replicate(),)
+
+
+@multirank(2)
+def test_dropout_between_layers_and_cut_weights():
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    x = torch.randn(TIME, 4, WIDTH, generator=torch.Generator().manual_seed(2))
+    layer = nn.GRU(WIDTH, 4, num_layers=3, dropout=0.5)
+    oc.manual_seed(5)
+    with oc.one_card_random():
+        expected = layer(x)[0]
+    for weight in ("", "weight_hh_l1"):
+        if weight:
+            setattr(layer, weight, oc.shard_tensor(getattr(layer, weight), mesh, [oc.Shard(0)]))
+        oc.manual_seed(5)
+        assert_close(layer(oc.shard_tensor(x, mesh, [oc.Shard(1)]))[0], expected, rtol=1e-5)
+    layer(x)[0].sum().backward()
+    assert layer.weight_hh_l1.grad.placements == (oc.Shard(0),)
