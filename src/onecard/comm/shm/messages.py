@@ -24,6 +24,9 @@ from onecard.comm.shm.work import LAG, ShmWork, take
 from onecard.errors import CommunicationError
 
 _MASK = 0xFFFFFFFF
+_NAP = 10 * LAG
+_LINGER = 10
+"""Naps after the last message before the thread goes to sleep: to wake it for each one costs more than a small message."""
 
 
 class Messages:
@@ -44,6 +47,7 @@ class Messages:
         self._wanted: list[Receiving] = []
         self._signal: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._awake = False
         self._waiting = 0  # callers that move things while they wait, so that the thread need not
         self._serving = False
 
@@ -97,7 +101,11 @@ class Messages:
 
     def _begin(self, work: ShmWork) -> ShmWork:
         self._move()
-        if not work.is_completed():
+        if work.is_completed():
+            return work
+        with self._lock:
+            asleep, self._awake = not self._awake, True
+        if asleep:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"shm-mail-{self._rank}", daemon=True)
                 self._thread.start()
@@ -106,13 +114,20 @@ class Messages:
 
     def _serve(self) -> None:
         while take(self._signal):
-            while self._thread is not None and self._busy():
-                if self._waiting:
-                    time.sleep(10 * LAG)
+            idle = 0
+            while self._thread is not None and self._stay(idle):
+                idle = 0 if self._busy() else idle + 1
+                if self._waiting or idle:
+                    time.sleep(_NAP)
                     continue
                 self._serving = True
                 self._turn()
                 self._serving = False
+
+    def _stay(self, idle: int) -> bool:
+        with self._lock:  # so that nobody counts on a thread that is about to sleep
+            self._awake = idle < _LINGER or self._busy()
+            return self._awake
 
     def _busy(self) -> bool:
         return bool(self._wanted) or any(self._outbox) or any(box.current is not None for box in self._inbox)
@@ -159,13 +174,21 @@ class Messages:
                     if queue[0].done < queue[0].dense.nbytes:
                         break
                     queue.popleft().work.end(None)
-            if self._wanted or any(box.current is not None for box in self._inbox):
-                for source in range(self._size):
-                    while self._pull(source):
-                        moved = True
+            for source in self._sources():
+                while self._pull(source):
+                    moved = True
             if moved and self._waiting + self._serving > 1:
                 self._ring(self._rank)  # another thread may wait for what this one moved
             return moved
+
+    def _sources(self) -> set[int]:
+        """The ranks from which something is wanted, or on its way."""
+        sources = {rank for rank, box in enumerate(self._inbox) if box.current is not None}
+        for wanted in self._wanted:
+            if wanted.source is None:
+                return set(range(self._size))
+            sources.add(wanted.source)
+        return sources
 
     def _ring(self, rank: int) -> None:
         # A value that nobody else writes and that this rank has not written lately: each ring changes the word.
@@ -205,7 +228,7 @@ class Messages:
         """Reads as much as there is of what comes from a rank; whether that was anything."""
         ring = self._segment.ring(source, self._rank)
         head, tail = ring // 4, (ring + LINE) // 4
-        at = self._words[tail]
+        at = before = self._words[tail]
         there = (self._words[head] - at) & _MASK
         self._fence()
         box = self._inbox[source]
@@ -228,7 +251,10 @@ class Messages:
         if moved:
             self._fence()
             self._words[tail] = at & _MASK
-            self._ring(source)
+            self._fence()
+            # The sender waits for room only if it filled the ring, as far as it knew of it.
+            if (self._words[head] - before) & _MASK > self._capacity - LINE:
+                self._ring(source)
         if arriving.done == arriving.size:
             box.current = None
             self._arrived(source, arriving)
