@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard.rules.call import schema_of
 
-
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
