@@ -295,10 +295,13 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
         for step in planner.plan(tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim()))
     )
     schema = schema_of(func)
-    terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "_" for i, t in enumerate(operands))
-    cure = f'To make it fast, add a row: row("{schema.name}", "{terms} -> ...")'
+    terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "()" for i, t in enumerate(operands))
+    name = schema.name if "::" in schema.name else f"aten::{schema.name}"
+    cure = (
+        f'To make it fast, state how it divides: oc.register_rule("{name}", "{terms} -> ...", verify=[a sample call])'
+    )
     if torch.Tag.dynamic_output_shape in func.tags:
-        cure = "The shape of its result depends on data, so no row can divide it"
+        cure = "The shape of its result depends on data, so no rule can divide it"
     file, _, line = record.user_line().rpartition(":")
     warnings.warn_explicit(
         f"{schema.name}.{schema.overload or 'default'} has no sharding rule: its operands were gathered ({sent} bytes sent by "

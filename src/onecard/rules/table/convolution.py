@@ -52,8 +52,8 @@ def _convolution_backward(call: Call) -> Form | None:
     if call.input.dim() != call.weight.dim():
         return None
     terms, sizes = _terms(call)
-    # The bias' gradient is that of the result summed up: input and weight do not enter.
-    asked = [terms["input"], terms["weight"], terms["bias"] + " @0"]
+    # The bias' gradient is that of the result summed up; the others depend on one of input and weight each.
+    asked = [terms["input"] + " @0 2", terms["weight"] + " @0 1", terms["bias"] + " @0"]
     results = [term for term, wanted in zip(asked, call.output_mask, strict=True) if wanted]
     text = f"{terms['result']}, {terms['input']}, {terms['weight']} -> {', '.join(results)}"
-    return Form(text, linear="grad_output", sizes=sizes, nonempty="n g c o")
+    return Form(text, linear="grad_output * input * weight", sizes=sizes, nonempty="n g c o")

@@ -55,8 +55,10 @@ def _layer_norm(
 def _layer_norm_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     given = [inner] * (len(call.operands) - 1)
-    stats = [*outer, *["_"] * len(inner)]
-    return Form(signature([outer + inner, *given], [outer + inner, stats, stats]), whole=" ".join(inner))
+    stats = [*outer, *["_"] * len(inner), "@0"]
+    linear = "weight + bias" if call.weight is not None else ""
+    text = signature([outer + inner, *given], [outer + inner, stats, stats])
+    return Form(text, whole=" ".join(inner), linear=linear)
 
 
 def _input_gradient(grad: Tensor, hat: Tensor, rstd: Tensor, dims: list[int], centred: bool) -> Tensor:
@@ -107,10 +109,10 @@ def _layer_norm_backward_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     stats = [*outer, *["_"] * len(inner)]
     given = [inner] * (len(call.operands) - 4)
-    results = [outer + inner, inner, inner]
+    results = [outer + inner, [*inner, "@0 1 2 3"], [*inner, "@0"]]
     made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
     form = signature([outer + inner, outer + inner, stats, stats, *given], made[: len(call.results)])
-    return Form(form, whole=" ".join(inner), linear="grad_out")
+    return Form(form, whole=" ".join(inner), linear="grad_out * weight")
 
 
 # ---- RMS norm (CUDA has it as one operator; on a CPU it decomposes by itself)
@@ -130,8 +132,8 @@ def _rms_norm(
 def _rms_norm_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     given = [inner] * (len(call.operands) - 1)
-    stats = [*outer, *["_"] * len(inner)]
-    return Form(signature([outer + inner, *given], [outer + inner, stats]), whole=" ".join(inner))
+    stats = [*outer, *["_"] * len(inner), "@0"]
+    return Form(signature([outer + inner, *given], [outer + inner, stats]), whole=" ".join(inner), linear="weight")
 
 
 def _rms_norm_backward(
@@ -156,9 +158,10 @@ def _rms_norm_backward_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     stats = [*outer, *["_"] * len(inner)]
     given = [inner] * (len(call.operands) - 3)
-    made = [dims for dims, wanted in zip([outer + inner, inner], call.output_mask, strict=True) if wanted]
+    results = [outer + inner, [*inner, "@0 1 2"]]
+    made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
     form = signature([outer + inner, outer + inner, stats, *given], made[: len(call.results)])
-    return Form(form, whole=" ".join(inner), linear="grad_out")
+    return Form(form, whole=" ".join(inner), linear="grad_out * weight")
 
 
 # ---- Group norm: samples and whole groups may be cut, so a cut of the channels is one of the groups where it divides them
@@ -244,12 +247,14 @@ def _group_backward_sizes(c: Local) -> None:
 @row("native_group_norm", local=_group_sizes, instead=_group_norm)
 def _group_norm_rule(call: Call) -> Form:
     given = [["c"]] * (len(call.operands) - 1)
-    return _group_form(call, [["x"], *given], [["x"], ["n", "g"], ["n", "g"]])
+    linear = "weight + bias" if call.weight is not None else ""
+    return _group_form(call, [["x"], *given], [["x"], ["n", "g", "@0"], ["n", "g", "@0"]], linear=linear)
 
 
 @row("native_group_norm_backward", local=_group_backward_sizes, instead=_group_norm_backward)
 def _group_norm_backward_rule(call: Call) -> Form:
     given = [["c"]] * (len(call.operands) - 4)
-    made = [dims for dims, wanted in zip([["x"], ["c"], ["c"]], call.output_mask, strict=True) if wanted]
+    results = [["x"], ["c", "@0 1 2 3"], ["c", "@0"]]
+    made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
     operands = [["x"], ["x"], ["n", "g"], ["n", "g"], *given]
-    return _group_form(call, operands, made[: len(call.results)], linear="grad_out")
+    return _group_form(call, operands, made[: len(call.results)], linear="grad_out * weight")

@@ -94,19 +94,22 @@ def _fractional(call: Call) -> Form | None:
 
 @row("pixel_shuffle")
 def _pixel_shuffle(call: Call) -> Form:
-    return Form("... (c r) _ _ -> ... c _ _", whole="r", moves=True, sizes={"r": call.upscale_factor**2})
+    r = call.upscale_factor
+    return Form("... (c r s) h w -> ... c (h r) (w s)", whole="r s", moves=True, sizes={"r": r, "s": r})
 
 
 @row("pixel_unshuffle")
 def _pixel_unshuffle(call: Call) -> Form:
-    return Form(
-        "... c _ _ -> ... (c r) _ _", nonempty="... c", whole="r", moves=True, sizes={"r": call.downscale_factor**2}
-    )
+    r = call.downscale_factor
+    text = "... c (h r) (w s) -> ... (c r s) h w"
+    return Form(text, nonempty="... c h w", whole="r s", moves=True, sizes={"r": r, "s": r})
 
 
-row("channel_shuffle")(
-    lambda call: Form(f"n _{' _' * (call.self.dim() - 2)} -> n _{' _' * (call.self.dim() - 2)}", moves=True)
-)
+@row("channel_shuffle")
+def _channel_shuffle(call: Call) -> Form:
+    dims = names(call.self.dim())
+    dims[1] = "_"
+    return Form(signature([dims], [dims]), moves=True)
 
 
 def _window(call: Call) -> int:
@@ -139,9 +142,9 @@ def _grid_sampler(call: Call) -> Form:
 @row("grid_sampler_2d_backward grid_sampler_3d_backward")
 def _grid_sampler_backward(call: Call) -> Form:
     out, image = " ".join(names(call.input.dim() - 2, "s")), f"n c{' _' * (call.input.dim() - 2)}"
-    results = [image, f"n {out} _"][-len(call.results) :]
+    results = [f"{image} @0 2", f"n {out} _"][-len(call.results) :]
     text = f"n c {out}, {image}, n {out} _ -> {', '.join(results)}"
-    return Form(text, linear="grad_output", nonempty=f"n c {out}")
+    return Form(text, linear="grad_output * input", nonempty=f"n c {out}")
 
 
 def _affine_grid_local(c: Local) -> None:

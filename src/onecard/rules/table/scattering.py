@@ -6,6 +6,7 @@ Where the *index* is cut, each rank adds its entries: only sums come out right, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,5 +173,10 @@ def _masked_fill(call: Call) -> Form:
     return Form("..., ... -> ...", linear="self" if call.value == 0 else "")
 
 
-row("masked_fill.Tensor", "..., ..., () -> ...")
-row("masked_scatter masked_scatter_backward")(_all_whole)
+row("masked_fill.Tensor", "..., ..., () -> ...", linear="self + value")
+
+
+@row("masked_scatter masked_scatter_backward")
+def _masked_scatter(call: Call) -> Form:
+    """Which element of the source goes where depends on the whole mask."""
+    return replace(_all_whole(call), linear="self + source + grad_output")
