@@ -78,6 +78,16 @@ def test_long_permutations_look_random(n):
     assert abs(torch.corrcoef(torch.stack([a, b]).double())[0, 1]) * n**0.5 < 4.5
 
 
+def test_differences_across_every_power_of_two_look_random():
+    """What shows a Feistel network of too few rounds: four and six of them fail here, by hundreds."""
+    n = 2**17
+    for key in (1, 2):
+        p = permutation(n, Key(key, 77))
+        for bit in range(17):
+            steps = (p.roll(-(2**bit)) - p) % n
+            assert abs(chi_square_score(torch.bincount(steps * 64 // n, minlength=64), [n / 64] * 64)) < 5
+
+
 def test_keys_that_differ_in_a_bit_give_permutations_that_have_nothing_in_common():
     n = 2**16
     a, b = permutation(n, Key(0, 0)), permutation(n, Key(1, 0))

@@ -18,7 +18,7 @@ from onecard.errors import DispatchError
 from onecard.random import new_key
 from onecard.rules.call import schema_of
 from onecard.tensor.chance import factories, handlers
-from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.recording import FILLS, Node, Record, forget_the_dead, record_of, storage_of
 from onecard.tensor.replay import whole
 
@@ -37,7 +37,7 @@ class DeferredTensor(Tensor):
         first = next(t for t in tensors if isinstance(t, DeferredTensor))
         record = record_of(first)
         if record is None:
-            raise DispatchError(f"{func}: {describe(first)} comes from deferred_init, but its record is gone")
+            raise DispatchError(f"{func}: the record of {_named(first)} is gone")
         return _do(record, func, args, dict(kwargs or {}), tensors)
 
 
@@ -92,7 +92,7 @@ def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: l
             return _note(record, func, args, kwargs)
     elif any(isinstance(t, DeferredTensor) for t in written):
         raise DispatchError(
-            f"{func} writes a DistTensor into {describe(written[0])} of deferred_init. Lay that out first "
+            f"{func} writes a DistTensor into {_named(written[0])}. Lay that out first "
             "(onecard.shard_tensor), then write to what you get"
         )
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
@@ -102,7 +102,7 @@ def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> Non
     for tensor in written:
         if storage_of(tensor) in record.laid_out:
             raise DispatchError(
-                f"{func} changes {describe(tensor)} of deferred_init, which was laid out before: its parts would not follow. "
+                f"{func} changes {_named(tensor)}, which was laid out before: its parts would not follow. "
                 "Change the DistTensor that shard_tensor or shard_layer gave, or make the change before"
             )
 
@@ -136,6 +136,10 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fills = schema.name in FILLS and len(reads) == 1 and args[0].nbytes == args[0].untyped_storage().nbytes()
     record.append(Node(func, recorded, options, made, reads, writes, fills))
     return result
+
+
+def _named(tensor: Tensor) -> str:
+    return f"the deferred tensor {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _deferred(value: Any) -> Any:
