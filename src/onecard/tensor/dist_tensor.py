@@ -195,6 +195,14 @@ class DistTensor(Tensor):
         """A plain tensor by size or from data, of this one's dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of this rank's part: what tells tied weights apart, and what ``share_memory_`` shares."""
+        return self._local.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Where this rank's part begins in memory."""
+        return self._local.data_ptr()
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""
         return self._whole().tolist()

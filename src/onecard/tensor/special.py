@@ -12,7 +12,7 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.tensor import memory
 from onecard.tensor.dispatch import handle
-from onecard.tensor.dist_tensor import describe, wrap, wrap_view
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
 from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.spec import Spec
 
@@ -48,6 +48,19 @@ def _check_errors(func: Any, args: Any, kwargs: Any) -> None:
     info = args[0]
     if info._spec.here:
         func(whole_on_mesh(info, "_linalg_check_errors"), *args[1:], **kwargs)
+
+
+def _is_set_to(func: Any, args: Any, kwargs: Any) -> bool:
+    a, b = args
+    if not (isinstance(a, DistTensor) and isinstance(b, DistTensor)):
+        return False
+    same = a._spec.layout is b._spec.layout and a.shape == b.shape and a.stride() == b.stride()
+    return same and a._local.is_set_to(b._local)
+
+
+def _same_storage_size(func: Any, args: Any, kwargs: Any) -> bool:
+    """Forward-mode differentiation asks whether a tangent could lie as its tensor does."""
+    return args[0].numel() == args[1].numel()
 
 
 def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
@@ -89,3 +102,5 @@ handle(aten.equal.default, _equal)
 handle(aten.allclose.default, _allclose)
 handle(aten._linalg_check_errors.default, _check_errors)
 handle(aten.is_pinned.default, _pinned)
+handle(aten.is_set_to.default, _is_set_to)
+handle(aten._has_same_storage_numel.default, _same_storage_size)

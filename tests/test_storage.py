@@ -1,0 +1,65 @@
+"""What torch and its friends ask of a tensor's memory: tied weights, shared memory, tangents; and whom it may not be given to."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+import onecard as oc
+from onecard.errors import OnecardError
+from onecard.testing import assert_close, multirank, run_ranks
+
+
+def cut(x):
+    return oc.shard_tensor(x, oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(0)])
+
+
+def matrix(seed=0):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+@multirank(2)
+def test_memory_is_told_apart():
+    x, y = cut(matrix()), cut(matrix(1))
+    assert x.data_ptr() == x.detach().data_ptr() != y.data_ptr() != 0
+    assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()  # what tied weights are found by
+    assert x.is_set_to(x) and not x.is_set_to(y) and not x.is_set_to(x.view(4, 6))
+    assert x.share_memory_().is_shared()
+    assert_close(x, matrix(), rtol=0)
+
+
+@multirank(2)
+def test_forward_mode():
+    def program(a):
+        return (a.sin() @ a.mT).sum(0)
+
+    ours = torch.func.jvp(program, (cut(matrix()),), (cut(matrix(1)),))
+    for found, expected in zip(ours, torch.func.jvp(program, (matrix(),), (matrix(1),)), strict=True):
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+COLLECTIVES = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.empty(6, 4) for _ in range(2)], x),
+    "gathered into": lambda x: dist.all_gather_into_tensor(torch.empty(12, 4), x),
+    "scattered": lambda x: dist.reduce_scatter_tensor(torch.empty(3, 4), x),
+    "isend": lambda x: dist.isend(x, 1 - dist.get_rank()),
+    "functional": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD),
+    "DistributedDataParallel": lambda x: nn.parallel.DistributedDataParallel(nn.ParameterList([nn.Parameter(x)])),
+}
+
+
+def collectives_by_hand():
+    x = cut(matrix())
+    for call in COLLECTIVES.values():
+        with pytest.raises(OnecardError, match=r"one tensor.*leave the collective out.*to_local\(\)"):
+            call(x)
+    assert_close(x * 2, matrix() * 2)  # the group still works
+    dist.all_reduce(x.to_local())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_collectives_by_hand_are_refused(backend):
+    run_ranks(collectives_by_hand, 2, backend=backend)
