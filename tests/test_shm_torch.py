@@ -133,10 +133,37 @@ def test_functional_collectives_run_and_are_traced():
     assert functional.all_to_all_single(torch.arange(2) + 10 * rank, None, None, world).tolist() == [rank, rank + 10]
     assert functional.broadcast(x, 1, world).tolist() == [1.0] * 4
     assert [t[0].item() for t in functional.all_reduce_coalesced([x, x + 1], "sum", world)] == [1.0, 3.0]
+    ops, both = torch.ops._c10d_functional, torch.empty(8)
+    gathered = functional.wait_tensor(ops.all_gather_into_tensor_out(x + 1, 2, world.group_name, out=both))
+    assert gathered is both and both.tolist() == [1.0] * 4 + [2.0] * 4
+    part = torch.empty(4)
+    functional.wait_tensor(ops.reduce_scatter_tensor_out(both, "sum", 2, world.group_name, out=part))
+    assert part.tolist() == [2.0 + 2 * rank] * 4
     for mode in ("real", "fake"):
         graph = make_fx(collected, tracing_mode=mode)(x)
         assert "_c10d_functional.all_reduce" in graph.code
         assert torch.equal(graph(x), torch.full((8,), 3.0))
+
+
+@multirank(2, backend="gloo")
+def test_other_backends_keep_their_functional_collectives():
+    both, name = torch.empty(4), dist.group.WORLD.group_name
+    x = torch.full((2,), float(dist.get_rank()))
+    functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor_out(x, 2, name, out=both))
+    assert both.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@multirank(2, backend="shm")
+def test_the_sequence_number_counts_collectives_and_small_tensors_travel_together():
+    world, options = dist.group.WORLD, dist.AllreduceCoalescedOptions()
+    begin = world._get_sequence_number_for_group()
+    given = [torch.full((3, n), 1.0 + n, dtype=dtype) for n in range(1, 20) for dtype in (torch.float32, torch.int64)]
+    world.allreduce_coalesced(given, options).wait()
+    assert world._get_sequence_number_for_group() == begin + 2  # one for each dtype, not for each tensor
+    assert all(t.unique().tolist() == [2.0 + 2 * t.shape[1]] for t in given)
+    sizes = (3, 5) if dist.get_rank() else (5, 3)
+    with pytest.raises(RuntimeError, match=r"of 8 float32 in tensors of sizes with checksum"):
+        world.allreduce_coalesced([torch.ones(n) for n in sizes], options).wait()
 
 
 @multirank(2, backend="gloo")

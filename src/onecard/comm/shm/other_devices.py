@@ -23,6 +23,7 @@ class OtherDevices(dist.ProcessGroup):
     """The base of the shared-memory group."""
 
     _timeout: float
+    _seq: int  # collectives called so far
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch makes no Python class
@@ -113,6 +114,9 @@ class OtherDevices(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._seq
 
     def shutdown(self) -> None:
         """Shuts the other devices' backends down."""
