@@ -178,6 +178,71 @@ def test_a_group_for_two_kinds_of_devices():
         assert y.tolist() == [2, 2]
 
 
+class Recorder:
+    """A backend of a device that this machine lacks: it notes what it is asked for."""
+
+    def __init__(self, rank, size):
+        self.place, self.calls = (rank, size), []
+
+    def __getattr__(self, name):
+        def call(*args, **_):
+            self.calls.append(name)
+            done = torch.futures.Future()
+            done.set_result(args[0] if args else None)
+            return torch._C._distributed_c10d._create_work_from_future(done)
+
+        return call
+
+
+def ask_for_everything(group, device):
+    x, y = torch.zeros(4, device=device), torch.zeros(2, device=device)
+    dist.all_reduce(x, group=group)
+    dist.broadcast(x, 0, group=group)
+    dist.reduce(x, 0, group=group)
+    dist.all_gather([torch.zeros_like(x) for _ in range(2)], x, group=group)
+    dist.reduce_scatter(x, [x.clone(), x.clone()], group=group)
+    dist.all_to_all_single(torch.zeros_like(x), x, group=group)
+    dist.all_to_all(list(torch.zeros_like(x).chunk(2)), list(x.chunk(2)), group=group)
+    root = dist.get_rank() == 0
+    dist.gather(x, [torch.zeros_like(x) for _ in range(2)] if root else None, 0, group=group)
+    dist.scatter(x, [x.clone(), x.clone()] if root else None, 0, group=group)
+    group._allgather_base(x, y).wait()
+    group._reduce_scatter_base(y, x, dist.ReduceScatterOptions()).wait()
+    group.allreduce_coalesced([x, y], dist.AllreduceCoalescedOptions()).wait()
+    if dist.get_rank() == 0:
+        dist.send(x, 1, group=group)
+    else:
+        dist.recv(x, 0, group=group)
+
+
+@multirank(2, backend="gloo")
+@pytest.mark.parametrize("extended", [False, True])
+def test_each_device_has_its_own_backend(extended):
+    """What a GPU beside the CPU needs, seen with a device that every machine has: "meta"."""
+    made = []
+
+    def create(*args):
+        rank, size = (args[0].group_rank, args[0].group_size) if extended else args[1:3]
+        made.append(Recorder(rank, size))
+        return made[-1]
+
+    dist.Backend.register_backend(f"recorder{extended:d}", create, extended_api=extended, devices=["meta"])
+    both = dist.new_group([0, 1], backend=f"cpu:shm,meta:recorder{extended:d}")
+    ask_for_everything(both, "cpu")
+    assert made == []  # CPU tensors never go there, and it is not made before it is needed
+    count = both._get_sequence_number_for_group()
+    ask_for_everything(both, "meta")
+    (other,) = made
+    assert other.place == (dist.get_rank(), 2) and both._get_sequence_number_for_group() == count
+    assert other.calls == [
+        "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall_base", "alltoall", "gather",
+        "scatter", "_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", ("send", "recv")[dist.get_rank()],
+    ]  # fmt: skip
+    x = torch.ones(2)
+    dist.all_reduce(x, group=both)
+    assert x.tolist() == [2, 2]
+
+
 @multirank(2, backend="shm")
 def test_tensors_of_a_device_without_a_backend_are_refused():
     with pytest.raises(RuntimeError, match=r'name a backend for it, as in init_process_group\("cpu:shm,meta:nccl"\)'):
