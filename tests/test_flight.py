@@ -2,11 +2,12 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from onecard.comm import flight
-from onecard.comm.flight import Board, Entry, describe, overtaken, rank_text, read
+from onecard.comm.flight import Board, Entry, describe, out_of_step, overtaken, rank_text, read
 
 
 @pytest.fixture
@@ -43,7 +44,21 @@ def test_sequence_numbers_count_each_group_apart(board, path):
         board.leave()
     entry = read(path)
     assert (entry.seq, entry.group_seq, entry.ranks) == (3, 2, (0, 1))
-    assert board.counts == {(0, 1): 2, (0, 2): 1}
+    assert board.counts == {((0, 1), 0): 2, ((0, 2), 0): 1}
+
+
+def test_groups_of_the_same_ranks_are_counted_apart(board, path):
+    """Ranks may take them up in different orders, and none of them is then missing or out of step."""
+    for name in ("one", "other", "other"):
+        board.enter("all_reduce", (0, 1), 8, name)
+    last = read(path)
+    assert (last.seq, last.group_seq) == (3, 2) and len(board.counts) == 2
+    board.enter("broadcast", (0, 1), 8, "one")
+    here = read(path)
+    assert here.group_seq == 2 and here.group != last.group
+    assert overtaken(here, {1: {last.key: 9}}) == [1] and overtaken(here, {1: {here.key: 2}}) == []
+    assert out_of_step({0: last, 1: here}) == [] != out_of_step({0: last, 1: replace(last, name="broadcast")})
+    assert "missing: rank 1, which waits in broadcast #2" in describe({0: last, 1: here})
 
 
 def test_long_names_and_large_groups_are_cut_not_refused(board, path):
@@ -156,9 +171,8 @@ def test_describe(boards, now, text):
 
 def test_a_rank_that_has_ended_is_overtaken_only_if_it_missed_the_collective():
     entry = waits("all_reduce", 3, (0, 1, 2))
-    counts = {(0, 1, 2): 3}
-    assert overtaken(entry, {1: counts}) == []
-    assert overtaken(entry, {1: {(0, 1, 2): 2}, 2: {}}) == [1, 2]
+    assert overtaken(entry, {1: {entry.key: 3}}) == []
+    assert overtaken(entry, {1: {entry.key: 2}, 2: {}}) == [1, 2]
     assert overtaken(entry, {5: {}}) == []
     assert overtaken(left("all_reduce", 3, (0, 1, 2)), {1: {}}) == []
 

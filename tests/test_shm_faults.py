@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onecard.comm import shm, world
+from onecard.comm import shm
 from onecard.testing import RankError, multirank, run_ranks
 
 pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
@@ -72,6 +71,37 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(method, asynchr
         when, text = news[rank]
         assert when - news[1][0] < 2
         assert re.search(r"rank 1 \(process \d+\) died before or in all_reduce\(sum\) #5 of 10 float32", text), text
+
+
+def die_inside(rank, queue, kind):
+    x = torch.ones(4 * 2**20)
+    dist.all_reduce(x[:10])
+    if rank == 1:
+        queue.put((rank, time.monotonic(), "dies"))
+        queue.close()
+        queue.join_thread()
+        channel, crossings = dist.group.WORLD._channel, iter(range(9))
+        cross = channel.cross
+        channel.cross = lambda deadline: (
+            cross(deadline) if next(crossings) < 5 else os.kill(os.getpid(), signal.SIGKILL)
+        )
+    if kind == "all_reduce":
+        dist.all_reduce(x)
+    else:
+        dist.broadcast(x, 0)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast"])
+def test_a_rank_killed_in_the_midst_of_a_large_collective_is_named(kind, tmp_path):
+    ranks, queue = start(multiprocessing.get_context("fork"), die_inside, 3, tmp_path, kind)
+    news = {rank: (when, text) for rank, when, text in (queue.get(timeout=60) for _ in range(3))}
+    for process in ranks:
+        process.join(10)
+    assert [p.exitcode for p in ranks] == [0, -signal.SIGKILL, 0]
+    for rank in (0, 2):
+        when, text = news[rank]
+        assert when - news[1][0] < 2
+        assert re.search(rf"rank 1 \(process \d+\) died before or in {kind}.* #3 of 4194304 float32", text), text
 
 
 def segments():
@@ -259,63 +289,6 @@ def test_a_forked_child_neither_uses_nor_ends_its_parents_group():
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x.item() == 2
-
-
-def without_memory():
-    from onecard.comm.shm import peers
-
-    before = peers.kernel
-    if dist.get_rank() == 1:
-        peers.kernel = lambda: "another host"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pair, _ = (dist.new_group([0, 1], backend="shm") for _ in range(2))
-    peers.kernel = before
-    x = torch.ones(3)
-    dist.all_reduce(x, group=pair)
-    return x.tolist(), type(pair).__name__, [str(w.message) for w in caught if "Gloo" in str(w.message)]
-
-
-def test_ranks_of_different_hosts_use_gloo_with_one_warning():
-    (x, kind, said), (y, other, silent) = run_ranks(without_memory, 2, backend="gloo")
-    assert x == y == [2.0] * 3 and kind == other == "ProcessGroup" and silent == []
-    (warning,) = said
-    assert "rank 1 cannot share memory with rank 0: they run on different hosts, or in containers" in warning
-    assert "ONECARD_BACKEND=gloo" in warning
-
-
-def without_room():
-    from onecard.comm.shm import segment
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    if dist.get_rank() == 0:
-        segment.os.memfd_create, kept = full, segment.os.memfd_create
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pair = dist.new_group([0, 1], backend="shm")
-    if dist.get_rank() == 0:
-        segment.os.memfd_create = kept
-    x = torch.ones(3)
-    dist.all_reduce(x, group=pair)
-    return x.tolist(), [str(w.message) for w in caught if "Gloo" in str(w.message)]
-
-
-def test_no_room_for_the_memory_means_gloo_with_one_warning():
-    (x, said), (_, silent) = run_ranks(without_room, 2, backend="gloo")
-    assert x == [2.0] * 3 and silent == [] and "No space left" in said[0]
-
-
-def test_the_default_follows_the_hosts_and_the_environment(monkeypatch):
-    for name in ("ONECARD_BACKEND", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert world.default_backend() == "shm" and world.default_backend("cuda") == "nccl"
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world.default_backend() == "gloo"
-    monkeypatch.setenv("ONECARD_BACKEND", "shm")
-    assert world.default_backend() == "shm"
 
 
 def test_a_script_that_ends_by_itself_or_by_an_error_ends_quickly(tmp_path):

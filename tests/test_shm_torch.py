@@ -133,10 +133,37 @@ def test_functional_collectives_run_and_are_traced():
     assert functional.all_to_all_single(torch.arange(2) + 10 * rank, None, None, world).tolist() == [rank, rank + 10]
     assert functional.broadcast(x, 1, world).tolist() == [1.0] * 4
     assert [t[0].item() for t in functional.all_reduce_coalesced([x, x + 1], "sum", world)] == [1.0, 3.0]
+    ops, both = torch.ops._c10d_functional, torch.empty(8)
+    gathered = functional.wait_tensor(ops.all_gather_into_tensor_out(x + 1, 2, world.group_name, out=both))
+    assert gathered is both and both.tolist() == [1.0] * 4 + [2.0] * 4
+    part = torch.empty(4)
+    functional.wait_tensor(ops.reduce_scatter_tensor_out(both, "sum", 2, world.group_name, out=part))
+    assert part.tolist() == [2.0 + 2 * rank] * 4
     for mode in ("real", "fake"):
         graph = make_fx(collected, tracing_mode=mode)(x)
         assert "_c10d_functional.all_reduce" in graph.code
         assert torch.equal(graph(x), torch.full((8,), 3.0))
+
+
+@multirank(2, backend="gloo")
+def test_other_backends_keep_their_functional_collectives():
+    both, name = torch.empty(4), dist.group.WORLD.group_name
+    x = torch.full((2,), float(dist.get_rank()))
+    functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor_out(x, 2, name, out=both))
+    assert both.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@multirank(2, backend="shm")
+def test_the_sequence_number_counts_collectives_and_small_tensors_travel_together():
+    world, options = dist.group.WORLD, dist.AllreduceCoalescedOptions()
+    begin = world._get_sequence_number_for_group()
+    given = [torch.full((3, n), 1.0 + n, dtype=dtype) for n in range(1, 20) for dtype in (torch.float32, torch.int64)]
+    world.allreduce_coalesced(given, options).wait()
+    assert world._get_sequence_number_for_group() == begin + 2  # one for each dtype, not for each tensor
+    assert all(t.unique().tolist() == [2.0 + 2 * t.shape[1]] for t in given)
+    sizes = (3, 5) if dist.get_rank() else (5, 3)
+    with pytest.raises(RuntimeError, match=r"of 8 float32 in tensors of sizes with checksum"):
+        world.allreduce_coalesced([torch.ones(n) for n in sizes], options).wait()
 
 
 @multirank(2, backend="gloo")
@@ -149,6 +176,71 @@ def test_a_group_for_two_kinds_of_devices():
         y = torch.ones(2, device=f"cuda:{dist.get_rank()}")
         dist.all_reduce(y, group=both)
         assert y.tolist() == [2, 2]
+
+
+class Recorder:
+    """A backend of a device that this machine lacks: it notes what it is asked for."""
+
+    def __init__(self, rank, size):
+        self.place, self.calls = (rank, size), []
+
+    def __getattr__(self, name):
+        def call(*args, **_):
+            self.calls.append(name)
+            done = torch.futures.Future()
+            done.set_result(args[0] if args else None)
+            return torch._C._distributed_c10d._create_work_from_future(done)
+
+        return call
+
+
+def ask_for_everything(group, device):
+    x, y = torch.zeros(4, device=device), torch.zeros(2, device=device)
+    dist.all_reduce(x, group=group)
+    dist.broadcast(x, 0, group=group)
+    dist.reduce(x, 0, group=group)
+    dist.all_gather([torch.zeros_like(x) for _ in range(2)], x, group=group)
+    dist.reduce_scatter(x, [x.clone(), x.clone()], group=group)
+    dist.all_to_all_single(torch.zeros_like(x), x, group=group)
+    dist.all_to_all(list(torch.zeros_like(x).chunk(2)), list(x.chunk(2)), group=group)
+    root = dist.get_rank() == 0
+    dist.gather(x, [torch.zeros_like(x) for _ in range(2)] if root else None, 0, group=group)
+    dist.scatter(x, [x.clone(), x.clone()] if root else None, 0, group=group)
+    group._allgather_base(x, y).wait()
+    group._reduce_scatter_base(y, x, dist.ReduceScatterOptions()).wait()
+    group.allreduce_coalesced([x, y], dist.AllreduceCoalescedOptions()).wait()
+    if dist.get_rank() == 0:
+        dist.send(x, 1, group=group)
+    else:
+        dist.recv(x, 0, group=group)
+
+
+@multirank(2, backend="gloo")
+@pytest.mark.parametrize("extended", [False, True])
+def test_each_device_has_its_own_backend(extended):
+    """What a GPU beside the CPU needs, seen with a device that every machine has: "meta"."""
+    made = []
+
+    def create(*args):
+        rank, size = (args[0].group_rank, args[0].group_size) if extended else args[1:3]
+        made.append(Recorder(rank, size))
+        return made[-1]
+
+    dist.Backend.register_backend(f"recorder{extended:d}", create, extended_api=extended, devices=["meta"])
+    both = dist.new_group([0, 1], backend=f"cpu:shm,meta:recorder{extended:d}")
+    ask_for_everything(both, "cpu")
+    assert made == []  # CPU tensors never go there, and it is not made before it is needed
+    count = both._get_sequence_number_for_group()
+    ask_for_everything(both, "meta")
+    (other,) = made
+    assert other.place == (dist.get_rank(), 2) and both._get_sequence_number_for_group() == count
+    assert other.calls == [
+        "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall_base", "alltoall", "gather",
+        "scatter", "_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", ("send", "recv")[dist.get_rank()],
+    ]  # fmt: skip
+    x = torch.ones(2)
+    dist.all_reduce(x, group=both)
+    assert x.tolist() == [2, 2]
 
 
 @multirank(2, backend="shm")

@@ -19,14 +19,16 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Board", "Entry", "board", "describe", "out_of_step", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
 _CURRENT = len(_MAGIC)  # one byte after it: which of two slots holds the entry
-_HEAD = struct.Struct("=QQQd?I48s")  # seq, group_seq, nbytes, time, inside, group size, name; then the group
+_HEAD = struct.Struct("=QQQd?II48s")  # seq, group_seq, nbytes, time, inside, group id and size, name; then the ranks
 _STATE = struct.Struct("=d?")  # time, inside: what `leave` rewrites
 _STATE_AT = struct.calcsize("=QQQ")
 _SLOT = 64 * 1024  # a sparse file: room for groups of 16 000 ranks, and a few pages in use
@@ -42,8 +44,9 @@ board: Board | None = None
 class Entry:
     """The last collective that a rank entered.
 
-    `seq` counts the collectives of the rank (0: it entered none yet), `group_seq` those on this very group of ranks;
-    `time` is `time.monotonic()`, in seconds, of the last change and comparable between the processes of one host.
+    `seq` counts the collectives of the rank (0: it entered none yet), `group_seq` those of this very group, which is told
+    by its members and, as several groups may have the same, by `group`, a hash of its name. `time` is
+    `time.monotonic()`, in seconds, of the last change and comparable between the processes of one host.
     """
 
     seq: int = 0
@@ -53,6 +56,12 @@ class Entry:
     nbytes: int = 0
     inside: bool = False
     time: float = 0.0
+    group: int = 0
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """What tells its group from all others."""
+        return self.ranks, self.group
 
     def __str__(self) -> str:
         return f"{self.name} #{self.group_seq} of {rank_text(self.ranks)}"
@@ -76,7 +85,7 @@ class Board:
         self._slot = 0
         self._written: list[Sequence[int] | None] = [None, None]
         self._names: dict[str, bytes] = {}
-        self.counts: dict[tuple[int, ...], int] = {}
+        self.counts: dict[tuple[tuple[int, ...], int], int] = {}
         self.inside = False
 
     @classmethod
@@ -88,11 +97,15 @@ class Board:
         memory[: len(_MAGIC)] = _MAGIC
         return cls(memory)
 
-    def enter(self, name: str, ranks: Sequence[int], nbytes: int) -> None:
-        """Notes that this rank enters collective `name` with the group `ranks` (global ranks) and `nbytes` bytes."""
+    def enter(self, name: str, ranks: Sequence[int], nbytes: int, group_name: str = "") -> None:
+        """Notes that this rank enters collective `name` with the group `ranks` (global ranks) and `nbytes` bytes.
+
+        `group_name`, the same on all ranks, tells apart groups of the same ranks.
+        """
         group = ranks if type(ranks) is tuple else tuple(ranks)
         self._seq += 1
-        count = self.counts[group] = self.counts.get(group, 0) + 1
+        key = group, zlib.crc32(group_name.encode()) if group_name else 0
+        count = self.counts[key] = self.counts.get(key, 0) + 1
         encoded = self._names.get(name)
         if encoded is None:
             encoded = self._names[name] = name.encode()[:48]
@@ -101,7 +114,7 @@ class Board:
         if group is not self._written[slot]:
             self._write_group(slot, group)
         _HEAD.pack_into(
-            self._memory, _SLOTS[slot], self._seq, count, nbytes, time.monotonic(), True, len(group), encoded
+            self._memory, _SLOTS[slot], self._seq, count, nbytes, time.monotonic(), True, key[1], len(group), encoded
         )
         self._memory[_CURRENT] = self._slot = slot
         self.inside = True
@@ -136,9 +149,9 @@ def read(path: str | os.PathLike[str]) -> Entry:
 
 
 def _unpack(memory: mmap.mmap, start: int) -> Entry:
-    seq, group_seq, nbytes, when, inside, size, name = _HEAD.unpack_from(memory, start)
+    seq, group_seq, nbytes, when, inside, group, size, name = _HEAD.unpack_from(memory, start)
     ranks = struct.unpack_from(f"={min(size, _ROOM)}I", memory, start + _HEAD.size)
-    return Entry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when)
+    return Entry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when, group)
 
 
 def rank_text(ranks: Sequence[int]) -> str:
@@ -157,20 +170,21 @@ def rank_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
-def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[int, ...], int]]) -> list[int]:
+def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[tuple[int, ...], int], int]]) -> list[int]:
     """Returns the ranks that can never join the collective in which `entry` waits.
 
     `finished` maps each rank that has ended to its `Board.counts`: a rank that ended after fewer collectives on the
     group than the one waited for will not come any more, so the wait is a certain deadlock.
 
-    >>> overtaken(Entry(5, 3, "all_reduce", (0, 1), 4, True), {1: {(0, 1): 2}})
+    >>> waits = Entry(5, 3, "all_reduce", (0, 1), 4, True)
+    >>> overtaken(waits, {1: {waits.key: 2}})
     [1]
-    >>> overtaken(Entry(5, 3, "all_reduce", (0, 1), 4, True), {1: {(0, 1): 3}})
+    >>> overtaken(waits, {1: {waits.key: 3}})
     []
     """
     if not entry.inside:
         return []
-    return [r for r in entry.ranks if r in finished and finished[r].get(entry.ranks, 0) < entry.group_seq]
+    return [r for r in entry.ranks if r in finished and finished[r].get(entry.key, 0) < entry.group_seq]
 
 
 _ALIKE = ("all_reduce", "all_gather", "broadcast")  # collectives to which every rank brings as many bytes
@@ -187,11 +201,11 @@ def out_of_step(boards: Mapping[int, Entry]) -> list[int]:
     >>> out_of_step({0: both[0], 1: both[0]})
     []
     """
-    places: dict[tuple[tuple[int, ...], int], dict[tuple[str, int], list[int]]] = {}
+    places: dict[tuple[Any, int], dict[tuple[str, int], list[int]]] = {}
     for rank, entry in boards.items():
         if entry.inside:
             kind = (entry.name, entry.nbytes if entry.name in _ALIKE else 0)
-            places.setdefault((entry.ranks, entry.group_seq), {}).setdefault(kind, []).append(rank)
+            places.setdefault((entry.key, entry.group_seq), {}).setdefault(kind, []).append(rank)
     differ = next((kinds for kinds in places.values() if len(kinds) > 1), {})
     return sorted(rank for ranks in differ.values() for rank in ranks)
 
@@ -206,10 +220,10 @@ def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:
     rank 0 waits in all_reduce #7 of ranks 0, 1 (64 bytes)
       missing: rank 1, which is in no collective; it last left all_gather #6 of ranks 0, 1
     """
-    waits: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
+    waits: dict[tuple[Any, int, str], list[int]] = {}
     for rank, entry in sorted(boards.items()):
         if entry.inside:
-            waits.setdefault((entry.ranks, entry.group_seq, entry.name), []).append(rank)
+            waits.setdefault((entry.key, entry.group_seq, entry.name), []).append(rank)
     if not waits:
         return "no rank waits in a collective"
     return "\n".join(line for inside in waits.values() for line in _describe_wait(inside, boards, now))
@@ -238,7 +252,7 @@ def _whereabouts(wanted: Entry, entry: Entry | None, now: float | None) -> str:
     if entry.seq == 0:
         return "has entered no collective yet"
     if entry.inside:
-        differs = entry.ranks == wanted.ranks and entry.group_seq == wanted.group_seq
+        differs = entry.key == wanted.key and entry.group_seq == wanted.group_seq
         return f"waits in {entry}" + (" instead" if differs else "")
     ago = "" if now is None else f", {now - entry.time:.1f} s ago"
     return f"is in no collective; it last left {entry}{ago}"

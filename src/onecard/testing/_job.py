@@ -51,7 +51,7 @@ class Report:
     value: bytes = b""
     text: str = ""
     consequence: bool = False  # an error that the loss of another rank brings about
-    counts: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    counts: Mapping[tuple[tuple[int, ...], int], int] = field(default_factory=dict)
     code: int = 1  # exit status of an error
 
 

@@ -37,11 +37,12 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-            ranks = tuple(dist.get_process_group_ranks(given.get("group") or dist.group.WORLD))
+            group: Any = given.get("group") or dist.group.WORLD
+            ranks, group_name = tuple(dist.get_process_group_ranks(group)), group.group_name
         except Exception:  # a wrong call, or this rank is not in the group: torch says what is wrong
             return function(*args, **kwargs)
         tensors = (v for v in given.values() if isinstance(v, torch.Tensor) and v.layout is torch.strided)
-        board.enter(name, ranks, next((v.nbytes for v in tensors), 0))
+        board.enter(name, ranks, next((v.nbytes for v in tensors), 0), group_name)
         try:
             return function(*args, **kwargs)
         finally:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from onecard.comm.shm import futex, rendezvous
+from onecard.comm.shm import functional, futex, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
 
 NAME = "shm"
@@ -35,6 +35,7 @@ def register() -> None:
         wrapped = functools.wraps(original)(functools.partial(replacement, original))
         for module in (c10d, dist):
             setattr(module, name, wrapped)
+    functional.serve(lambda group: isinstance(group, ShmGroup))
     atexit.register(_leave_all)
 
 

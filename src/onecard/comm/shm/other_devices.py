@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
 from onecard.errors import CommunicationError
@@ -23,6 +24,7 @@ class OtherDevices(dist.ProcessGroup):
     """The base of the shared-memory group."""
 
     _timeout: float
+    _seq: int  # collectives called so far
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch makes no Python class
@@ -78,10 +80,23 @@ class OtherDevices(dist.ProcessGroup):
             return backend
         if name == "gloo":
             return dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=timeout)
+        plugin = dist.Backend._plugins.get((name or "").upper())
+        if plugin is not None and not plugin.extended_api:
+            return plugin.creator_fn(store, self.rank(), self.size(), timeout)
+        if plugin is not None:
+            return plugin.creator_fn(self._options(store, timeout), None)
         raise CommunicationError(
             f"a tensor is on {kind}, and this process group was made for {self._configured()}: "
             f'name a backend for it, as in init_process_group("cpu:shm,{kind}:nccl")'
         )
+
+    def _options(self, store: Any, timeout: timedelta) -> Any:
+        made = _DistributedBackendOptions()
+        made.store, made.timeout = store, timeout
+        made.group_rank, made.group_size = self.rank(), self.size()
+        made.group_id = self.getGroupName()
+        made.global_ranks_in_group = dist.get_process_group_ranks(self)
+        return made
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -113,6 +128,9 @@ class OtherDevices(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._seq
 
     def shutdown(self) -> None:
         """Shuts the other devices' backends down."""

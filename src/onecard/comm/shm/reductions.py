@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,20 @@ from onecard.comm.shm.base import SUM, Collectives, in_turn, name_of
 from onecard.comm.shm.reduction import element, fold
 from onecard.comm.shm.sparse import all_reduce_sparse
 from onecard.comm.shm.work import Body
+
+_SMALL = 64 * 1024  # bytes below which copying a tensor costs less than a collective of its own
+
+
+def _parts(given: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors that travel together: all small ones of a dtype, and each large one alone; equal on all ranks."""
+    together: dict[torch.dtype, list[Tensor]] = {}
+    alone = []
+    for tensor in given:
+        if tensor.nbytes < _SMALL and tensor.layout is torch.strided:
+            together.setdefault(tensor.dtype, []).append(tensor)
+        else:
+            alone.append([tensor])
+    return [*together.values(), *alone]
 
 
 class Reductions(Collectives):
@@ -31,16 +47,32 @@ class Reductions(Collectives):
         return self._start(self._reduction([tensor], op), [tensor], opts)
 
     def allreduce_coalesced(self, given: Any, opts: Any = None) -> Any:
-        """Reduces several tensors in place on every rank."""
+        """Reduces several tensors in place on every rank; small ones of a dtype travel as one."""
         if given and given[0].device.type != "cpu":
             return self._elsewhere(given[0]).allreduce_coalesced(given, opts)
         op = name_of(getattr(opts, "reduceOp", None) or SUM)
-        return self._start(self._reduction(list(given), op), list(given), opts)
+        bodies = [self._reduction(part, op) if len(part) == 1 else self._packed(part, op) for part in _parts(given)]
+        return self._start(in_turn(bodies), list(given), opts)
 
-    def _reduction(self, given: list[Tensor], op: str, root: int = -1) -> Body:
+    def _packed(self, given: list[Tensor], op: str) -> Body:
+        pack = torch.empty(sum(t.numel() for t in given), dtype=given[0].dtype)
+        places = [place.view(t.shape) for place, t in zip(pack.split([t.numel() for t in given]), given, strict=True)]
+        sizes = zlib.crc32(str([t.numel() for t in given]).encode())
+        reduce = self._reduction([pack], op, extra=sizes)
+
+        def body(deadline: float) -> None:
+            for place, tensor in zip(places, given, strict=True):
+                tensors.fill(place, tensor)
+            reduce(deadline)
+            for place, tensor in zip(places, given, strict=True):
+                tensors.fill(tensor, place)
+
+        return body
+
+    def _reduction(self, given: list[Tensor], op: str, root: int = -1, extra: int = 0) -> Body:
         channel = self._channel
         kind = "all_reduce" if root < 0 else "reduce"
-        signatures = [self._sign(kind, t.numel(), t, op, root) for t in given]
+        signatures = [self._sign(kind, t.numel(), t, op, root)._replace(extra=extra) for t in given]
         folds = [fold(t.dtype, op) for t in given]
         receive = root < 0 or root == channel.rank
 

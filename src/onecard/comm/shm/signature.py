@@ -26,7 +26,7 @@ class Signature(NamedTuple):
     """A collective: its number in the group, what it does, and on how many elements of what.
 
     `elements` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other
-    fields do not.
+    fields do not: the sizes of tensors that travel together.
     """
 
     seq: int
@@ -44,7 +44,7 @@ class Signature(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return _text(self.seq, self.elements, self.root, self.kind, self.op, _NAMES[_DTYPE[self.dtype]])
+        return describe(self.pack())
 
 
 def describe(card: bytes) -> str:
@@ -53,11 +53,8 @@ def describe(card: bytes) -> str:
     >>> describe(Signature(3, "all_reduce", 8, torch.float32, "sum").pack())
     'all_reduce(sum) #3 of 8 float32'
     """
-    seq, count, _, root, kind, op, dtype = _CARD.unpack_from(card)
-    return _text(seq, count, root, KINDS[kind], OPS[op], _NAMES[dtype])
-
-
-def _text(seq: int, count: int, root: int, kind: str, op: str, dtype: str) -> str:
-    what = f"{kind}({op})" if op else kind
-    size = f" of {count} {dtype}" if count > 0 else (f" of {dtype}" if count < 0 else "")
-    return f"{what} #{seq}{size}" + (f" with root {root}" if root >= 0 else "")
+    seq, count, extra, root, kind, op, dtype = _CARD.unpack_from(card)
+    what = f"{KINDS[kind]}({OPS[op]})" if op else KINDS[kind]
+    size = f" of {count} {_NAMES[dtype]}" if count > 0 else (f" of {_NAMES[dtype]}" if count < 0 else "")
+    together = f" in tensors of sizes with checksum {extra:08x}" if extra else ""
+    return f"{what} #{seq}{size}{together}" + (f" with root {root}" if root >= 0 else "")

@@ -1,0 +1,35 @@
+"""The functional collective that C++ does not bring to a process group written in Python.
+
+``_c10d_functional.all_gather_into_tensor_out`` calls a method for which torch has no trampoline. It gets a kernel for
+CPU tensors of its own here; groups of other backends go on to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+_REST = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+_kept: list[torch.library.Library] = []  # a registration lasts as long as its object
+
+
+def serve(is_ours: Callable[[Any], bool]) -> None:
+    """Registers the kernel, for the groups that `is_ours` tells."""
+    operator = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+
+    def all_gather_into_tensor_out(source: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
+        found = c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+        if not is_ours(found):
+            return operator.redispatch(_REST, source, size, group, out=out)
+        options = c10d.AllgatherOptions()
+        options.asyncOp = True
+        c10d._register_work(out, found._allgather_base(out, source.contiguous(), options))
+        return out
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor_out", all_gather_into_tensor_out, "CPU")
+    _kept.append(library)
