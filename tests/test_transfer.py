@@ -366,6 +366,18 @@ def test_outside_the_mesh_an_operator_computes_its_shape_only():
         assert x.grad.to_local().numel() == 0 and not report.bytes
 
 
+@multirank(3, timeout=20)
+@pytest.mark.parametrize("view", [False, True])
+def test_outside_the_mesh_layouts_follow_what_is_settled_inside(view):
+    """A rank that took the sum for pending would plan another transfer than those that hold it, and wait for ever."""
+    one, two = oc.ProcessMesh([0, 1], ["x"]), oc.ProcessMesh([2], ["y"])
+    p = oc.shard_tensor(torch.ones(4, 6), one, [oc.Shard(1)]) @ oc.shard_tensor(torch.ones(6, 4), one, [oc.Shard(0)])
+    assert p.placements == (oc.Partial(),)
+    torch.relu(p.view(-1) if view else p)  # settles the sum
+    assert p.placements == (oc.Replicate(),)
+    assert_close(oc.reshard(p, two, [oc.Replicate()]).full_tensor(), torch.full((4, 4), 6.0))
+
+
 # ---- ranks that do not come
 
 

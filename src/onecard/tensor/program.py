@@ -128,10 +128,15 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
+        for moved, target, name in self.moves:  # what is settled on the mesh is settled here, or layouts would differ
+            if isinstance(_at(moved, args, kwargs), DistTensor):
+                self._move(_at(moved, args, kwargs), target, name)
         made: list[Any] = [self.wrap(torch.empty(0, dtype=s.dtype, device=s.device), s) for s in self.specs]
         for i, path in enumerate(self.aliases):
             if path is not None:
                 made[i] = _at(path, args, kwargs)
+        if self.view and not self.cut_off and self.specs[0].layout.pending:
+            memory.join(args[0], made[0])
         return made[0] if len(self.func._schema.returns) == 1 and len(made) == 1 else made
 
     def _wrap(
