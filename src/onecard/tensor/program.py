@@ -135,8 +135,10 @@ class Program:
         for i, path in enumerate(self.aliases):
             if path is not None:
                 made[i] = _at(path, args, kwargs)
-        if self.view and not self.cut_off and self.specs[0].layout.pending:
-            memory.join(args[0], made[0])
+        if self.view and not self.cut_off:
+            for view in made:
+                if view._spec.layout.pending:
+                    memory.join(args[0], view)
         return made[0] if len(self.func._schema.returns) == 1 and len(made) == 1 else made
 
     def _wrap(
