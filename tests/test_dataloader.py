@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import onecard as oc
 from onecard.errors import LayoutError, MeshError
@@ -323,6 +324,9 @@ class Turned:
 def shuffled(kind: str) -> int:
     """How many batches the ranks read."""
     torch.manual_seed(7 + rank())  # the fault
+    if kind == "as for DDP":
+        sampler: Any = DistributedSampler(Squares(), 2, rank(), shuffle=False)
+        return len(list(oc.shard_dataloader(DataLoader(Squares(), batch_size=4, sampler=sampler), MESH, "x")))
     if kind == "own":
         return len(list(oc.shard_dataloader(DataLoader(Squares(), batch_sampler=Turned()), MESH, "x")))
     generator = torch.Generator().manual_seed(3) if kind == "one generator" else None
@@ -337,9 +341,11 @@ def shuffled(kind: str) -> int:
     ("kind", "words"),
     [
         ("seeds", r"rank \d: begins with samples \[\d, \d, \d, \d\] \(seed [78]\)"),
+        ("as for DDP", r"rank \d: begins with samples \[[01], [23], [45], [67]\]"),
         ("own", r"rank \d: has read 2 batches in another order"),
         ("two stages", r"rank \d: shuffles with a generator in another state \(seed [78]\)"),
     ],
+    ids=lambda value: value if "\\" not in value else "",
 )
 def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None:
     with pytest.raises(RankError) as caught:
@@ -348,6 +354,7 @@ def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None
     assert "CommunicationError: shard_dataloader: the ranks do not read the same samples in pass 1 over Squares" in text
     assert len(re.findall(f"  {words}", text)) >= 2
     assert "torch.manual_seed(0)" in text and "generator=torch.Generator().manual_seed(0)" in text
+    assert "no DistributedSampler" in text
 
 
 @pytest.mark.parametrize("kind", ["in order", "one generator"])

@@ -220,6 +220,8 @@ MAINS = [
     ("single_card_002", 1, options(SMALL_002), "9 "),
     ("data_parallel_002", 4, [*options(SMALL_002), "--shard-reading"], "9 "),
     ("tensor_parallel_002", 4, options(SMALL_002), "9 "),
+    ("pipeline_parallel_002", 8, options(SMALL_002), "9 "),
+    ("hybrid_parallel_002", 8, options(SMALL_002), "9 "),
     ("single_card_003", 1, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("semi_auto_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("semi_auto_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),

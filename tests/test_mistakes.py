@@ -134,6 +134,7 @@ def disagree(kind: str) -> str:
         "operator": lambda: x.sum().item() if rank == 0 else x.full_tensor(),
         "shape": lambda: oc.from_local(torch.ones(2 + rank, 3), mesh, [oc.Shard(0)]),
         "dtype": lambda: oc.from_local(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]), mesh, [oc.Shard(0)]),
+        "transfer": lambda: oc.reshard(x, oc.ProcessMesh([1, 0], ["y"]), [oc.Shard(0) if rank else oc.Replicate()]),
         "data": lambda: oc.shard_tensor(torch.full((2,), float(rank)), mesh, [oc.Shard(0)]),
         "operand": lambda: x * torch.tensor([1.0, 1.0 + rank]),
     }
@@ -155,6 +156,13 @@ def test_ranks_that_disagree_about_a_tensor_are_named(kind, first, second):
     for text in run_ranks(disagree, 2, kind, timeout=20):
         has(text, f"  rank 0: from_local of a part of {first} as [x=Shard(0)]", "shape=[...]")
         has(text, f"  rank 1: from_local of a part of {second} as [x=Shard(0)]")
+
+
+def test_ranks_that_move_a_tensor_to_different_places_are_named():
+    for text in run_ranks(disagree, 2, "transfer", timeout=20):
+        has(text, "ranks are out of step", "Every rank of both meshes makes this call", "test_mistakes.py:")
+        has(text, "  rank 0: reshard of [4, 2] from [x=Shard(0)] to [y=Replicate], at ")
+        has(text, "  rank 1: reshard of [4, 2] from [x=Shard(0)] to [y=Shard(0)], at ")
 
 
 def cross_waits() -> None:

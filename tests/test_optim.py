@@ -122,9 +122,9 @@ def test_gradients_made_by_a_closure_travel_in_buckets_too() -> None:
 
 @multirank(2)
 def test_large_gradients_fill_several_buckets() -> None:
-    from onecard.tensor import foreach
+    from onecard.tensor import buckets
 
-    foreach.BUCKET_BYTES = 4 * (HIDDEN * 6 + HIDDEN)  # the first layer fills one
+    buckets.BUCKET_BYTES = 4 * (HIDDEN * 6 + HIDDEN)  # the first layer fills one
     (plain, whole), (twin, lay_out) = twins("dp")
     train(plain, whole, make_optimizer("SGD", plain, {}), steps=1)
     with oc.explain() as report:

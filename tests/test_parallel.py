@@ -188,3 +188,16 @@ def test_shard_op_says_what_does_not_fit() -> None:
         oc.shard_op(torch.matmul, ONE, [[oc.Shard(0), oc.Shard(1)], whole])(a, b)
     with pytest.raises(MeshError, match=r"has no axis 'tp'"):
         oc.shard_op(torch.matmul, ONE, [["tp", None], None])(a, b)
+
+
+@multirank(4)
+def test_clipping_settles_the_norms_in_one_message():
+    """Of parameters cut and whole. A whole value never becomes a summand of a norm: that would lose its sign."""
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    cut = [oc.Replicate(), oc.Shard(0)]
+    weights = [torch.linspace(-2, 1, 12).view(6, 2) * k for k in (1, 2, 3)]
+    parts = [oc.shard_tensor(w, mesh, cut if i else [oc.Replicate()] * 2) for i, w in enumerate(weights)]
+    with oc.explain() as report:
+        stacked = torch.stack([*(torch.linalg.vector_norm(p) for p in parts), parts[0].sum()])
+    assert [m.step.kind for m in report.messages if m.step.bytes] == ["all_reduce"]
+    assert_close(stacked, torch.stack([*(torch.linalg.vector_norm(w) for w in weights), weights[0].sum()]))

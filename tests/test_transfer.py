@@ -366,6 +366,19 @@ def test_outside_the_mesh_an_operator_computes_its_shape_only():
         assert x.grad.to_local().numel() == 0 and not report.bytes
 
 
+@multirank(3, timeout=20)
+@pytest.mark.parametrize("taken", ["it", "a view", "a part"])
+def test_outside_the_mesh_layouts_follow_what_is_settled_inside(taken):
+    """A rank that took the sum for pending would plan another transfer than those that hold it, and wait for ever."""
+    one, two = oc.ProcessMesh([0, 1], ["x"]), oc.ProcessMesh([2], ["y"])
+    p = oc.shard_tensor(torch.ones(4, 6), one, [oc.Shard(1)]) @ oc.shard_tensor(torch.ones(6, 4), one, [oc.Shard(0)])
+    assert p.placements == (oc.Partial(),)
+    seen = {"it": lambda: p, "a view": lambda: p.view(-1), "a part": lambda: p.unbind(0)[1]}[taken]()
+    torch.relu(seen)  # settles the sum
+    assert seen.placements == (oc.Replicate(),)
+    assert_close(oc.reshard(p, two, [oc.Replicate()]).full_tensor(), torch.full((4, 4), 6.0))
+
+
 # ---- ranks that do not come
 
 

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from onecard.cost import MACHINE
 from onecard.errors import LayoutError
@@ -84,21 +84,27 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
     raise AssertionError(f"no chain from {source} to {target}")  # every layout can be gathered and cut again
 
 
-def check_norms(source: Layout, target: Layout) -> None:
-    """Raise a LayoutError if a value is to become a pending norm: joining it would give the value without its sign."""
+def loses_sign(source: Layout, target: Layout) -> bool:
+    """Whether a value is to become a pending norm: joining that would give the value without its sign."""
     known = {op for _, op in source.pending}
-    for _, op in target.pending:
-        if op.startswith("norm") and op not in known:
-            raise LayoutError(
-                f"a tensor that lies as [{source}] cannot become [{target}]: ranks join a Partial({op!r}) to a norm, which "
-                "has no sign, so the value would be lost. Keep it whole on that axis, Replicate(); if each rank holds the "
-                "norm of its own part, that is what it is: onecard.from_local(part_norm, mesh, placements)"
-            )
+    return any(op.startswith("norm") and op not in known for _, op in target.pending)
+
+
+def check_norms(source: Layout, target: Layout) -> None:
+    """Raise a LayoutError if the move ``loses_sign``."""
+    if loses_sign(source, target):
+        raise LayoutError(
+            f"a tensor that lies as [{source}] cannot become [{target}]: ranks join summands of a norm to a norm, which has "
+            "no sign, so the value would be lost. Keep it whole on that axis, Replicate(); if each rank holds the norm of "
+            "its own part, that is what it is: onecard.from_local(part_norm, mesh, placements)"
+        )
 
 
 @lru_cache(maxsize=65536)
 def seconds(shape: Shape, itemsize: int, source: Layout, target: Layout) -> float:
-    """Estimated time of ``plan`` in seconds."""
+    """Estimated time of ``plan`` in seconds; infinite if there is none."""
+    if loses_sign(source, target):
+        return inf
     return sum(step.seconds for step in plan(shape, itemsize, source, target))
 
 

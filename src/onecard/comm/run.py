@@ -11,8 +11,7 @@ from onecard.comm import collectives
 from onecard.comm.groups import Group, group
 from onecard.layout import Layout
 from onecard.resharding import Step
-
-_KEEPS = ("max", "min", "avg", "band", "bor")
+from onecard.transfer import IDEMPOTENT
 
 
 def run(steps: Sequence[Step], local: Tensor, shape: Sequence[int], owned: bool = False) -> Tensor:
@@ -59,7 +58,7 @@ def _fill(step: Step, local: Tensor, line: Group) -> Tensor:
 
     What changes nothing is one number, expanded: adding it costs no memory. It must be copied before it is written to.
     """
-    if step.op in _KEEPS or line.index == 0:
+    if step.op in IDEMPOTENT or line.index == 0:
         return local
     return local.new_full((), 1 if step.op == "product" else 0).expand(local.shape)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecard.errors import LayoutError
-from onecard.tensor.foreach import settle_all
+from onecard.tensor.buckets import settle_all
 
 
 def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], Any] | None = None) -> Optimizer:

@@ -59,8 +59,8 @@ class LoaderOrder:
             f"{type(self.loader.dataset).__name__}, so that a batch would hold some of them twice and others never\n"
             f"  rank {rank}: {theirs}\n  rank {world.get_rank()}: {words}\n"
             "Seed all ranks alike before the first batch, torch.manual_seed(0), or give the loader a generator: "
-            "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)). A sampler of your own must give "
-            "every rank all batches in one order: onecard takes this rank's part of each."
+            "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)). A sampler must give every rank all "
+            "batches in one order, so no DistributedSampler: onecard takes this rank's part of each."
         )
 
 

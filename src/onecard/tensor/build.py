@@ -19,6 +19,7 @@ from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
 from onecard.tensor import fallback, memory
+from onecard.tensor.buckets import settle_first
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.program import Program, own_result
 from onecard.tensor.spec import OWN, Spec
@@ -128,6 +129,9 @@ def _plan(
         program.pending = tuple(
             (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
         )
+    settled = [p for p, layout, target, _ in operands if p[1] >= 0 and layout.pending and layout.settled() is target]
+    if len(settled) > 1:  # of one list, as in torch.stack: one message rather than one for each
+        program.expand = settle_first(program.func, settled, program.name)
 
 
 def _note(program: Program, call: Call, bound: Bound, decision: Decision, note: tuple[str, str]) -> None:

@@ -128,6 +128,9 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
+        for moved, target, name in self.moves:  # what is settled on the mesh is settled here, or layouts would differ
+            if isinstance(_at(moved, args, kwargs), DistTensor):
+                self._move(_at(moved, args, kwargs), target, name)
         shares = self.view and not self.copies
         empty = [
             args[0]._local.detach().view(s.dtype) if shares else torch.empty(0, dtype=s.dtype, device=s.device)
