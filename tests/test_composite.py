@@ -1,6 +1,7 @@
 """Composite operators that DistTensors take whole (tensor/composite.py), against plain torch."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -68,14 +69,51 @@ def test_a_cut_sequence_and_cut_heads_send_nothing():
     assert w.grad.placements == (oc.Partial(),)
 
 
+EINSUMS = (
+    ("bshd,bthd->bhst", (2, 3, 4, 5), (2, 6, 4, 5)), ("ij,jk", (4, 5), (5, 3)), ("i,i->", (5,), (5,)),
+    ("aij,jk->aik", (1, 3, 4), (4, 4)), ("bi,bi->bi", (4, 1), (4, 3)), ("b...j,bj->b...", (2, 3, 4), (2, 4)),
+    ("iji,i->j", (2, 3, 2), (2,)),
+)  # fmt: skip
+
+
+@multirank(2)
+def test_einsum_and_its_gradients():
+    for equation, *shapes in EINSUMS:
+        whole = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) for shape in shapes
+        ]
+        weight = torch.randn(torch.einsum(equation, *whole).shape, dtype=torch.float64)
+
+        def run(operands, weight, equation=equation):
+            leaves = [t.requires_grad_() for t in operands]
+            result = torch.einsum(equation, *leaves)
+            return [result.detach(), *torch.autograd.grad((result * weight).sum(), leaves)]
+
+        expected = run([t.clone() for t in whole], weight)
+        for dims in product(*(range(len(shape)) for shape in shapes)):
+            operands = [oc.shard_tensor(t, mesh(), [Shard(d)]) for t, d in zip(whole, dims, strict=True)]
+            placed = oc.shard_tensor(weight, mesh(), [Replicate()])
+            assert_close(run(operands, placed), expected, rtol=1e-10, atol=1e-10)
+
+
+@multirank(2)
+def test_heads_of_an_einsum_stay_cut():
+    q, k = (oc.shard_tensor(torch.randn(2, 3, 4, 5), mesh(), [Shard(2)]) for _ in range(2))
+    x, w = oc.shard_tensor(torch.randn(2, 3, 4), mesh(), [Shard(1)]), torch.randn(4, 5, 6)
+    with oc.no_implicit_communication():
+        assert torch.einsum("bshd,bthd->bhst", q, k).placements == (Shard(1),)
+        assert torch.tensordot(x, w, 1).placements == (Shard(1),)
+    assert_close(torch.tensordot(x, w, ([2], [0])), torch.tensordot(x.full_tensor(), w, ([2], [0])))
+
+
 @multirank(2)
 def test_autocast_and_checkpointing_see_one_operator():
     t = {name: value.float() for name, value in tensors().items()}
     x, w = oc.shard_tensor(t["x"], mesh(), [Shard(1)]), oc.shard_tensor(t["w"], mesh(), [Replicate()])
     with torch.autocast("cpu"):
-        made = [F.linear(x, w), x @ x.mT]
-        expected = [F.linear(t["x"], t["w"]), t["x"] @ t["x"].mT]
-    assert [m.dtype for m in made] == [torch.bfloat16] * 2
+        made = [F.linear(x, w), x @ x.mT, torch.einsum("bij,kj->bik", x, w)]
+        expected = [F.linear(t["x"], t["w"]), t["x"] @ t["x"].mT, torch.einsum("bij,kj->bik", t["x"], t["w"])]
+    assert [m.dtype for m in made] == [torch.bfloat16] * 3
     assert_close(made, expected)
     x.requires_grad_()
     torch.utils.checkpoint.checkpoint(F.linear, x, w, use_reentrant=False).sum().backward()

@@ -70,6 +70,10 @@ def scaled_on_the_first_axis_only(c):
     c.run = lambda x, *rest: x.mean(1) * share if x.numel() else x.sum(1)
 
 
+def in_one_order(c):
+    c.run = lambda equation, tensors: torch.einsum(equation, tensors).contiguous()
+
+
 def mask_off_by_one(c):
     """The vocabulary shard begins one too late."""
     start, length = c.span("v")
@@ -187,6 +191,10 @@ CONTROLS = {
         aten._softmax.default, (X43, 1, False),
         Row((), Form("a b -> a b", whole="b"), instead=lambda x, dim, half: x.exp() / x.exp().sum()),
         Row((), Form("a b -> a b", whole="b"), instead=lambda x, dim, half: x.exp() / x.exp().sum(dim, True)), (2,),
+    ),
+    "einsum: summands in another order in memory on each rank": (
+        aten.einsum.default, ("aik,aij->jk", [random(1, 3, 4), random(1, 3, 4)]), Form("a i k, a i j -> j k"),
+        Row((), Form("a i k, a i j -> j k"), local=in_one_order), (2,),
     ),
     "clone: a dim that is not there": (
         aten.clone.default, (X43,), Form("a b c -> a b c"), Form("a b -> a b"), (2,),

@@ -1,6 +1,6 @@
 """Composite operators that DistTensors take whole, instead of the parts that torch makes of them (see ``intercept``).
 
-* ``linear`` and ``matmul``: torch merges their leading dims into one before it multiplies. A merged dim of which only the
+* ``linear``, ``matmul``, ``einsum``: torch merges their leading dims into one before it multiplies. A merged dim of which only the
   inner part is cut (a batch and a cut sequence, a batch and cut heads) is no shard of the merged one, so it would be gathered.
 * Composite operators with ``out=``: they may write to its memory directly. They run as their functional form and a copy.
 * Operators that write to views on their way, forward or backward, where a cut dim would make the view a copy.
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Replicate
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
-from onecard.rules.table.matmul import linear_backward
+from onecard.rules.table.matmul import linear_backward, subscripts
 from onecard.tensor.convert import reshard
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.fallback import out_of_place
@@ -73,6 +74,48 @@ def _matmul(keyset: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     if min(dims) == 1:
         return (aten.linear(a, b[None]) if dims[1] == 1 else aten.linear(b.mT, a[None])).squeeze(-1)
     return _Matmul.apply(a, b)
+
+
+class _Einsum(torch.autograd.Function):
+    """A product of two operands in which each index is in the result or in both; so the gradients are such products."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: tuple[str, str, str], a: Tensor, b: Tensor) -> Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(a, b)
+        return aten.einsum.default.redispatch(DISPATCH, "{},{}->{}".format(*terms), [a, b])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        (grad,), (a, b), (one, other, result) = grads, ctx.saved_tensors, ctx.terms
+        _, of_a, of_b = ctx.needs_input_grad
+        return (
+            None,
+            torch.einsum(f"{result},{other}->{one}", grad, b.conj()).sum_to_size(a.shape) if of_a else None,
+            torch.einsum(f"{result},{one}->{other}", grad, a.conj()).sum_to_size(b.shape) if of_b else None,
+        )
+
+
+def _einsum(keyset: DispatchKeySet, equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Tensor:
+    terms = subscripts(equation)
+    fits = terms is not None and [len(term) for term in terms[:2]] == [t.dim() for t in tensors]
+    if terms is None or not fits or torch.is_autocast_enabled(tensors[0].device.type):
+        return onward(aten.einsum.default, keyset, equation, tensors, path=path)
+    return _Einsum.apply(terms, *tensors)
+
+
+def _tensordot(
+    keyset: DispatchKeySet, a: Tensor, b: Tensor, dims_self: Sequence[int], dims_other: Sequence[int]
+) -> Tensor:
+    """An einsum; torch makes it one product of matrices."""
+    one, other = list(ascii_lowercase[: a.dim()]), list(ascii_uppercase[: b.dim()])
+    sizes = [(a.shape[i], b.shape[j]) for i, j in zip(dims_self, dims_other, strict=False)]
+    if len(dims_self) != len(dims_other) or any(m != n for m, n in sizes):
+        return onward(aten.tensordot.default, keyset, a, b, dims_self, dims_other)
+    for i, j in zip(dims_self, dims_other, strict=True):
+        other[j] = one[i]
+    result = [name for name in (*one, *other) if (name in one) != (name in other)]
+    return torch.einsum(f"{''.join(one)},{''.join(other)}->{''.join(result)}", a, b)
 
 
 # ---- Composite operators with out=
@@ -178,6 +221,8 @@ def _numbers(op: Any, value: Any) -> Any:
 def _register() -> torch.library.Library:
     intercept(aten.linear.default, _linear)
     intercept(aten.matmul.default, _matmul)
+    intercept(aten.einsum.default, _einsum)
+    intercept(aten.tensordot.default, _tensordot)
     for op in _composites_with_out():
         intercept(op, _into_out(op))
     intercept(aten._pad_circular.default, _pad_circular)

@@ -43,6 +43,10 @@ SAMPLES = [
     lambda: F.bilinear(real(4, 3), real(4, 5), real(2, 3, 5), real(2)),
     lambda: torch.cdist(real(2, 4, 3), real(2, 5, 3), p=1.0),
     lambda: torch.cdist(real(4, 3), real(5, 3), p=2.0, compute_mode="donot_use_mm_for_euclid_dist"),
+    *(lambda eq=eq, a=a, b=b: whole(aten.einsum.default, eq, plain(a, b))
+      for eq, a, b in (("bshd,bthd->bhst", (2, 3, 4, 5), (2, 6, 4, 5)), ("ij,jk", (4, 5), (5, 3)), ("i,i->", (5,), (5,)),
+                       ("ecd, edf -> ecf", (4, 3, 5), (4, 5, 2)), ("i,j->ji", (4,), (3,)), ("aik,aij->jk", (1, 3, 4), (1, 3, 4)),
+                        ("bi,bi->bi", (4, 1), (4, 3)))),
     lambda: torch.linalg.cross(real(4, 3), real(4, 3)),
     *(lambda x=x, bias=bias: whole(aten.linear.default, *plain(x, (5, 6)), *plain(*bias))
       for x, bias in (((4, 3, 6), [(5,)]), ((4, 6), []), ((6,), []), ((1, 3, 6), []))),

@@ -32,8 +32,10 @@ def _select_local(c: Local) -> None:
     c.copies = True
 
     def run(x: Tensor, *_: Any) -> Tensor:
-        # A copy on the rank that has it too: whether a pending value is alone in its memory must not differ by rank.
-        return x.select(dim, at - offset).clone() if offset <= at < offset + length else x.new_zeros(shape)
+        if not offset <= at < offset + length:
+            return x.new_zeros(shape)
+        # A copy here too: whether a pending value is alone in its memory, and in which order, must not differ by rank.
+        return x.select(dim, at - offset).clone(memory_format=torch.contiguous_format)
 
     c.run = run
 

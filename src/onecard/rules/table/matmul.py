@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onecard.rules.call import Call
+from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
 from onecard.rules.table._dims import names, signature, with_whole
@@ -109,6 +110,40 @@ def _matmul(call: Call) -> Form | None:
     left, right = ("", "k", "m k", "... m k")[one], ("", "k", "k n", "... k n")[other]
     result = " ".join(("..." * (max(one, other) > 2), "m" * (one > 1), "n" * (other > 1)))
     return Form(f"{left}, {right} -> {result.strip() or '()'}", linear="self * other")
+
+
+def subscripts(equation: str) -> tuple[str, str, str] | None:
+    """The terms of an ``einsum`` of two operands; None if one repeats an index, sums over one of its own, or has "...".
+
+    Example:
+        >>> subscripts("bik, bjk -> bij"), subscripts("ij,jk"), subscripts("ii,i->")
+        (('bik', 'bjk', 'bij'), ('ij', 'jk', 'ik'), None)
+    """
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    operands = left.split(",")
+    if len(operands) != 2 or "." in equation or any(len(set(term)) < len(term) for term in (*operands, result)):
+        return None
+    one, other = operands
+    if not arrow:
+        result = "".join(sorted(set(one) ^ set(other)))
+    if set(one) - set(other) - set(result) or set(other) - set(one) - set(result):
+        return None
+    return one, other, result
+
+
+def _einsum_local(c: Local) -> None:
+    """In which order the result lies in memory depends on the sizes, which differ by rank; summands must lie alike."""
+    c.run = lambda equation, tensors, **_: torch.einsum(equation, tensors).contiguous()
+
+
+@row("einsum", local=_einsum_local)
+def _einsum(call: Call) -> Form | None:
+    """The equation is the rule."""
+    terms = subscripts(call.equation)
+    if terms is None:
+        return None
+    one, other, result = (" ".join(term) or "()" for term in terms)
+    return Form(f"{one}, {other} -> {result}", linear="tensors")
 
 
 @row("_trilinear")

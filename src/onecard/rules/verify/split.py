@@ -31,10 +31,12 @@ def split(whole: Tensor, layout: Layout, generator: torch.Generator) -> dict[Coo
     for axis, op in layout.pending:
         ranks = layout.mesh.shape[axis]
         parts = {(*at, i): p for at, part in parts.items() for i, p in enumerate(summands(part, op, ranks, generator))}
-    return {
-        place: parts[tuple(place[a] for a in axes)][layout.local_slices(whole.shape, place)].clone()
-        for place in coordinates(layout.mesh)
-    }
+    local = {}
+    for place in coordinates(layout.mesh):
+        mine = layout.local_slices(whole.shape, place)
+        # Its elements lie in memory in the order of the whole's, also where they are random.
+        local[place] = torch.empty_like(whole[mine]).copy_(parts[tuple(place[a] for a in axes)][mine])
+    return local
 
 
 def summands(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> list[Tensor]:

@@ -101,6 +101,8 @@ class Trial:
             return f"{type(error).__name__} in a local run: {str(error).splitlines()[0] if str(error) else ''}"
         for n, (whole, layout) in enumerate(zip(self.results, decision.results, strict=True)):
             why = mismatch(whole, layout, results[n], self.values, self.tolerance)
+            if not why and layout.pending:
+                why = _strides_differ(results[n])
             if why:
                 return f"result {n} as {layout}: {why}"
         for i in self.written:
@@ -159,6 +161,17 @@ class Trial:
                     kwargs[name] = value
             run = local.run or run
         return run(*args, **kwargs)
+
+
+def _strides_differ(local: dict[Coordinate, Tensor]) -> str:
+    """Summands are added up memory by memory where views share it, so it must be in one order on all ranks."""
+    orders: dict[tuple[int, ...], tuple[Coordinate, list[int]]] = {}
+    for place, tensor in local.items():
+        order = [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+        other, expected = orders.setdefault(tuple(tensor.shape), (place, order))
+        if tensor.numel() and order != expected:
+            return f"strides {order} at {place}, but {expected} at {other}"
+    return ""
 
 
 def one_axis_layouts(mesh: ProcessMesh, ndim: int) -> Iterator[Layout]:
