@@ -11,8 +11,8 @@ from torch.distributed.tensor import Placement
 from onecard.errors import DispatchError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor.chance import key_for, permutation
 from onecard.tensor import memory
+from onecard.tensor.chance import key_for, permutation
 from onecard.tensor.deferred import empty
 from onecard.tensor.dispatch import handle
 from onecard.tensor.dist_tensor import DistTensor, describe
@@ -102,6 +102,7 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     out, size = kwargs["out"], torch.Size([args[0], args[-1]])
     if out.shape != size:
         raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
+    memory.check_writable(out, "eye")
     out.settle()
     if out._spec.here:
         rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))
