@@ -42,6 +42,9 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
         program.expand = fallback.shape_in_place(func, call)
         return program
+    for path, name in zip(call.paths, call.names, strict=True):
+        if name in call.schema.written:
+            memory.check_writable(_at(path, args, kwargs), call.schema.name)
     row = find(func)
     if row is None:
         program.expand = fallback.without_rule(func, call)
@@ -124,7 +127,8 @@ def _plan(
         for i, (path, layout, target, name) in enumerate(operands)
         if layout is not target and i not in bound.unread
     )
-    program.copies = call.schema.views and bool(program.moves)
+    # Where the operand is only settled, that happens in place, and the view is one of it.
+    program.copies = call.schema.views and any(layouts[0].settled() is not target for _, target, _ in program.moves)
     if program.moves:
         program.pending = tuple(
             (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
@@ -169,6 +173,8 @@ def _share(program: Program, call: Call, base: DistTensor) -> None:
     pending = any(spec.layout.pending for spec in program.specs)
     if pending and not program.copies and not memory.covers(call.func, base, call.results):
         program.copies, program.call = True, _cloned(program.call)
+    if program.copies:
+        program.call = _placed(program.call, program.specs)
     program.shares = not program.copies and (pending or base._spec.alias != OWN)
 
 
@@ -176,6 +182,20 @@ def _cloned(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*local: Any, **keywords: Any) -> Any:
         made = run(*local, **keywords)
         return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
+
+    return call
+
+
+def _placed(run: Callable[..., Any], specs: Sequence[Spec]) -> Callable[..., Any]:
+    """Results in memory as on one card: dims in the order of their strides, so that the same views of it can be taken, and
+    expanded where they are expanded there (but not the one zero of a rank that adds nothing to a pending sum)."""
+    places = [memory.place(spec) for spec in specs]
+
+    def call(*local: Any, **keywords: Any) -> Any:
+        made = run(*local, **keywords)
+        if isinstance(made, Tensor):
+            return places[0](made)
+        return [place(part) for place, part in zip(places, made, strict=True)]
 
     return call
 

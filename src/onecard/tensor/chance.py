@@ -37,6 +37,7 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     """Fill a plain or distributed tensor in place; each rank its part."""
     if not isinstance(x, DistTensor):
         return random.fill(x, law, key)
+    memory.check_writable(x, name)
     x.settle()
     spec = x._spec
     if spec.here:

@@ -105,6 +105,7 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     out, size = kwargs["out"], torch.Size([args[0], args[-1]])
     if out.shape != size:
         raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
+    memory.check_writable(out, "eye")
     out.settle()
     if out._spec.here:
         rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))

@@ -85,7 +85,7 @@ class DistTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """The same values outside autograd; assigning replaces the value and the layout in place."""
-        return self.detach()
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -126,6 +126,7 @@ def copy_back(func: Any) -> Callable[..., Any]:
 
 def write(target: Any, value: Tensor) -> None:
     """Copy a value into a tensor in place, keeping the target's layout (and dtype, device)."""
+    memory.check_writable(target, "copy_")
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)
@@ -249,7 +250,8 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             local = value._become(
                 target, schema_of(func).name, "operand", "no rule, so it must be whole", explicit=False
             )
-            moved.append(value)
+            if value._spec.layout is not target:
+                moved.append(value)
         originals[id(local)] = (value, local)
         return local
 
@@ -283,7 +285,9 @@ def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, l
     place = schema_of(func).arguments.index(name)
     given = args[place] if place < len(args) else kwargs.get(name)
     local = local_args[place] if place < len(args) else local_kwargs.get(name)
-    if isinstance(given, DistTensor) and given._local is not local:
+    if isinstance(given, DistTensor) and given._local is local:
+        memory.wrote(given)
+    elif isinstance(given, DistTensor):
         spec = Spec.like(Layout.replicated(given.mesh, local.dim()), local, given._spec.device)
         write(given, wrap(local, spec))
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves
 
 from onecard import resharding as planner
 from onecard.comm import record
@@ -24,6 +26,7 @@ from onecard.tensor.buckets import settle_all
 from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_for
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.program import Program
+from onecard.tensor.spec import OWN
 
 aten = torch.ops.aten
 
@@ -35,11 +38,18 @@ class ForeachProgram:
 
     def __init__(self, func: Any, element: Any, elements: list[Program | None]) -> None:
         self.func, self.element, self.elements = func, element, elements
-        self.name = schema_of(func).name
+        self.name, self.writes = schema_of(func).name, bool(schema_of(func).written)
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
         self.together = all(p is None or not (p.expand or p.call is not p.func or p.replace) for p in elements)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
+        result = self._run(args, kwargs)
+        if self.writes and not torch.is_inference_mode_enabled():
+            # Autograd counts the writes of other operators itself, and leaves it to the kernels of these.
+            increment_version([x for x in args[0] if isinstance(x, DistTensor)])
+        return result
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         if not self.together:
             return self._one_by_one(args, kwargs)
         settle = [_item(args, i, m[0]) for i, m in self.moves]
@@ -48,7 +58,8 @@ class ForeachProgram:
         )
         for i, p in enumerate(self.elements):
             if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
-                return self.func(*args, **kwargs)  # settling one operand settled another one: decide again
+                # Settling one operand settled another one: decide again.
+                return program_for(self.func, args, kwargs)._run(args, kwargs)
         local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
         for i, (path, target, name) in self.moves:
             x = _item(args, i, path)
@@ -90,7 +101,19 @@ def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
     program = ForeachProgram(func, element, programs)
     if any(isinstance(args[m[0][0]], Tensor) for _, m in program.moves):
         program.together = False
+    # Elements that share memory on one card see each other's writes, in their order.
+    program.together = program.together and not _copies_among(args)
     return program
+
+
+def _copies_among(args: Any) -> bool:
+    return any(isinstance(x, DistTensor) and x._spec.alias != OWN for x in tree_leaves(args))
+
+
+def _check_writable(func: Any, args: Any) -> None:
+    for name, value in zip(schema_of(func).arguments, args, strict=False):
+        for x in value if name in schema_of(func).written and isinstance(value, list | tuple) else ():
+            memory.check_writable(x, schema_of(func).name)
 
 
 _RENAMED = {
@@ -173,7 +196,12 @@ class FusedProgram:
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         params = args[0]
-        lists = [a for a in args[1:] if isinstance(a, list | tuple)]
+        if len(params) > 1 and _copies_among(args):  # as for foreach operators
+            _check_writable(self.func, args)
+            for i in range(len(params)):
+                self.func(*([*a[i : i + 1]] if isinstance(a, list | tuple) else a for a in args), **kwargs)
+            return None
+        lists = [a for a in args if isinstance(a, list | tuple)]
         settle_all([x for a in lists for x in a if _settles_to(x, params)], self.name, explicit=False)
         local: list[Any] = [[_local(p) for p in params]]
         back: list[tuple[Tensor, Tensor]] = []
@@ -209,8 +237,13 @@ class FusedProgram:
             if x.mesh is not target.mesh:
                 raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
             moved = x._become(target, self.name, "grads", "follows its parameter", explicit=False)
-            return x._local if x._spec.layout is target else moved
-        return x[target.local_slices(x.shape)].contiguous()
+            return x._local if x._spec.layout is target else _dense(moved, param._local)
+        return _dense(x[target.local_slices(x.shape)], param._local)
+
+
+def _dense(local: Tensor, param: Tensor) -> Tensor:
+    """In memory as its parameter: the kernels count elements from the first one."""
+    return local if local.stride() == param.stride() else torch.empty_like(param, dtype=local.dtype).copy_(local)
 
 
 def _like_param(local: Tensor, param: Any) -> Tensor:
@@ -219,7 +252,9 @@ def _like_param(local: Tensor, param: Any) -> Tensor:
 
 
 def _settles_to(x: Any, params: Any) -> bool:
-    return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and not any(x._spec.layout.dims)
+    if not isinstance(x, DistTensor) or not x._spec.layout.pending:
+        return False
+    return not any(x._spec.layout.dims) or any(x is p for p in params)
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:

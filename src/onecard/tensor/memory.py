@@ -17,6 +17,7 @@ Source: the functionalization pass of PyTorch (``torch.func.functionalize``), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from onecard.errors import DispatchError
 from onecard.layout import Layout
-from onecard.tensor.spec import COPY, OWN, STALE
+from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS, Spec
 
 if TYPE_CHECKING:
     from onecard.tensor.dist_tensor import DistTensor
@@ -61,12 +63,14 @@ class Copy(Memory):
 
     Attributes:
         base: another name of what it was taken from, which lives as long as the copy; as on one card the memory does.
+        kind: COPY or WINDOWS.
         take: takes it from the base, or from a plain tensor like the base.
         whole: the copy itself, for when only views of it are alive.
+        window: the call, if it is a slice or a select.
         key: the base's storage.
     """
 
-    __slots__ = ("base", "key", "name", "take", "whole", "window")
+    __slots__ = ("base", "key", "kind", "name", "take", "whole", "window")
 
     def __init__(
         self, func: Any, index: int | None, args: Sequence[Any], kwargs: dict[str, Any], made: DistTensor
@@ -80,7 +84,9 @@ class Copy(Memory):
 
         self.take, self.base, self.name = take, args[0]._alias(), func._schema.name.removeprefix("aten::")
         self.window = (func, rest, kwargs) if func in (aten.slice.Tensor, aten.select.int) else None
-        made._spec = made._spec.with_alias(COPY)
+        overlap = _overlaps(made._spec) or args[0]._spec.alias == WINDOWS
+        self.kind = WINDOWS if overlap else COPY
+        made._spec = made._spec.with_alias(self.kind)
         self.whole = made._alias()
         self.add(made)
         self.key = _storage(self.base)
@@ -131,6 +137,54 @@ def share(base: DistTensor, view: DistTensor) -> None:
         view._spec = view._spec.with_alias(base._spec.alias)
 
 
+def check_writable(x: Any, name: str) -> None:
+    """Refuse to write where an element has several places in a tensor, on every rank alike.
+
+    On one card torch refuses most such writes, deprecates some, and lets the order decide others.
+    """
+    if not hasattr(x, "_spec") or name in ("fill_", "zero_") and x._spec.alias != WINDOWS:
+        return
+    if any(expanded(x._spec)):
+        raise DispatchError(
+            f"{name}: {x._spec!r} is expanded: several of its elements are one in memory, and cannot be written one by one. "
+            "Write to what it was expanded from, or to a copy: x = x.clone()"
+        )
+    if x._spec.alias == WINDOWS or _overlaps(x._spec):
+        raise DispatchError(
+            f"{name}: {x._spec!r} consists of windows that overlap in memory (of unfold or as_strided) or is a view of a copy "
+            "of such windows: an element would be written in one window and not in the next. Write to what the windows "
+            "were taken from, or to a copy: x = x.clone()"
+        )
+
+
+@cache
+def expanded(spec: Spec) -> tuple[bool, ...]:
+    """For each dim whether its elements are one in memory on one card."""
+    return tuple(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True))
+
+
+def place(spec: Spec) -> Callable[[Tensor], Tensor]:
+    """What puts a local tensor in memory as the whole is on one card."""
+    if _overlaps(spec):
+        return lambda local: local
+    once = tuple(slice(0, 1) if one else slice(None) for one in expanded(spec))
+    order = sorted(range(len(spec.stride)), key=lambda dim: -spec.stride[dim])
+    back = [order.index(dim) for dim in range(len(order))]
+    return lambda local: local[once].permute(order).contiguous().permute(back).expand(local.shape)
+
+
+@cache
+def _overlaps(spec: Spec) -> bool:
+    """Whether different positions may be one element of memory, other than in expanded dims."""
+    span = 1
+    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if step and size > 1:
+            if step < span:
+                return True
+            span += (size - 1) * step
+    return False
+
+
 def wrote(x: Any) -> None:
     """After a write to the local memory of a tensor: copies that stand for views of it are stale, and what it is itself a
     copy of is written to."""
@@ -152,7 +206,7 @@ def refresh(x: DistTensor) -> None:
     """Take a stale copy again."""
     copy: Any = x._memory
     made, whole = copy.take(copy.base), copy.name_of_whole()
-    copy.mark(COPY)
+    copy.mark(copy.kind)
     layout = whole._spec.layout
     if layout.pending and made._spec.layout is not layout:
         adopt(whole, made._become(layout.settled(), copy.name, "self", "written to since", explicit=False))
@@ -166,7 +220,7 @@ def _write_back(copy: Copy) -> None:
     base = copy.base
     base.settle()
     _outdate(copy.key, copy)
-    if copy.window is not None:
+    if copy.window is not None and not any(expanded(base._spec)):
         _write_window(copy, base, *copy.window)
     else:
         value = _laid_out(copy, Layout.replicated(base.mesh, copy.whole.dim()))
@@ -230,7 +284,7 @@ def adopt(x: DistTensor, total: Tensor) -> None:
     """Take the sum of a pending tensor, of its local shape, as its value and that of its views."""
     same = _same(x)
     if len(same) == 1:
-        x._local = total
+        x._local = total if total.stride() == x._local.stride() else torch.empty_like(x._local).copy_(total)
     else:
         key, old = _storage(x), x._local.untyped_storage()
         fresh = x._local.new_empty(old.nbytes() // x._local.element_size())

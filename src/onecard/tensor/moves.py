@@ -131,8 +131,10 @@ def _idle(layout: Layout, axis: int) -> bool:
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    local = local.detach() if local is x._local else local.contiguous()
-    return wrap(local, x._spec.with_layout(layout))
+    if local is x._local:
+        return wrap(local.detach(), x._spec.with_layout(layout))
+    spec = Spec.make(layout, x.shape, contiguous_stride(x.shape), x.dtype, x._spec.device)
+    return wrap(local.contiguous(), spec)
 
 
 def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:

@@ -91,15 +91,10 @@ class Program:
             _take_note(_at(self.note[0], args, kwargs), self.note[1])
         result = self.call(*local, **keywords)
         if type(result) is Tensor and not self.aliases:
-            made = self._wrap_one(result, self.specs[0])
+            made = self.wrap(result, self.specs[0])
         else:
             made = self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
         return self._kept(made, args, kwargs)
-
-    def _wrap_one(self, result: Tensor, spec: Spec) -> DistTensor:
-        if self.copies and spec.layout.pending:
-            result = result.contiguous()  # a rank that adds nothing holds one zero, expanded; views need memory
-        return self.wrap(result, spec)
 
     def _kept(self, made: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results, after what shares memory with them or with what was written was told."""
@@ -150,7 +145,7 @@ class Program:
             spec, path = next(specs), next(aliases)
             if path is not None:
                 return _at(path, args, kwargs)
-            return self._wrap_one(result, spec)
+            return self.wrap(result, spec)
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
         return result

@@ -9,8 +9,9 @@ import torch
 from onecard.layout import Layout
 
 # What a tensor's memory is (see ``memory``): its own or shared as on one card; a copy that stands for a view; such a copy
-# after a write to what it was taken from. A part of the cache key, so that only a copy pays for being one.
-OWN, COPY, STALE = "", "copy", "stale"
+# of windows that overlap, which cannot be written to; a copy after a write to what it was taken from. A part of the cache
+# key, so that only a copy pays for being one.
+OWN, COPY, WINDOWS, STALE = "", "copy", "windows", "stale"
 _interned: dict[tuple[Any, ...], Spec] = {}
 
 
@@ -23,7 +24,7 @@ class Spec:
         dtype, device: of the local tensors.
         here: whether this process is in the mesh.
         note: axes that an operator noted on this tensor for its backward (see ``Row.note``).
-        alias: OWN, COPY or STALE.
+        alias: OWN, COPY, WINDOWS or STALE.
     """
 
     __slots__ = ("alias", "device", "dtype", "here", "layout", "note", "shape", "stride")

@@ -95,7 +95,7 @@ def _local_view(x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
         return x.view(size)
     except RuntimeError:
         # A kernel may leave other strides than its meta function says, which decided that this view is possible: as it
-        # is, once the local tensor has those strides, in new memory.
+        # is, once the local tensor is in new memory with those strides.
         return x.set_(x.contiguous()).view(size)  # type: ignore[call-overload]
 
 
