@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import resource
 import warnings
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_values_that_leave_are_made():
     assert x.tolist() == [2, 2, 2] and made.sum().item() == 9
     with oc.deferred_init():
         assert (torch.ones(3) * made).sum().item() == 9  # of another deferred_init
+
+
+def test_values_are_made_where_they_are_asked_for():
+    oc.manual_seed(0)
+    with oc.one_card_random():
+        expected = torch.randn(3, 2)
+    oc.manual_seed(0)
+    with oc.deferred_init():
+        x = torch.randn(3, 2)
+    assert x.tolist() == expected.tolist() and x.numpy().sum() == expected.numpy().sum()
+    assert (
+        torch.equal(x, x) and torch.equal(x[x > 0], expected[expected > 0]) and float(x.sum()) == float(expected.sum())
+    )
+    assert repr(x) == "DeferredTensor([3, 2], torch.float32, requires_grad=False)"
+    with pytest.raises(DispatchError, match="cannot be saved"):
+        pickle.dumps(x)
 
 
 def rows_and_columns(mesh):

@@ -40,6 +40,29 @@ class DeferredTensor(Tensor):
             raise DispatchError(f"{func}: the record of {_named(first)} is gone")
         return _do(record, func, args, dict(kwargs or {}), tensors)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredTensor({list(self.shape)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return whole(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on a tensor that requires grad. Use x.detach().numpy() instead.")
+        return whole(self).numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DispatchError(
+            f"{_named(self)} cannot be saved: its values are not made yet. Lay it out first (onecard.shard_layer, shard_tensor)"
+        )
+
 
 class deferred_init(TorchDispatchMode):
     """Inside, a module is built on the meta device; ``shard_layer`` and ``shard_tensor`` then make only local shards.
@@ -86,7 +109,7 @@ def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: l
     named = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
     written = [t for name, value in named if name in schema.written for t in tree_leaves(value)]
     strangers = any(isinstance(t, DistTensor) for t in tensors)
-    if not strangers and func is not aten._local_scalar_dense.default:
+    if not strangers and not _asks_for_values(func):
         if all(isinstance(t, DeferredTensor) for t in written):
             _check_not_laid_out(record, func, written)
             return _note(record, func, args, kwargs)
@@ -96,6 +119,12 @@ def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: l
             "(onecard.shard_tensor), then write to what you get"
         )
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+
+def _asks_for_values(func: Any) -> bool:
+    """Whether a result is a number, or a tensor whose shape depends on values."""
+    numbers = any(r.type.kind() not in ("TensorType", "ListType") for r in func._schema.returns)
+    return numbers or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> None:
