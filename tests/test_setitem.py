@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import onecard as oc
-from onecard.errors import DispatchError
 from onecard.testing import multirank
 
 WRITES = [
@@ -56,8 +55,6 @@ def test_other_writes_go_as_before():
     x = oc.shard_tensor(torch.zeros(4, 4), mesh, [oc.Shard(0)])
     x[:, 1] = torch.arange(4.0)  # no number
     assert x.full_tensor()[:, 1].tolist() == [0, 1, 2, 3]
-    with pytest.raises(DispatchError, match="would not reach"):
-        x[1].detach().zero_()
     weight = oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Shard(0)], requires_grad=True)
     y = weight * 2
     saved = (y * y).sum()
