@@ -45,6 +45,10 @@ class DeferredTensor(Tensor):
 
     __str__ = __repr__
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Of a number torch would make a tensor on this one's device, where it has no value.
+        super().__setitem__(index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype))
+
     def tolist(self) -> Any:
         """The values as nested lists."""
         return whole(self).tolist()
@@ -69,8 +73,7 @@ class deferred_init(TorchDispatchMode):
 
     The values are those of the same program on one card (``one_card_random``): each random operator draws its key when
     it is recorded, so order and seed count as ever, also for what is done to the tensors after the ``with``, until they
-    are laid out. What asks for a value (``.item()``, ``if x.any()``, and with it ``torch.nn.init.trunc_normal_``)
-    computes the tensor in question whole, for a moment.
+    are laid out. What asks for a value (``x.max().item()``) computes the tensor in question whole, for a moment.
 
     Example:
         >>> from onecard import ProcessMesh, shard_layer
@@ -148,6 +151,10 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def stand_in(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if value.device.type == "meta" and not isinstance(value, DeferredTensor):
+            raise DispatchError(
+                f"{func}: an operand on the meta device {list(value.shape)} that deferred_init did not make has no values"
+            )
         return mine(value) or _real(value).clone()
 
     recorded, options = tree_map(stand_in, (tuple(args), {n: v for n, v in kwargs.items() if n != "device"}))
