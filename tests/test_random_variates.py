@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from itertools import permutations
 
@@ -11,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_operators import OPERATORS, as_rank, probabilities
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
 from onecard.errors import DispatchError
+from onecard.layout import Layout
 from onecard.random import Key, fill, law, new_key, permutation, philox, variates
 from onecard.random.permute import SORTED, _Bijection
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec
 
 
 def chi_square_score(counts, expected):
@@ -238,3 +243,65 @@ def test_what_cannot_be_traced_says_so():
         with pytest.raises(DispatchError, match="outside the graph"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make_fx(program)(torch.ones(4))
+
+
+# ---- work
+
+
+def counted(monkeypatch):
+    """A list that gets the length of every array of counters and every run of the bijection."""
+    from onecard.random import parts, permute
+    from onecard.random import variates as module
+
+    lengths = []
+
+    def count(owner, name, length):
+        real = getattr(owner, name)
+
+        def spy(*args):
+            lengths.append(length(*args))
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    for owner in (parts, sys.modules[module.__module__]):
+        count(owner, "words_at", lambda counter, key: len(counter[0]))
+    count(permute._Bijection, "_cipher", lambda self, x: len(x))
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dropout",
+        "dropout2d",
+        "feature_alpha_dropout",
+        "randn_like",
+        "poisson",
+        "_standard_gamma",
+        "binomial",
+        "normal_",
+    ],
+)
+def test_a_rank_draws_for_its_part_only(name, monkeypatch):
+    lengths = counted(monkeypatch)
+    x = probabilities([64, 32, 8, 8])
+    with oc.one_card_random():
+        OPERATORS[name](x)
+    whole = sum(lengths)
+    layout = Layout.of(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]), 4, [oc.Shard(0), oc.Shard(1)])
+    for rank in range(4):
+        lengths.clear()
+        with as_rank(rank):
+            monkeypatch.setenv("WORLD_SIZE", "4")
+            OPERATORS[name](wrap(x[layout.local_slices(x.shape)], Spec.like(layout, x, torch.device("cpu"))))
+        assert 0 < sum(lengths) < whole / 4 * 1.1
+
+
+def test_a_rank_shuffles_for_its_part_only(monkeypatch):
+    lengths = counted(monkeypatch)
+    permutation(100_000, Key(1, 2))
+    whole = sum(lengths)
+    lengths.clear()
+    permutation(100_000, Key(1, 2), 30_000, 25_000)
+    assert 0 < sum(lengths) < whole / 4 * 1.1

@@ -6,7 +6,7 @@ from onecard.tensor import chance as _chance  # noqa: F401
 from onecard.tensor import channels as _channels  # noqa: F401
 from onecard.tensor import composite as _composite  # noqa: F401
 from onecard.tensor import foreach as _foreach  # noqa: F401
-from onecard.tensor import region as _region  # noqa: F401
+from onecard.tensor import setitem as _setitem  # noqa: F401
 from onecard.tensor import special as _special  # noqa: F401
 from onecard.tensor import variates as _variates  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard

@@ -120,13 +120,18 @@ def _of(func: Any, given: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     return _SAME[name], (given["mean"], given["std"]) if name == "normal" else ()
 
 
+def factory_law(func: Any, dtype: torch.dtype, given: dict[str, Any]) -> Law:
+    """The law of ``rand``, ``randn``, ``randint``, ``normal`` and their kin."""
+    maker, params = _of(func, given)
+    return _law(maker, dtype, *params)
+
+
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """rand_like(x) and its kin: in the layout of x."""
     given = arguments(func, args, kwargs)
     x = given["self"]
     made = torch.empty_like(x, **_options(given, *(("dtype", "memory_format") if isinstance(x, DistTensor) else ())))
-    maker, params = _of(func, given)
-    return fill(made, _law(maker, made.dtype, *params), key_for(func, made, given.get("generator")))
+    return fill(made, factory_law(func, made.dtype, given), key_for(func, made, given.get("generator")))
 
 
 def _number(value: Any) -> Any:
@@ -142,8 +147,7 @@ def _factory(func: Any, args: Any, kwargs: Any) -> Any:
         made = torch.empty(given["size"], **{**integer, **_options(given)})
     elif made.shape != torch.Size(given["size"]):
         made = _resized(made, given["size"])
-    maker, params = _of(func, given)
-    return fill(made, _law(maker, made.dtype, *params), new_key(given.get("generator")))
+    return fill(made, factory_law(func, made.dtype, given), new_key(given.get("generator")))
 
 
 def _resized(out: Tensor, size: Any) -> Tensor:

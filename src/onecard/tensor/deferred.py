@@ -40,14 +40,40 @@ class DeferredTensor(Tensor):
             raise DispatchError(f"{func}: the record of {_named(first)} is gone")
         return _do(record, func, args, dict(kwargs or {}), tensors)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredTensor({list(self.shape)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Of a number torch would make a tensor on this one's device, where it has no value.
+        super().__setitem__(index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype))
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return whole(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on a tensor that requires grad. Use x.detach().numpy() instead.")
+        return whole(self).numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DispatchError(
+            f"{_named(self)} cannot be saved: its values are not made yet. Lay it out first (onecard.shard_layer, shard_tensor)"
+        )
+
 
 class deferred_init(TorchDispatchMode):
     """Inside, a module is built on the meta device; ``shard_layer`` and ``shard_tensor`` then make only local shards.
 
     The values are those of the same program on one card (``one_card_random``): each random operator draws its key when
     it is recorded, so order and seed count as ever, also for what is done to the tensors after the ``with``, until they
-    are laid out. What asks for a value (``.item()``, ``if x.any()``, and with it ``torch.nn.init.trunc_normal_``)
-    computes the tensor in question whole, for a moment.
+    are laid out. What asks for a value (``x.max().item()``) computes the tensor in question whole, for a moment.
 
     Example:
         >>> from onecard import ProcessMesh, shard_layer
@@ -86,7 +112,7 @@ def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: l
     named = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
     written = [t for name, value in named if name in schema.written for t in tree_leaves(value)]
     strangers = any(isinstance(t, DistTensor) for t in tensors)
-    if not strangers and func is not aten._local_scalar_dense.default:
+    if not strangers and not _asks_for_values(func):
         if all(isinstance(t, DeferredTensor) for t in written):
             _check_not_laid_out(record, func, written)
             return _note(record, func, args, kwargs)
@@ -96,6 +122,12 @@ def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: l
             "(onecard.shard_tensor), then write to what you get"
         )
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+
+def _asks_for_values(func: Any) -> bool:
+    """Whether a result is a number, or a tensor whose shape depends on values."""
+    numbers = any(r.type.kind() not in ("TensorType", "ListType") for r in func._schema.returns)
+    return numbers or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> None:
@@ -119,6 +151,10 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def stand_in(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if value.device.type == "meta" and not isinstance(value, DeferredTensor):
+            raise DispatchError(
+                f"{func}: an operand on the meta device {list(value.shape)} that deferred_init did not make has no values"
+            )
         return mine(value) or _real(value).clone()
 
     recorded, options = tree_map(stand_in, (tuple(args), {n: v for n, v in kwargs.items() if n != "device"}))

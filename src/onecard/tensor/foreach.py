@@ -21,7 +21,7 @@ from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
-from onecard.tensor import fallback
+from onecard.tensor import fallback, memory
 from onecard.tensor.buckets import settle_all
 from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_for
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap

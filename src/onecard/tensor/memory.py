@@ -142,7 +142,7 @@ def check_writable(x: Any, name: str) -> None:
 
     On one card torch refuses most such writes, deprecates some, and lets the order decide others.
     """
-    if not hasattr(x, "_spec") or name in ("fill_", "zero_") and x._spec.alias != WINDOWS:
+    if not hasattr(x, "_spec") or (name in ("fill_", "zero_") and x._spec.alias != WINDOWS):
         return
     if any(expanded(x._spec)):
         raise DispatchError(

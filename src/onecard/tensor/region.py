@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from onecard import random
 from onecard.errors import DispatchError
 from onecard.random import Key
-from onecard.tensor import memory
 from onecard.tensor.chance import arguments, law_of
 from onecard.tensor.dist_tensor import DistTensor, describe
 
@@ -52,7 +50,7 @@ class Region:
             self._draw(func, given)
         elif func is aten.zero_.default:
             self.part().zero_()
-        elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default) and _is_number(args[1]):
+        elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default) and is_number(args[1]):
             self.part().fill_(args[1])
         else:
             return None
@@ -108,56 +106,6 @@ class Region:
         return local
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value fills any part alike: a number, or a plain tensor of one."""
     return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, DistTensor))
-
-
-def _set_item(x: DistTensor, index: Any, value: Any) -> None:
-    """``x[index] = number``: each rank writes to its part. Other values and indices go the way of ``index_put_`` or ``copy_``."""
-    parts = index if isinstance(index, tuple) else (index,)
-    ellipses, picks = sum(p is Ellipsis for p in parts), sum(isinstance(p, Tensor) for p in parts)
-    fits = ellipses <= 1 and picks <= 1 and len(parts) - ellipses <= x.dim() and all(map(_is_simple, parts))
-    if not fits or not _is_number(value) or x._is_view() or (torch.is_grad_enabled() and x.requires_grad):
-        return torch.Tensor.__setitem__(x, index, value)
-    x._refresh()
-    x.settle()
-    _write(x, parts, value)
-    memory.wrote(x)
-    torch.autograd.graph.increment_version(x)
-    return None
-
-
-def _write(x: DistTensor, parts: Sequence[Any], value: Any) -> None:
-    filled = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
-    after = parts[filled + 1 :]
-    every = [*parts[:filled], *[slice(None)] * (x.dim() - filled - len(after)), *after]
-    region, picked = Region.of(x), None
-    for dim, part in reversed([*enumerate(every)]):
-        if isinstance(part, Tensor):
-            picked = (dim, _in_range(part, x.shape[dim]))
-        elif isinstance(part, slice):
-            region = region.slice(dim, part)
-        else:
-            region = region.select(dim, int(_in_range(torch.tensor(part), x.shape[dim])))
-    local = region.part()
-    if picked is None or not x._spec.here:
-        local.fill_(value)
-        return
-    dim, indices = picked
-    indices = indices - x._spec.layout.local_offset(x.shape)[dim]
-    local.index_fill_(dim, indices[(indices >= 0) & (indices < local.shape[dim])].to(local.device), value)
-
-
-def _in_range(index: Tensor, size: int) -> Tensor:
-    if bool(((index < -size) | (index >= size)).any()):
-        raise IndexError(f"index {index.tolist()} is out of bounds for a dim of size {size}")
-    return index % max(size, 1)
-
-
-def _is_simple(part: Any) -> bool:
-    if isinstance(part, Tensor):
-        return part.dim() == 1 and part.dtype is torch.int64 and not isinstance(part, DistTensor)
-    return type(part) is int or part is Ellipsis or (isinstance(part, slice) and part.step in (None, 1))
-
-
-DistTensor.__setitem__ = _set_item  # type: ignore[assignment, method-assign]

@@ -18,6 +18,7 @@ from onecard.rules.call import schema_of
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.fallback import GatheredOperatorWarning
+from onecard.tensor.pieces import answer
 from onecard.tensor.recording import Node, Record, Slot, record_of
 from onecard.tensor.region import VIEWS, Region
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -53,11 +54,14 @@ def materialise(tensor: Tensor, layout: Layout) -> DistTensor:
 def whole(tensor: Tensor) -> Tensor:
     """The value of a tensor from ``deferred_init``, on every rank."""
     record, slot = _known(tensor)
+    answered = answer(record, slot)
+    if answered is not None:
+        return answered
     largest = max(
         (shape.numel() * dtype.itemsize for n in record.needed(slot.storage) for _, shape, dtype in n.results)
     )
     if largest > LARGE:
-        _tell(tensor, "its value is asked for (.item(), if x.any(), trunc_normal_)", largest)
+        _tell(tensor, "its value is asked for (.item(), float(x.max()), print(x.tolist()))", largest)
     return _run(record, slot, _plain)
 
 
