@@ -63,14 +63,38 @@ def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int) -> None:
         if piece.sender == me == piece.receiver:
             _view(result, theirs, piece.box).copy_(_view(local, mine, piece.box))
     for hop, (part, held) in enumerate(((local, mine), (result, theirs))):
-        pieces = [p for p in transfer.pieces if p.hop == hop and p.sender != p.receiver]
-        outgoing = [(p.receiver, _view(part, held, p.box).contiguous()) for p in pieces if p.sender == me]
-        places = [(p.sender, _view(result, theirs, p.box)) for p in pieces if p.receiver == me]
-        incoming = [(sender, place if place.is_contiguous() else place.contiguous()) for sender, place in places]
-        _exchange(transfer, outgoing, incoming)
-        for (_, place), (_, buffer) in zip(places, incoming, strict=True):
-            if buffer is not place:
-                place.copy_(buffer)
+        sent: dict[int, list[Tensor]] = {}
+        received: dict[int, list[Tensor]] = {}
+        for piece in transfer.pieces:
+            if piece.hop != hop or piece.sender == piece.receiver:
+                continue
+            if piece.sender == me:
+                sent.setdefault(piece.receiver, []).append(_view(part, held, piece.box))
+            elif piece.receiver == me:
+                received.setdefault(piece.sender, []).append(_view(result, theirs, piece.box))
+        buffers = [(peer, _buffer(places)) for peer, places in received.items()]
+        _exchange(transfer, [(peer, _packed(boxes)) for peer, boxes in sent.items()], buffers)
+        for peer, buffer in buffers:
+            _unpack(buffer, received[peer])
+
+
+def _packed(boxes: list[Tensor]) -> Tensor:
+    """What one rank sends to another, as one message."""
+    return boxes[0].contiguous() if len(boxes) == 1 else torch.cat([box.reshape(-1) for box in boxes])
+
+
+def _buffer(places: list[Tensor]) -> Tensor:
+    """Where such a message is received: at once where it belongs, if that is one piece of memory."""
+    if len(places) == 1:
+        return places[0] if places[0].is_contiguous() else places[0].new_empty(places[0].shape)
+    return places[0].new_empty(sum(place.numel() for place in places))
+
+
+def _unpack(buffer: Tensor, places: list[Tensor]) -> None:
+    if buffer is not places[0]:
+        parts = buffer.reshape(-1).split([place.numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part.view(place.shape))
 
 
 def _answer(transfer: Transfer, local: Tensor, me: int) -> None:

@@ -49,6 +49,8 @@ def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
 
 
 class ShardTensor(torch.autograd.Function):
+    """A whole value, laid out; its gradient is whole."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: Layout, src: int | None) -> Any:
         return distribute(whole, layout, src)
@@ -59,6 +61,8 @@ class ShardTensor(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
+    """The parts that ranks hold; each part's gradient is its part."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: Spec) -> Any:
         ctx.spec = spec
@@ -70,6 +74,8 @@ class FromLocal(torch.autograd.Function):
 
 
 class ToLocal(torch.autograd.Function):
+    """This rank's part; its gradient is a part of the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         ctx.spec = x._spec
@@ -82,6 +88,8 @@ class ToLocal(torch.autograd.Function):
 
 
 class Reshard(torch.autograd.Function):
+    """Another layout on the same mesh."""
+
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.layout = x._spec.layout.settled()
@@ -99,6 +107,8 @@ class Reshard(torch.autograd.Function):
 
 
 class MeshTransfer(torch.autograd.Function):
+    """Another layout on another mesh; the gradient goes back."""
+
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.layout = x._spec.layout.settled()
@@ -142,6 +152,8 @@ def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
 
 
 class Unshard(torch.autograd.Function):
+    """The whole value on every rank of the world."""
+
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         ctx.spec = x._spec
