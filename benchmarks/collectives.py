@@ -161,7 +161,8 @@ def measure(options: Options) -> list[tuple[str, int, float, float, float, float
             if dist.get_rank() == 0:
                 print(
                     f"{kind:15} {readable(size):>8} {1e6 * ours:12.1f} {1e6 * theirs:12.1f} {found[-1][4]:7.1f}x "
-                    f"{size / ours / 1e9:8.2f} {100 * limit / ours:7.0f}%"
+                    f"{size / ours / 1e9:8.2f} {100 * limit / ours:7.0f}%",
+                    flush=True,
                 )
             size *= 4
     return found
