@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shm_programs import COPIES, FLOATS, INTEGERS, REDUCTIONS, Call, meaning, run
 
 from onecard.comm import shm
+from onecard.comm.shm.segment import TEXT_BYTES, Plan, Segment, rank_word
 from onecard.testing import assert_close, multirank, run_ranks
 
 pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
@@ -19,6 +20,22 @@ pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
 OTHERS = (torch.bool, torch.int16, torch.complex64)
 # Gloo cannot move OTHERS in every collective, and rounds the narrow floats at every step.
 BEYOND_GLOO = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 20])
+def test_nothing_lies_over_anything_else(size):
+    segment = Segment.private(Plan(size))
+    plan, turns = segment.plan, range(segment.plan.turns)
+    pairs = list(itertools.product(range(size), turns))
+    spans = [(0, 4 * (rank_word(size, 0))), (plan.texts, size * TEXT_BYTES)]
+    spans += [(segment.card(*pair), plan.card_bytes) for pair in pairs]
+    spans += [(segment.slot(*pair), plan.slot_bytes) for pair in pairs]
+    spans += [(segment.ring(*pair), plan.ring_bytes) for pair in itertools.product(range(size), repeat=2)]
+    ends = [start + length for start, length in sorted(spans)]
+    assert all(end <= start for end, (start, _) in zip(ends, sorted(spans)[1:], strict=False))
+    assert ends[-1] <= plan.total and plan.slot_bytes >= plan.chunk + plan.part >= plan.chunk + plan.chunk // size
+    assert len(turns) & (len(turns) - 1) == 0  # so that turns go on in order where step numbers wrap
+    assert len(pairs) > size  # a relay needs a buffer for each rank, and one to copy out
 
 
 @st.composite

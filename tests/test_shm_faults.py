@@ -246,6 +246,20 @@ def test_time_outs_are_honoured_and_name_who_is_missing():
         time.sleep(0.6)
 
 
+@multirank(2, backend="shm")
+def test_a_time_out_inside_a_large_collective_says_where_the_others_are():
+    x, small, channel = torch.ones(4 * 2**20), torch.ones(3), dist.group.WORLD._channel
+    for _ in range(5):
+        dist.all_reduce(small, dist.ReduceOp.MAX)
+    if dist.get_rank() == 1:
+        crossings, cross = iter(range(99)), channel.cross
+        channel.cross = lambda deadline: (time.sleep(1.5) if next(crossings) == 6 else None, cross(deadline))
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    said = "missing: rank 1, whose last collective was all_reduce.sum. #6 of 4194304 float32"
+    with pytest.raises(RuntimeError, match=said):
+        dist.all_reduce(x)
+
+
 @multirank(3, backend="shm")
 def test_a_rank_that_leaves_is_named():
     pair = dist.new_group([0, 1])

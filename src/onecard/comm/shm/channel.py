@@ -25,7 +25,7 @@ from onecard.comm.shm.segment import (
     Segment,
     rank_word,
 )  # fmt: skip
-from onecard.comm.shm.signature import SIZE, Signature, describe
+from onecard.comm.shm.signature import SIZE, Signature, describe, number
 from onecard.errors import CommunicationError
 
 _MASK, _HALF = 0xFFFFFFFF, 0x80000000
@@ -154,11 +154,10 @@ class Channel:
         return rank == self.rank or peers.alive(self._words[rank_word(rank, PID)], start)
 
     def _whereabouts(self, rank: int) -> str:
-        step = self._words[rank_word(rank, STEP)]
-        if step == 0:
+        if self._words[rank_word(rank, STEP)] == 0:
             return "which has called no collective of this group yet"
-        at = self._cards[step & self._turns][rank]
-        return f"whose last collective was {describe(bytes(self.segment.bytes[at : at + SIZE]))}"
+        cards = [bytes(self.segment.bytes[at[rank] : at[rank] + SIZE]) for at in self._cards]
+        return f"whose last collective was {describe(max(cards, key=number))}"
 
     def _mismatch(self, rank: int, mine: bytes, theirs: bytes) -> None:
         self.fail(

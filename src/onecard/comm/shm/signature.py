@@ -47,6 +47,11 @@ class Signature(NamedTuple):
         return describe(self.pack())
 
 
+def number(card: bytes) -> int:
+    """The collective's number in its group; 0: none was ever written on this card."""
+    return int(_CARD.unpack_from(card)[0])
+
+
 def describe(card: bytes) -> str:
     """Says what a card says.
 
