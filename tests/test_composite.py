@@ -217,3 +217,23 @@ def test_circular_padding_of_a_cut_dim():
         assert_close([made.detach(), x.grad], [expected.detach(), twin.grad])
     with pytest.raises(RuntimeError, match=r"[Pp]adding"):
         F.pad(x, (5, 5), mode="circular")
+
+
+@multirank(2)
+def test_attention_with_dropout_over_another_sequence():
+    """As many rows come out as there are queries, not keys."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator) for shape in ((2, 4, 3, 8), (2, 4, 6, 8), (2, 4, 6, 5))]
+
+    def run(operands):
+        torch.manual_seed(3)
+        leaves = [t.requires_grad_() for t in operands]
+        made = F.scaled_dot_product_attention(*leaves, dropout_p=0.5)
+        return [made.detach(), *torch.autograd.grad(made.pow(2).sum(), leaves)]
+
+    with oc.one_card_random():
+        expected = run([t.clone() for t in whole])
+    for dim in range(3):
+        found = run([oc.shard_tensor(t, mesh(), [Shard(dim)]) for t in whole])
+        assert found[0].shape == (2, 4, 3, 5)
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -27,6 +27,8 @@ VALUELESS = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided",
 RANDOM = (
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "rand", "uniform",
     "nn.functional.dropout", "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout", "nn.functional.rrelu",
+    # With dropout; the database seeds these itself, so that plain torch always draws the same.
+    "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
 )  # fmt: skip
 
 

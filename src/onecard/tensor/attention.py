@@ -89,6 +89,14 @@ class _Call:
     def wrap(self, local: Tensor | None, like: Tensor, layout: Layout | None = None) -> DistTensor:
         """A result of an operand's dtype; of its shape, too, but with all heads."""
         shape = like.shape if layout is not None else torch.Size((*self.shape[:2], *like.shape[2:]))
+        return self._made(local, like, shape, layout)
+
+    def wrap_output(self, local: Tensor | None) -> DistTensor:
+        """The output: as many rows as there are queries, as wide as the values."""
+        value = self.given["value"]
+        return self._made(local, value, torch.Size((*self.shape[:3], value.shape[3])))
+
+    def _made(self, local: Tensor | None, like: Tensor, shape: torch.Size, layout: Layout | None = None) -> DistTensor:
         spec = Spec.make(layout or self.layout, shape, contiguous_stride(shape), like.dtype, self.device)
         return wrap(torch.empty(0, dtype=like.dtype) if local is None else local.to(like.dtype), spec)
 
@@ -111,7 +119,7 @@ def _forward(func: Any, args: Any, kwargs: Any) -> Any:
     if call.here:
         weights = call.weights(query, key)
         local = torch.matmul((weights * call.kept(weights, bits)).to(value.dtype), value)
-    output = call.wrap(local, call.given["value"])
+    output = call.wrap_output(local)
     seed = bits.pack()  # for the backward operator, in the place of the kernel's own seed
     made = {"output": output, "rng_state": seed, "philox_seed": seed, "max_q": call.shape[2], "max_k": call.shape[3]}
     # Torch's own formula hands these on to the backward operator.

@@ -1,8 +1,8 @@
 """Composite operators that DistTensors take whole, instead of the parts that torch makes of them (see ``intercept``).
 
 * ``linear``, ``matmul``, ``einsum``: torch merges their leading dims into one before it multiplies. A merged dim of which
-  only the inner part is cut (a batch and a cut sequence, a batch and cut heads) is no shard of the merged one, so it would be
-  gathered.
+  only the inner part is cut (a batch and a cut sequence, a batch and cut heads) is no shard of the merged one, so it would
+  be gathered.
 * Composite operators with ``out=``: they may write to its memory directly. They run as their functional form and a copy.
 * Operators that write to views on their way, forward or backward, where a cut dim would make the view a copy.
 * Operators that read a tensor's numbers while they are taken apart (sections, lengths): they get those whole.
