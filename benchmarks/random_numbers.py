@@ -74,6 +74,42 @@ def speed(args: RandomArgs) -> Table:
     return table
 
 
+SLOWER: dict[str, Callable[[Tensor], object]] = {
+    "poisson, mean 30": lambda x: torch.poisson(x * 30),
+    "_standard_gamma": torch._standard_gamma,
+    "binomial, 100 of 0.3": lambda x: torch.binomial(x * 100, x * 0.3),
+}
+
+
+def other_sizes() -> Table:
+    """Draws of few elements, whose fixed cost shows, and variates by rejection."""
+    table = Table("operator", "elements", "torch", "onecard", title="Small draws; variates by rejection; permutations")
+    mesh = oc.ProcessMesh([0], ["x"])
+    for elements, repeats, calls in ((1000, 500, OPERATORS), (MIB, 1, SLOWER)):
+        plain = torch.ones(elements)
+        twin = oc.shard_tensor(plain, mesh, [oc.Replicate()])
+        for name, call in calls.items():
+            torchs, ours = (1e6 * per_call(lambda x=x, call=call: call(x), repeats) for x in (plain, twin))
+            table.add_row(name, str(elements), f"{torchs:.0f} us", f"{ours:.0f} us")
+    n = 16 * MIB
+    torchs, ours = (
+        1e6 * per_call(f, 1) for f in (lambda: torch.randperm(n), lambda: oc.randperm(n, mesh, [oc.Shard(0)]))
+    )
+    table.add_row("randperm", str(n), f"{torchs:.0f} us", f"{ours:.0f} us")
+    return table
+
+
+def per_call(call: Callable[[], object], repeats: int) -> float:
+    """Processor time of a call, the least of five."""
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(repeats):
+            call()
+        times.append((time.process_time() - start) / repeats)
+    return min(times)
+
+
 def chunks(draws: int, size: int = 10**7) -> list[int]:
     return [min(size, draws - start) for start in range(0, draws, size)]
 
@@ -182,6 +218,7 @@ def main(args: RandomArgs) -> None:
     console = Console(width=120)
     torch.set_num_threads(1)
     console.print(speed(args))
+    console.print(other_sizes())
     console.print(quality_table(args.draws))
     if args.memory:
         console.print(memory_table())

@@ -215,11 +215,12 @@ def rows_and_columns(mesh):
         parameter.data[1:5, 4].uniform_(2, 3)
         parameter.data[-1, 0] = 9
         parameter.data[3:6][1:][:, 1:3].zero_()
+        like = nn.Parameter(torch.rand_like(parameter[1:4]))  # reads a part, and draws
         dirac = nn.Parameter(torch.empty(6, 6, 3))
         nn.init.dirac_(dirac)
         eye = nn.Parameter(torch.empty(7, 6))
         nn.init.eye_(eye)
-        return nn.ParameterList([parameter, dirac, eye, nn.Embedding(10, 4, padding_idx=3).weight])
+        return nn.ParameterList([parameter, like, dirac, eye, nn.Embedding(10, 4, padding_idx=3).weight])
 
     for placements in ([oc.Shard(0), oc.Shard(1)], [oc.Shard(1), oc.Shard(1)], [oc.Shard(0), oc.Shard(0)]):
         oc.manual_seed(3)

@@ -105,6 +105,24 @@ def test_a_change_of_mesh():
     assert torch.equal(one, both)
 
 
+@multirank(4)
+def test_the_mask_of_attention_bit_by_bit():
+    """Heads and batch cut, whole, uneven, twice; sequences cut, which are gathered; heads that share keys."""
+    for ranks, shape in (([[0, 1], [2, 3]], (3, 4, 5, 5)), ([[0], [1]], (2, 3, 7, 7)), ([[2, 0, 1]], (2, 7, 3, 3))):
+        mesh, (batch, heads, length, _) = oc.ProcessMesh(ranks, ["x", "y"]), shape
+        zeros, identity = torch.zeros(shape), torch.eye(length).expand(batch, heads, -1, -1)
+        oc.manual_seed(5)
+        with oc.one_card_random():
+            expected = F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=0.3)
+        assert (expected == 0).any() and (expected > 0).any()
+        for x, y in ((0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (2, 3)):
+            placements = [oc.Shard(x), oc.Shard(y)]
+            q, v = (oc.shard_tensor(t.contiguous(), mesh, placements) for t in (zeros, identity))
+            oc.manual_seed(5)
+            found = F.scaled_dot_product_attention(q, q, v, dropout_p=0.3)
+            assert torch.equal(oc.unshard(found), expected), (ranks, placements)
+
+
 @multirank(3)
 def test_ranks_outside_a_mesh_stay_in_step():
     mesh = oc.ProcessMesh([1, 2], ["x"])

@@ -65,11 +65,11 @@ def test_the_bijection_is_one_for_every_count_of_bits(n):
 
 @pytest.mark.parametrize("n", [SORTED + 1, 2**17, 150_000])
 def test_long_permutations_look_random(n):
-    """Fixed points, positions, neighbours, order, cycles: moments of uniform permutations, over 16 of them."""
+    """Fixed points, positions, neighbours, order, cycles: moments of uniform permutations, over 8 of them."""
     torch.manual_seed(n)
-    draws = [permutation(n, new_key()) for _ in range(16)]
+    draws = [permutation(n, new_key()) for _ in range(8)]
     index = torch.arange(n)
-    assert sum(int((p == index).sum()) for p in draws) < 16 + 4 * 16**0.5  # one each on average, as Poisson's
+    assert sum(int((p == index).sum()) for p in draws) < 8 + 5 * 8**0.5  # one each on average, as Poisson's
     for p in draws:
         assert abs(torch.corrcoef(torch.stack([p, index]).double())[0, 1]) * n**0.5 < 4.5
         assert abs(torch.corrcoef(torch.stack([p[1:], p[:-1]]).double())[0, 1]) * n**0.5 < 4.5

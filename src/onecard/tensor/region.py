@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard import random
 from onecard.errors import DispatchError
 from onecard.random import Key
+from onecard.rules.call import schema_of
 from onecard.tensor.chance import arguments, law_of
 from onecard.tensor.dist_tensor import DistTensor, describe
 
@@ -46,7 +47,10 @@ class Region:
             return self.select(given["dim"], given["index"])
         if func is aten.slice.Tensor:
             return self.slice(given["dim"], slice(given["start"], given["end"], given["step"]))
-        if isinstance(given.get("generator"), Key) and given.pop("self") is self:
+        if isinstance(given.get("generator"), Key):
+            numbers = not any(isinstance(v, Tensor) for v in given.values())
+            if not schema_of(func).written or not numbers:
+                return None
             self._draw(func, given)
         elif func is aten.zero_.default:
             self.part().zero_()
@@ -86,6 +90,7 @@ class Region:
 
     def _draw(self, func: Any, given: dict[str, Any]) -> None:
         key = given.pop("generator")
+        del given["self"]
         if not self.base._spec.here:
             return
         starts = self.base._spec.layout.local_offset(self.base.shape)
