@@ -29,3 +29,12 @@ class CommunicationError(OnecardError, RuntimeError):
 
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
+
+
+def each_ranks_own(what: str) -> str:
+    """Why a collective of torch.distributed takes no distributed tensor, and what to call instead."""
+    return (
+        f"{what}: a collective of torch.distributed acts on each rank's own tensor, but a distributed tensor is one tensor, "
+        "which has the value that one card would have already: leave the collective out. x.full_tensor() is the whole on every "
+        "rank, onecard.reshard(x, mesh, placements) moves it, and x.to_local() is this rank's shard as a plain tensor"
+    )

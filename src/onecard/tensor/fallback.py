@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard import resharding as planner
 from onecard.comm import record
-from onecard.errors import DispatchError, OnecardError
+from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor, memory
@@ -168,12 +168,7 @@ def _renamed(func: Any, names: list[str]) -> Callable[..., Any]:
 def refuse_collective(func: Any, operands: list[DistTensor]) -> None:
     """Refuse the collectives of torch.distributed: they mean each rank's own tensor, and there is only one here."""
     if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-        raise DispatchError(
-            f"{schema_of(func).name} of {describe(operands[0])}: a collective of torch.distributed acts on each rank's own "
-            "tensor, but a DistTensor is one tensor, which has the value that one card would have already: leave the collective "
-            "out. x.full_tensor() is the whole on every rank, onecard.reshard(x, mesh, placements) moves it, and x.to_local() "
-            "is this rank's shard as a plain tensor"
-        )
+        raise DispatchError(each_ranks_own(f"{schema_of(func).name} of {describe(operands[0])}"))
 
 
 class _NoRule(Exception):

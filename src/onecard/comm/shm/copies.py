@@ -21,7 +21,7 @@ class Copies(Collectives):
     def broadcast(self, given: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Fills a tensor with that of the root."""
         (tensor,) = given if isinstance(given, list | tuple) else (given,)
-        if tensor.device.type != "cpu":
+        if not tensors.here(tensor):
             return self._elsewhere(tensor).broadcast(given, opts)
         root = opts if isinstance(opts, int) else opts.rootRank
         sizes = [tensor.nbytes if rank == root else 0 for rank in range(self.size())]
@@ -59,7 +59,7 @@ class Copies(Collectives):
         """Every rank gets a list of all ranks' tensors, which may differ in size."""
         (source,) = inputs if isinstance(inputs, list | tuple) else (inputs,)
         targets = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
-        if source.device.type != "cpu":
+        if not tensors.here(source, *targets):
             return self._elsewhere(source).allgather(outputs, inputs, opts)
         return self._start(self._listed(targets, source), targets, opts)
 
@@ -75,7 +75,7 @@ class Copies(Collectives):
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         """Every rank gets all ranks' tensors, of one size, in one tensor."""
-        if source.device.type != "cpu":
+        if not tensors.here(source, output):
             return self._elsewhere(source)._allgather_base(output, source, opts)
         return self._start(self._joined(output, source), [output], opts)
 
@@ -89,7 +89,7 @@ class Copies(Collectives):
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None) -> Any:
         """Several all-gathers as one."""
-        if sources and sources[0].device.type != "cpu":
+        if sources and not tensors.here(*sources, *outputs):
             return self._elsewhere(sources[0]).allgather_into_tensor_coalesced(outputs, sources, opts)
         bodies = [self._joined(output, source) for output, source in zip(outputs, sources, strict=True)]
         return self._start(in_turn(bodies), list(outputs), opts)
@@ -105,7 +105,7 @@ class Copies(Collectives):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         """The root gets a list of all ranks' tensors."""
         (source,) = inputs if isinstance(inputs, list | tuple) else (inputs,)
-        if source.device.type != "cpu":
+        if not tensors.here(source):
             return self._elsewhere(source).gather(outputs, inputs, opts, *rest)
         root = opts if isinstance(opts, int) else opts.rootRank
         targets = None
@@ -119,7 +119,7 @@ class Copies(Collectives):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         """Every rank gets its tensor of the root's list."""
         output = outputs[0] if isinstance(outputs, list | tuple) else outputs
-        if output.device.type != "cpu":
+        if not tensors.here(output):
             return self._elsewhere(output).scatter(outputs, inputs, opts, *rest)
         root = opts if isinstance(opts, int) else opts.rootRank
         parts: list[Tensor] = []
@@ -135,7 +135,7 @@ class Copies(Collectives):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None) -> Any:
         """Every rank gets a list of the tensors that all ranks sent it."""
-        if outputs[0].device.type != "cpu":
+        if not tensors.here(*outputs, *inputs):
             return self._elsewhere(outputs[0]).alltoall(outputs, inputs, opts)
         if len(outputs) != self.size() or len(inputs) != self.size():
             raise ValueError(f"all_to_all takes {self.size()} outputs and inputs, got {len(outputs)} and {len(inputs)}")
@@ -146,7 +146,7 @@ class Copies(Collectives):
         self, output: Tensor, source: Tensor, output_splits: Any, input_splits: Any, opts: Any = None, **_: Any
     ) -> Any:
         """Exchanges parts of one tensor, cut along its first dim; empty splits: equal parts."""
-        if output.device.type != "cpu":
+        if not tensors.here(output, source):
             return self._elsewhere(output).alltoall_base(output, source, output_splits, input_splits, opts)
         dense = tensors.dense(output, read=False)
         received = tensors.split(dense, output_splits, self.size(), "output")

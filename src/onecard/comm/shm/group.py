@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm.shm import algorithms
+from onecard.comm.shm import algorithms, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.copies import Copies
 from onecard.comm.shm.messages import Messages
@@ -55,14 +55,14 @@ class ShmGroup(Reductions, Copies):
     def send(self, given: list[Tensor], to: int, tag: int = 0) -> Any:
         """Sends a tensor to a rank of the group."""
         (tensor,) = given
-        if tensor.device.type != "cpu":
+        if not tensors.here(tensor):
             return self._elsewhere(tensor).send(given, to, tag)
         return self._messages.send(tensor, to, tag, self._timeout)
 
     def recv(self, given: list[Tensor], source: int, tag: int = 0) -> Any:
         """Fills a tensor with one that a rank of the group sent under the same tag."""
         (tensor,) = given
-        if tensor.device.type != "cpu":
+        if not tensors.here(tensor):
             return self._elsewhere(tensor).recv(given, source, tag)
         return self._messages.receive(tensor, source, tag, self._timeout)
 

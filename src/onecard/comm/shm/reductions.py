@@ -39,7 +39,7 @@ class Reductions(Collectives):
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduces a tensor in place on every rank."""
         (tensor,) = given if isinstance(given, list | tuple) else (given,)
-        if tensor.device.type != "cpu":
+        if not tensors.here(tensor):
             return self._elsewhere(tensor).allreduce(given, opts)
         op = name_of(getattr(opts, "reduceOp", opts) or SUM)
         if tensor.layout is not torch.strided:
@@ -48,7 +48,7 @@ class Reductions(Collectives):
 
     def allreduce_coalesced(self, given: Any, opts: Any = None) -> Any:
         """Reduces several tensors in place on every rank; small ones of a dtype travel as one."""
-        if given and given[0].device.type != "cpu":
+        if given and not tensors.here(*given):
             return self._elsewhere(given[0]).allreduce_coalesced(given, opts)
         op = name_of(getattr(opts, "reduceOp", None) or SUM)
         bodies = [self._reduction(part, op) if len(part) == 1 else self._packed(part, op) for part in _parts(given)]
@@ -89,7 +89,7 @@ class Reductions(Collectives):
     def reduce(self, given: Any, opts: Any = None, *rest: Any) -> Any:
         """Reduces a tensor into that of the root."""
         (tensor,) = given if isinstance(given, list | tuple) else (given,)
-        if tensor.device.type != "cpu":
+        if not tensors.here(tensor):
             return self._elsewhere(tensor).reduce(given, opts, *rest)
         if isinstance(opts, int):
             root, op = opts, name_of(rest[0] if rest else SUM)
@@ -101,7 +101,7 @@ class Reductions(Collectives):
         """Reduces a list of tensors, one for each rank; every rank gets its own."""
         output = outputs[0] if isinstance(outputs, list | tuple) else outputs
         parts = inputs[0] if inputs and isinstance(inputs[0], list | tuple) else inputs
-        if output.device.type != "cpu":
+        if not tensors.here(output, *parts):
             return self._elsewhere(output).reduce_scatter(outputs, inputs, opts)
         op = name_of(getattr(opts, "reduceOp", opts) or SUM)
         return self._start(self._scattered(output, list(parts), op), [output], opts)
@@ -129,7 +129,7 @@ class Reductions(Collectives):
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         """Reduces one tensor of all ranks' parts; every rank gets its own."""
-        if output.device.type != "cpu":
+        if not tensors.here(output, source):
             return self._elsewhere(output)._reduce_scatter_base(output, source, opts)
         op = name_of(getattr(opts, "reduceOp", None) or SUM)
         parts = tensors.cut(source, output.numel(), self.size(), "reduce_scatter_tensor")
@@ -139,7 +139,7 @@ class Reductions(Collectives):
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None) -> Any:
         """Several reduce-scatters as one."""
-        if outputs and outputs[0].device.type != "cpu":
+        if outputs and not tensors.here(*outputs, *sources):
             return self._elsewhere(outputs[0]).reduce_scatter_tensor_coalesced(outputs, sources, opts)
         op = name_of(getattr(opts, "reduceOp", None) or SUM)
         bodies = [

@@ -7,6 +7,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onecard.errors import CommunicationError, each_ranks_own
+
+
+def here(tensor: Tensor, *others: Tensor) -> bool:
+    """Whether tensors are in the memory of this host. Raises CommunicationError for those that have none of their own."""
+    for each in (tensor, *others):
+        if type(each) is not Tensor:
+            _check_memory(each)
+    return tensor.device.type == "cpu"
+
+
+def _check_memory(tensor: Tensor) -> None:
+    """Subclasses may stand for other tensors, and then have no data, or none yet."""
+    try:
+        if Tensor.data_ptr(tensor) or not tensor.numel() or tensor.device.type != "cpu":
+            return
+    except RuntimeError:  # FakeTensor
+        pass
+    name = type(tensor).__name__
+    if hasattr(tensor, "placements"):
+        raise CommunicationError(each_ranks_own(f"a {name}"))
+    raise CommunicationError(
+        f"a {name} has no memory that could be sent. Where a program is only traced (torch.compile, make_fx), messages cannot "
+        "be recorded yet: run it eagerly. Elsewhere pass the plain tensor that it stands for"
+    )
+
 
 def dense(tensor: Tensor, read: bool = True) -> Tensor:
     """The tensor itself if its elements lie in order; else a copy (without `read`: room for one) that `fill` returns."""
