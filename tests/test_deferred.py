@@ -215,7 +215,7 @@ def rows_and_columns(mesh):
         parameter.data[1:5, 4].uniform_(2, 3)
         parameter.data[-1, 0] = 9
         parameter.data[3:6][1:][:, 1:3].zero_()
-        like = nn.Parameter(torch.rand_like(parameter[1:4]))  # reads a part, and draws
+        like = nn.Parameter(torch.rand_like(parameter.data.narrow(0, 0, 7)))  # reads a part, and draws
         dirac = nn.Parameter(torch.empty(6, 6, 3))
         nn.init.dirac_(dirac)
         eye = nn.Parameter(torch.empty(7, 6))
