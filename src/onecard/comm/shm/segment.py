@@ -31,7 +31,7 @@ CHUNK = 1024 * 1024
 SPREAD = 8 * 1024 * 1024
 """Bytes over which large messages are spread before a slot is written again. A core that writes into lines which others
 have read waits for them to give these up (measured: down to 2.5 GB/s, and 8 GB/s over this many bytes)."""
-RING = 512 * 1024
+RING = 1024 * 1024
 
 
 def _round(size: int, to: int) -> int:
