@@ -18,7 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import onecard as oc
 from onecard.errors import DispatchError
 from onecard.layout import Layout
-from onecard.random import Key, fill, law, new_key, permutation, philox, variates
+from onecard.random import Key, fill, law, new_key, permutation
+from onecard.random.philox import philox
+from onecard.random.variates import variates
 from onecard.random.permute import SORTED, _Bijection
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec

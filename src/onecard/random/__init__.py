@@ -4,7 +4,5 @@ from onecard.random.key import Key, new_key
 from onecard.random.laws import Law, law
 from onecard.random.parts import fill
 from onecard.random.permute import permutation
-from onecard.random.philox import philox
-from onecard.random.variates import variates
 
-__all__ = ["Key", "Law", "fill", "law", "new_key", "permutation", "philox", "variates"]
+__all__ = ["Key", "Law", "fill", "law", "new_key", "permutation"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import random
 from onecard.layout import Layout
+from onecard.random.variates import variates
 from onecard.rules.call import schema_of
 from onecard.tensor.chance import arguments, handlers, key_for
 from onecard.tensor.dispatch import handle
@@ -63,9 +63,9 @@ def _part(name: str, params: list[Tensor], key: random.Key, shape: torch.Size, o
     if name == "poisson" and not params[0].is_meta and bool((params[0] < 0).any()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
     if name in ("poisson", "binomial"):
-        return random.variates(name, params, key, shape, offset)
+        return variates(name, params, key, shape, offset)
     tiny = torch.finfo(params[0].dtype).tiny  # as torch: zero has no logarithm
-    gamma = random.variates("gamma", params, key, shape, offset).clamp_(min=tiny)
+    gamma = variates("gamma", params, key, shape, offset).clamp_(min=tiny)
     if name == "gamma":
         return gamma
     below_one = 1 - torch.finfo(params[0].dtype).eps / 2
