@@ -225,7 +225,7 @@ def in_place_in_the_graph(put: Put) -> Any:
 
 
 def versions(put: Put) -> Any:
-    x, w = problem(put)
+    x, _ = problem(put)
     h = x * 1
     part = h[1:4]
     part.add_(1)

@@ -15,7 +15,7 @@ from twins import MESH
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.testing import assert_close, multirank
+from onecard.testing import multirank
 
 PLACEMENTS = {
     "weight": [oc.Shard(0)],
@@ -73,7 +73,7 @@ def same(plain: nn.Module, twin: nn.Module, tolerance: float = 1e-5) -> None:
 
 def ema_by_hand(net: nn.Module) -> nn.Module:
     average = copy.deepcopy(net)
-    for step in range(2):
+    for _ in range(2):
         train(net, 1)
         with torch.no_grad():
             for mean, p in zip(average.parameters(), net.parameters(), strict=True):

@@ -142,7 +142,7 @@ def check_writable(x: Any, name: str) -> None:
 
     On one card torch refuses most such writes, deprecates some, and lets the order decide others.
     """
-    if not hasattr(x, "_spec") or name in ("fill_", "zero_") and x._spec.alias != WINDOWS:
+    if not hasattr(x, "_spec") or (name in ("fill_", "zero_") and x._spec.alias != WINDOWS):
         return
     if any(expanded(x._spec)):
         raise DispatchError(
@@ -169,6 +169,8 @@ def place(spec: Spec) -> Callable[[Tensor], Tensor]:
         return lambda local: local
     once = tuple(slice(0, 1) if one else slice(None) for one in expanded(spec))
     order = sorted(range(len(spec.stride)), key=lambda dim: -spec.stride[dim])
+    if order == [*range(len(order))] and not any(expanded(spec)):
+        return Tensor.contiguous
     back = [order.index(dim) for dim in range(len(order))]
     return lambda local: local[once].permute(order).contiguous().permute(back).expand(local.shape)
 
