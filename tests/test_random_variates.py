@@ -19,9 +19,9 @@ import onecard as oc
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, fill, law, new_key, permutation
+from onecard.random.permute import SORTED, _Bijection
 from onecard.random.philox import philox
 from onecard.random.variates import variates
-from onecard.random.permute import SORTED, _Bijection
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 

@@ -46,7 +46,7 @@ class ForeachProgram:
         result = self._run(args, kwargs)
         if self.writes and not torch.is_inference_mode_enabled():
             # Autograd counts the writes of other operators itself, and leaves it to the kernels of these.
-            increment_version([x for x in args[0] if isinstance(x, DistTensor)])
+            increment_version(args[0])
         return result
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -169,6 +169,8 @@ def place(spec: Spec) -> Callable[[Tensor], Tensor]:
         return lambda local: local
     once = tuple(slice(0, 1) if one else slice(None) for one in expanded(spec))
     order = sorted(range(len(spec.stride)), key=lambda dim: -spec.stride[dim])
+    if order == [*range(len(order))] and not any(expanded(spec)):
+        return Tensor.contiguous
     back = [order.index(dim) for dim in range(len(order))]
     return lambda local: local[once].permute(order).contiguous().permute(back).expand(local.shape)
 
