@@ -186,68 +186,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
         return MeshTransfer.apply(x, layout)
     if layout is x._spec.layout:
         return x
-<<<<<<< HEAD
     return Reshard.apply(x, layout)
-=======
-    return _Reshard.apply(x, layout)
-
-
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.layout = x._spec.layout.settled()
-        return _reshard(x, layout, "reshard")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
-        kept = tuple(
-            p
-            for p in grad._spec.layout.pending
-            if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
-        )
-        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
-
-
-class _Transfer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.layout = x._spec.layout.settled()
-        return _transfer(x, layout, "reshard")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return _transfer(grad, ctx.layout, "gradient of reshard"), None
-
-
-def _transfer(x: DistTensor, layout: Layout, name: str) -> DistTensor:
-    """The tensor on another mesh; what is pending is summed on its own mesh first."""
-    groups.check_world(layout.mesh)
-    shape = tuple(x.shape)
-    source = settled_source(x._spec.layout, shape)
-    local = _to_layout(x, source, name)
-    moves = plan_transfer(shape, x.dtype.itemsize, source, layout)
-    if record.observers:
-        sent, line = moves.sent_by(world.get_rank()), record.user_line()
-        step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=moves.seconds)
-        record.tell(record.Message(step, name, "x", shape, "changes the mesh", line, explicit=True))
-    return wrap(run_transfer(moves, local), x._spec.with_layout(layout))
-
-
-def _idle(layout: Layout, axis: int) -> bool:
-    return layout.dim_of(axis) is None
-
-
-def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
-    local = _to_layout(x, layout, name)
-    stride = x._spec.stride if local is x._local else contiguous_stride(x.shape)
-    local = local.detach() if local is x._local else local.contiguous()
-    return wrap(local, Spec.make(layout, x.shape, stride, x.dtype, x._spec.device))
-
-
-def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
-    return x._become(layout, name, "x", "asked for", explicit=True)
->>>>>>> h4c
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -258,12 +197,7 @@ def unshard(x: Tensor) -> Tensor:
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
     """
     if isinstance(x, DistTensor):
-<<<<<<< HEAD
-        x._refresh()
         return Unshard.apply(x)
-=======
-        return _Unshard.apply(x)
->>>>>>> h4c
     return x
 
 

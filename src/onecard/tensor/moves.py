@@ -141,14 +141,13 @@ def _idle(layout: Layout, axis: int) -> bool:
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    if local is x._local:
-        return wrap(local.detach(), x._spec.with_layout(layout))
-    spec = Spec.make(layout, x.shape, contiguous_stride(x.shape), x.dtype, x._spec.device)
-    return wrap(local.contiguous(), spec)
+    stride = x._spec.stride if local is x._local else contiguous_stride(x.shape)
+    local = local.detach() if local is x._local else local.contiguous()
+    return wrap(local, Spec.make(layout, x.shape, stride, x.dtype, x._spec.device))
 
 
 def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
-    return x._become(layout, name, "x", "asked for", explicit=True) if layout is not x._spec.layout else x._local
+    return x._become(layout, name, "x", "asked for", explicit=True)
 
 
 class Unshard(torch.autograd.Function):

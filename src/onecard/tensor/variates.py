@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard.layout import Layout
+from onecard.random import Key
 from onecard.random.variates import variates
 from onecard.rules.call import schema_of
 from onecard.tensor.chance import arguments, handlers, key_for
@@ -39,9 +40,7 @@ def _dirichlet(func: Any, args: Any, kwargs: Any) -> Any:
     return _make(func, "dirichlet", [x], x.shape, layout, key_for(func, x, given["generator"]))
 
 
-def _make(
-    func: Any, name: str, params: Sequence[Tensor], shape: torch.Size, layout: Layout | None, key: random.Key
-) -> Tensor:
+def _make(func: Any, name: str, params: Sequence[Tensor], shape: torch.Size, layout: Layout | None, key: Key) -> Tensor:
     dtype = params[0].dtype
     if layout is None:
         return _part(name, [p.expand(shape) for p in params], key, shape, (0,) * len(shape)).to(dtype)
@@ -59,7 +58,7 @@ def _local(x: Tensor, layout: Layout, name: str) -> Tensor:
     return x[layout.local_slices(x.shape)] if layout.mesh.coordinate() is not None else x
 
 
-def _part(name: str, params: list[Tensor], key: random.Key, shape: torch.Size, offset: tuple[int, ...]) -> Tensor:
+def _part(name: str, params: list[Tensor], key: Key, shape: torch.Size, offset: tuple[int, ...]) -> Tensor:
     if name == "poisson" and not params[0].is_meta and bool((params[0] < 0).any()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
     if name in ("poisson", "binomial"):
