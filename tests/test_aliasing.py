@@ -39,7 +39,7 @@ def test_random_programs():
 
 @multirank(2, timeout=120)
 def test_random_programs_with_gradients():
-    few_refusals(MESH, 100, grad=True)
+    few_refusals(MESH, 200, grad=True)
 
 
 @multirank(4, timeout=120)
