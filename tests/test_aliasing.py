@@ -26,7 +26,7 @@ def put(whole, placement):
 
 def few_refusals(mesh, programs, grad):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gathered operators, and of torch about writes to expanded tensors
+        warnings.simplefilter("ignore")  # of gathered operators
         refused = aliasing_programs.run_many(range(programs), mesh, grad)
     assert refused.total() < 0.05 * programs, refused
     assert all("overlap" in why or "expanded" in why for why in refused), refused
@@ -34,7 +34,7 @@ def few_refusals(mesh, programs, grad):
 
 @multirank(2, timeout=120)
 def test_random_programs():
-    few_refusals(MESH, 300, grad=False)
+    few_refusals(MESH, 250, grad=False)
 
 
 @multirank(2, timeout=120)
