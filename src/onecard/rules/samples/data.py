@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 
 def real(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -38,5 +39,8 @@ def mask(*shape: int) -> Tensor:
 
 
 def whole(op: torch._ops.OpOverload, *args: object) -> object:
-    """A composite operator as DistTensors take it: not taken apart by torch above dispatch."""
-    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Python), *args)
+    """A composite operator as DistTensors take it: given to the dispatch mode before torch takes it apart."""
+    if _get_current_dispatch_mode() is None:
+        return op(*args)
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_dispatch__(op, (), args, {})
