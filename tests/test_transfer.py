@@ -242,3 +242,24 @@ def test_a_rank_that_does_not_say_its_host_is_named():
             CommunicationError, match=r"with ranks \[0, 1, 2\], but rank\(s\) \[1, 2\] did not come within 1 s"
         ):
             hosts.among(range(3))
+
+
+@multirank(3)
+def test_gradients_that_nobody_asks_for_outside_the_mesh():
+    """Operators that leave gradients out give the others in their places also where only shapes are known."""
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    for frozen in ("x", "weight", "bias"):
+        for layer in (nn.Conv2d(3, 2, 3), nn.Linear(6, 5), nn.LayerNorm(6), nn.GroupNorm(3, 3)):
+            leaves = {"x": x.clone(), "weight": layer.weight.detach().clone(), "bias": layer.bias.detach().clone()}
+            given = {
+                n: oc.shard_tensor(t, mesh, [oc.Shard(0) if n == "x" else oc.Replicate()]) for n, t in leaves.items()
+            }
+            for values in (leaves, given):
+                for name, value in values.items():
+                    value.requires_grad_(name != frozen)
+                parameters = {n: values[n] for n in ("weight", "bias")}
+                torch.func.functional_call(layer, parameters, values["x"]).sin().sum().backward()
+            for name in set(leaves) - {frozen}:
+                assert given[name].grad.shape == leaves[name].shape
+                assert_close(given[name].grad, leaves[name].grad, rtol=1e-5, atol=1e-5)

@@ -121,6 +121,7 @@ def _plan(
     program.specs = tuple(
         Spec.like(layout, t, device) for layout, t in zip(decision.results, call.results, strict=True)
     )
+    program.frame = _frame(call, not program.specs or program.specs[0].here)
     operands = list(zip(call.paths, layouts, decision.operands, call.names, strict=True))
     program.moves = tuple(
         (path, target, name)
@@ -143,6 +144,16 @@ def _note(program: Program, call: Call, bound: Bound, decision: Decision, note: 
     operand, factor = call.index(note[0]), bound.factor(note[1])
     axes = tuple(axis for axis, use in enumerate(decision.uses) if factor is not None and use.factor == factor)
     program.note = (call.paths[operand], axes) if axes else None
+
+
+def _frame(call: Call, here: bool) -> tuple[Any, ...]:
+    """The results of an operator of which some are no tensors, with True for each that is; () where nothing has to be said."""
+    if len(call.results) >= len(call.func._schema.returns):
+        return ()
+    if "output_mask" in call.values:  # convolution_backward gives some that nobody asked for
+        return tuple(wanted or None for wanted in call.output_mask)
+    args, kwargs = call.given
+    return () if here else tuple(True if isinstance(r, Tensor) else r for r in call.func(*args, **kwargs))
 
 
 def _localise(

@@ -27,6 +27,7 @@ class Program:
         func: the operator; ``call``: what runs on local tensors, the operator itself or what a row's hook puts in its
             place.
         specs: of the result tensors; ``spec``: the only one, if ``simple``.
+        frame: where some results are no tensors, all of them with True for each that is; else ().
         simple: local tensors go in as they are, ``swaps`` (position, value) in place of static arguments, and one new
             tensor comes out.
         moves: operands whose layout must change first.
@@ -43,7 +44,7 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "copies", "expand", "func", "moves", "name", "note", "pending", "reason", "replace", "shares",
+        "aliases", "call", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "reason", "replace", "shares",
         "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
@@ -56,6 +57,7 @@ class Program:
         self.reason = ""
         self.spec: Any = None
         self.specs: tuple[Spec, ...] = ()
+        self.frame: tuple[Any, ...] = ()
         self.simple = False
         self.swaps: tuple[tuple[int, Any], ...] = ()
         self.moves: tuple[Move, ...] = ()
@@ -90,6 +92,8 @@ class Program:
         if self.note is not None:
             _take_note(_at(self.note[0], args, kwargs), self.note[1])
         result = self.call(*local, **keywords)
+        if self.frame:
+            result = tuple(r if part is True else part for r, part in zip(result, self.frame, strict=True))
         if type(result) is Tensor and not self.aliases:
             made = self.wrap(result, self.specs[0])
         else:
@@ -135,6 +139,9 @@ class Program:
         for i, path in enumerate(self.aliases):
             if path is not None:
                 made[i] = _at(path, args, kwargs)
+        if self.frame:
+            present = iter(made)
+            return tuple(next(present) if part is True else part for part in self.frame)
         one = len(self.func._schema.returns) == 1 and len(made) == 1
         return self._kept(made[0] if one else made, args, kwargs)
 
