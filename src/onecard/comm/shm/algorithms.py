@@ -81,7 +81,7 @@ def _relay(channel: Channel, signature: Signature, deadline: float, numbers: Num
     rank, size, fold = channel.rank, channel.size, numbers.fold
     most = channel.segment.plan.chunk // np.dtype(fold.total).itemsize
     chunks = [(start, min(most, numbers.count - start)) for start in range(0, numbers.count, most)]
-    buffers = channel.buffers()
+    buffers = channel.buffers
     channel.meet(signature, deadline)  # and nobody reads the slots any more
     for step in range(len(chunks) + size):
         if receive and step >= size:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from onecard.comm.shm import futex, peers
 from onecard.comm.shm.segment import (
@@ -65,8 +66,10 @@ class Channel:
         """The addresses of every rank's slot; turn -1: those before turn 0."""
         return self._slots[turn]
 
+    @cached_property
     def buffers(self) -> list[int]:
         """The addresses of all slots, for those who cross before they touch them and after."""
+        self.segment.use_large_pages()
         return [slot for slots in self._slots for slot in slots]
 
     def meet(self, signature: Signature, deadline: float, table: bytes = b"") -> None:
