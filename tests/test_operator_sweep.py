@@ -49,6 +49,13 @@ def test_the_operators_are_right():
     assert outcomes["nonzero"].how == "gathered" and outcomes["linalg.svd"].how == outcomes["mm"].how == "ruled"
 
 
+def test_samples_of_nothing():
+    """All samples of operators that are written out here, of which some have no elements."""
+    names = ["matmul", "softmax", "log_softmax", "linalg.householder_product"]
+    outcomes = operator_sweep.sweep(names, engine.Options(samples=99, placings=3, partial=True))
+    assert not (faults := report.faults("onecard", outcomes, 3)), faults
+
+
 def test_integers_and_masks():
     for dtype in ("int64", "bool"):
         names = ["add", "cat", "scatter", "sum", "index_select", "nonzero"]

@@ -63,3 +63,11 @@ def collectives_by_hand():
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_collectives_by_hand_are_refused(backend):
     run_ranks(collectives_by_hand, 2, backend=backend)
+
+
+@multirank(2)
+def test_compile_says_that_it_cannot():
+    x = cut(matrix())
+    with pytest.raises(Exception, match="cannot trace a program on distributed tensors yet"):
+        torch.compile(lambda a: (a @ a.mT).sum(), backend="eager")(x)
+    assert_close(x.sum(), matrix().sum(), rtol=1e-5)  # and nothing is broken by that

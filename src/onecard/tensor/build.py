@@ -36,27 +36,14 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     fallback.refuse_collective(func, operands)
     mesh, device = _common_mesh(func, operands)
     call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
-    if call.schema.out:
-        program.expand = fallback.out_of_place(func)
-        return program
-    if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
-        program.expand = fallback.shape_in_place(func, call)
+    program.expand = _functional_form(func, call)
+    if program.expand is not None:
         return program
     for path, name in zip(call.paths, call.names, strict=True):
         if name in call.schema.written:
             memory.check_writable(_at(path, args, kwargs), call.schema.name)
-    row = find(func)
-    if row is None:
-        program.expand = fallback.without_rule(func, call)
-        return program
-    try:
-        call.results = row.results_of(call)
-        bound = _bind(row, call)
-    except RuntimeError as fault:
-        if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
-            raise
-        bound = None  # no shapes without data
-    if bound is None:
+    row, bound = _rule(call)
+    if row is None or bound is None:
         program.expand = fallback.without_rule(func, call)
         return program
     values = [_at(path, args, kwargs) for path in call.paths]
@@ -82,6 +69,29 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         _share(program, call, values[0])
     _shorten(program, call, len(args))
     return program
+
+
+def _functional_form(func: Any, call: Call) -> Callable[..., Any] | None:
+    """For operators with ``out=``, and those that change a shape in place."""
+    if call.schema.out:
+        return fallback.out_of_place(func)
+    if torch.Tag.inplace_view in func.tags and call.schema.name != "detach_":
+        return fallback.shape_in_place(func, call)
+    return None
+
+
+def _rule(call: Call) -> tuple[Row | None, Bound | None]:
+    """The row of an operator, bound to the shapes of the call; None where there is none, or no shape without data."""
+    row = find(call.func)
+    if row is None:
+        return None, None
+    try:
+        call.results = row.results_of(call)
+        return row, _bind(row, call)
+    except RuntimeError as fault:
+        if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in call.func.tags:
+            raise
+        return row, None
 
 
 def _noted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[int, int]:

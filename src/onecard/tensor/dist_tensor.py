@@ -143,11 +143,15 @@ class DistTensor(Tensor):
         return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local"], (self._spec, self.requires_grad)
+        """What torch.compile asks first. A graph would have to hold the messages; it cannot yet."""
+        raise DispatchError(
+            f"torch.compile cannot trace a program on distributed tensors yet (it met {self._spec!r}): run it eagerly, or "
+            "compile what works on local tensors and call it through onecard.local_map"
+        )
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DistTensor:
-        return DistTensor(inner["_local"], context[0], context[1])
+        raise NotImplementedError("see __tensor_flatten__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) in memo:

@@ -92,11 +92,14 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would be a plain tensor
         ctx.layout = x._spec.layout.settled()
         return _reshard(x, layout, "reshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None
         # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
         kept = tuple(
             p
@@ -111,12 +114,13 @@ class MeshTransfer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.layout = x._spec.layout.settled()
         return _transfer(x, layout, "reshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _transfer(grad, ctx.layout, "gradient of reshard"), None
+        return None if grad is None else _transfer(grad, ctx.layout, "gradient of reshard"), None
 
 
 def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) -> DistTensor:

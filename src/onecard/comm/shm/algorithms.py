@@ -24,6 +24,9 @@ DIRECT = 32 * 1024
 RELAY = 8 * 1024 * 1024
 """Bytes from which a running total goes from rank to rank: the way with the least traffic, and the longest start."""
 
+BLOCK = 128 * 1024
+"""Bytes that a core's cache holds twice."""
+
 _move = ctypes.memmove
 
 
@@ -83,19 +86,35 @@ def _relay(channel: Channel, signature: Signature, deadline: float, numbers: Num
     chunks = [(start, min(most, numbers.count - start)) for start in range(0, numbers.count, most)]
     buffers = channel.buffers
     channel.meet(signature, deadline)  # and nobody reads the slots any more
+    last = rank == size - 1
     for step in range(len(chunks) + size):
-        if receive and step >= size:
+        if receive and step >= size and not last:
             start, count = chunks[step - size]
             place = numbers.address + start * numbers.itemsize
             _move(place, buffers[(step - size) % len(buffers)], count * numbers.itemsize)
         if 0 <= step - rank < len(chunks):
             start, count = chunks[step - rank]
-            total = view(buffers[(step - rank) % len(buffers)], count, fold.total)
-            mine = view(numbers.address + start * numbers.itemsize, count, numbers.kind)
-            (fold.add if rank else fold.begin)(total, mine)
-            if rank == size - 1:
-                fold.finish(total, size)
+            buffer, place = buffers[(step - rank) % len(buffers)], numbers.address + start * numbers.itemsize
+            if last:
+                _end(numbers, buffer, place, count, size, receive)
+            else:
+                mine = view(place, count, numbers.kind)
+                (fold.add if rank else fold.begin)(view(buffer, count, fold.total), mine)
         channel.cross(deadline)
+
+
+def _end(numbers: Numbers, buffer: int, place: int, count: int, ranks: int, receive: bool) -> None:
+    """The last rank's part of a chunk. It copies the result out at once, block by block, while it has it in its cache."""
+    fold, itemsize = numbers.fold, numbers.itemsize
+    packs = np.dtype(fold.total).itemsize != itemsize  # and so moves the result to the front
+    block = count if packs else BLOCK // itemsize
+    for start in range(0, count, block):
+        here, at, size = buffer + start * itemsize, place + start * itemsize, min(block, count - start)
+        total = view(here, size, fold.total)
+        fold.add(total, view(at, size, numbers.kind))
+        fold.finish(total, ranks)
+        if receive:
+            _move(at, here, size * itemsize)
 
 
 class _Chunk:

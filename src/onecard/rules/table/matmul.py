@@ -83,12 +83,12 @@ def linear_backward(
     self: Tensor, grad_output: Tensor, weight: Tensor, output_mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of ``linear`` on plain tensors, by the products that torch makes."""
-    grad = grad_output.reshape(-1, grad_output.shape[-1])
+    grad = grad_output.flatten(0, -2)
     of_input = of_weight = of_bias = None
     if output_mask[0]:
         of_input = torch.mm(grad, weight.conj()).view(self.shape)
     if output_mask[1]:
-        of_weight = torch.mm(grad.t(), self.reshape(-1, self.shape[-1]).conj())
+        of_weight = torch.mm(grad.t(), self.flatten(0, -2).conj())
     if output_mask[2]:
         of_bias = grad.sum(0)
     return of_input, of_weight, of_bias

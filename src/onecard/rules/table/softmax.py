@@ -20,7 +20,7 @@ def _along(call: Call, linear: str = "") -> Form:
 
 def _shifted(x: Tensor, dim: int) -> Tensor:
     """The logits minus their largest, so that no exponential overflows."""
-    return x - x.amax([dim], keepdim=True)
+    return x - x.amax([dim], keepdim=True) if x.numel() else x.clone()
 
 
 def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
