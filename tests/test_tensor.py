@@ -273,3 +273,14 @@ def test_ranks_outside_the_mesh_run_the_same_program():
     else:
         assert y.item() == 24
     assert_close(x.grad, torch.full((4, 2), 3.0))  # full_tensor() reaches every rank of the world
+
+
+@multirank(2)
+def test_kernels_get_memory_as_dense_as_it_says():
+    """native_group_norm reads a bias as if it were dense; a rank that adds nothing to a sum must not hold one zero, expanded."""
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    weight, bias, x = torch.randn(3, 8192, generator=torch.Generator().manual_seed(0))
+    pending = oc.shard_tensor(weight, mesh, [oc.Partial()])
+    y = torch.nn.functional.group_norm(x[None, :, None], 2, pending, bias)
+    assert y.placements == (oc.Partial(),)
+    assert_close(y, torch.nn.functional.group_norm(x[None, :, None], 2, weight, bias), rtol=1e-5, atol=1e-5)

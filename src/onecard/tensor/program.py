@@ -32,6 +32,7 @@ class Program:
             tensor comes out.
         moves: operands whose layout must change first.
         replace: arguments that differ on this rank: (position, name, value).
+        pointwise: the kernel takes its operands with any strides.
         pending: operands that stay pending while others are moved, with their layouts.
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
         note: axes to note on an operand for its backward operator.
@@ -44,8 +45,8 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "reason", "replace", "shares",
-        "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
+        "aliases", "call", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "pointwise", "reason",
+        "replace", "shares", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -68,6 +69,7 @@ class Program:
         self.shares = False
         self.note: tuple[Path, tuple[int, ...]] | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
+        self.pointwise = torch.Tag.pointwise in func.tags
         self.call: Callable[..., Any] = func
         self.expand: Callable[..., Any] | None = None
 
@@ -110,6 +112,9 @@ class Program:
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
+        if not self.pointwise and 0 in value.stride():
+            # A rank that adds nothing holds one zero, expanded. Kernels may read memory as the whole tensor's strides have it.
+            value = value.contiguous()
         place, index = path
         holder: Any = local if isinstance(place, int) else keywords
         if index >= 0:
