@@ -122,7 +122,7 @@ def _new(self: DistTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
 
-DistTensor.new = _new  # type: ignore[method-assign]
+DistTensor.new = _new  # type: ignore[assignment, method-assign]
 handle(torch.ops.aten.eye.out, _eye)
 handle(torch.ops.aten.eye.m_out, _eye)
 

@@ -190,14 +190,10 @@ class DistTensor(Tensor):
         detached: Any = self.detach()
         return detached.full_tensor()
 
-    # Torch finds the device for these two in the dispatch keys, and does not know ours (see intercept.py).
+    # Torch finds the device for this one and ``new`` (create.py) in the dispatch keys, and does not know ours (intercept.py).
     def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         """A plain tensor from data, of this one's dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
-
-    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """A plain tensor by size or from data, of this one's dtype and device."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory of this rank's part: what tells tied weights apart, and what ``share_memory_`` shares."""
