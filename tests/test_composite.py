@@ -237,3 +237,16 @@ def test_attention_with_dropout_over_another_sequence():
         found = run([oc.shard_tensor(t, mesh(), [Shard(dim)]) for t in whole])
         assert found[0].shape == (2, 4, 3, 5)
         assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@multirank(2)
+def test_gradients_that_torch_leaves_undefined():
+    """Of no reflectors torch's formula gives no gradient at all: what laid the operand out must not make one up."""
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    local = torch.ones(2, 4, requires_grad=True)
+    for x in (
+        oc.from_local(local, mesh, [oc.Shard(0)]),
+        oc.reshard(oc.from_local(local, mesh, [oc.Shard(0)]), mesh, [oc.Replicate()]),
+    ):
+        torch.linalg.householder_product(x, torch.empty(0)).sum().backward()
+    assert local.grad is None

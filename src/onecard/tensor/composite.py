@@ -178,9 +178,7 @@ def _on_wholes(op: Any) -> Callable[..., Any]:
 
 
 def _replicated(value: Any) -> Any:
-    if not isinstance(value, DistTensor) or not value.numel():  # of nothing torch's formula gives plain gradients
-        return value
-    return reshard(value, value.mesh, [Replicate()] * value.mesh.ndim)
+    return reshard(value, value.mesh, [Replicate()] * value.mesh.ndim) if isinstance(value, DistTensor) else value
 
 
 # ---- Operators that read numbers while they are taken apart

@@ -65,12 +65,13 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: Spec) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.spec = spec
         return wrap(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
+        return None if grad is None else _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
 
 
 class ToLocal(torch.autograd.Function):
