@@ -111,19 +111,21 @@ def every_call(size):
 
 def spoiled(kinds):
     """Which of these calls a rank finds wrong when whatever rank 1 copies comes out with one bit changed."""
-    from onecard.comm.shm import algorithms
+    from onecard.comm.shm import algorithms, relay
 
     def spoiling(move):
-        def wrong(target, source, size):
-            move(target, source, size)
-            if size:
-                ctypes.c_ubyte.from_address(target + 3).value ^= 1  # of an exponent: nothing that rounding could hide
+        def wrong(target, source, *size):
+            move(target, source, *size)
+            at = target if size else target.ctypes.data
+            if 0 not in size:
+                ctypes.c_ubyte.from_address(at + 3).value ^= 1  # of an exponent: nothing that rounding could hide
 
         return wrong
 
     rank, seen = dist.get_rank(), []
     if rank == 1:
         algorithms._move, ctypes.memmove = spoiling(algorithms._move), spoiling(ctypes.memmove)
+        relay._move = spoiling(relay._move)
     for kind, count in kinds:
         call = Call(kind, (0, 1), (count,), torch.float32)
         got, want = run(call, dist.group.WORLD, rank), meaning(call, rank)

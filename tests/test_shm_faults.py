@@ -1,6 +1,7 @@
 """What the shared-memory backend does when something goes wrong: it never hangs, never leaks, and says who and where."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -78,6 +79,16 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(method, asynchr
     others_name_rank_1(ranks, queue, r"all_reduce\(sum\) #5 of 10 float32")
 
 
+def before_step(channel, number, act):
+    """Has this rank act before it goes a step for the `number`th time, alone or together with all."""
+    steps = itertools.count()
+
+    def acting(step):
+        return lambda *given, **named: (act() if next(steps) == number else None, step(*given, **named))[1]
+
+    channel.cross, channel.advance = acting(channel.cross), acting(channel.advance)
+
+
 def die_inside(rank, queue, kind):
     x = torch.ones(4 * 2**20)
     dist.all_reduce(x[:10])
@@ -85,11 +96,7 @@ def die_inside(rank, queue, kind):
         queue.put((rank, time.monotonic(), "dies"))
         queue.close()
         queue.join_thread()
-        channel, crossings = dist.group.WORLD._channel, iter(range(9))
-        cross = channel.cross
-        channel.cross = lambda deadline: (
-            cross(deadline) if next(crossings) < 5 else os.kill(os.getpid(), signal.SIGKILL)
-        )
+        before_step(dist.group.WORLD._channel, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if kind == "all_reduce":
         dist.all_reduce(x)
     else:
@@ -250,8 +257,7 @@ def test_a_time_out_inside_a_large_collective_says_where_the_others_are():
     for _ in range(5):
         dist.all_reduce(small, dist.ReduceOp.MAX)
     if dist.get_rank() == 1:
-        crossings, cross = iter(range(99)), channel.cross
-        channel.cross = lambda deadline: (time.sleep(1.5) if next(crossings) == 6 else None, cross(deadline))
+        before_step(channel, 6, lambda: time.sleep(1.5))
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     said = "missing: rank 1, whose last collective was all_reduce.sum. #6 of 4194304 float32"
     with pytest.raises(RuntimeError, match=said):

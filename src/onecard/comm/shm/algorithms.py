@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from onecard.comm.shm.channel import Channel
-from onecard.comm.shm.reduction import Array, Fold, view
+from onecard.comm.shm.reduction import Array, Numbers, view
+from onecard.comm.shm.relay import relay
 from onecard.comm.shm.signature import Signature
 
 DIRECT = 32 * 1024
@@ -24,21 +23,7 @@ DIRECT = 32 * 1024
 RELAY = 8 * 1024 * 1024
 """Bytes from which a running total goes from rank to rank: the way with the least traffic, and the longest start."""
 
-BLOCK = 128 * 1024
-"""Bytes that a core's cache holds twice."""
-
 _move = ctypes.memmove
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """What is reduced: where it lies, how many, of which (numpy) kind and size, and how."""
-
-    address: int
-    count: int
-    kind: Any
-    itemsize: int
-    fold: Fold
 
 
 def barrier(channel: Channel, signature: Signature, deadline: float) -> None:
@@ -58,7 +43,7 @@ def all_reduce(channel: Channel, signature: Signature, deadline: float, numbers:
             numbers.fold(sources, view(numbers.address, numbers.count, numbers.kind))
         return
     if size >= RELAY:
-        return _relay(channel, signature, deadline, numbers, receive)
+        return relay(channel, signature, deadline, numbers, receive)
     chunk = channel.segment.plan.chunk // numbers.itemsize
     chunks = [_Chunk(channel, numbers, start, chunk) for start in range(0, numbers.count, chunk)]
     for step in range(len(chunks) + 2):
@@ -73,48 +58,6 @@ def all_reduce(channel: Channel, signature: Signature, deadline: float, numbers:
             channel.meet(signature, deadline)
         elif step <= len(chunks):
             channel.cross(deadline)
-
-
-def _relay(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool) -> None:
-    """A large all-reduce: running totals go from rank to rank, one chunk apart, and all copy out what the last one ends.
-
-    Each rank reads its numbers once and each byte of shared memory is written by one rank at a time, into lines that it
-    has just read or that nobody has read for long: the other ways cost more than twice as much between cores.
-    """
-    rank, size, fold = channel.rank, channel.size, numbers.fold
-    most = channel.segment.plan.chunk // np.dtype(fold.total).itemsize
-    chunks = [(start, min(most, numbers.count - start)) for start in range(0, numbers.count, most)]
-    buffers = channel.buffers
-    channel.meet(signature, deadline)  # and nobody reads the slots any more
-    last = rank == size - 1
-    for step in range(len(chunks) + size):
-        if receive and step >= size and not last:
-            start, count = chunks[step - size]
-            place = numbers.address + start * numbers.itemsize
-            _move(place, buffers[(step - size) % len(buffers)], count * numbers.itemsize)
-        if 0 <= step - rank < len(chunks):
-            start, count = chunks[step - rank]
-            buffer, place = buffers[(step - rank) % len(buffers)], numbers.address + start * numbers.itemsize
-            if last:
-                _end(numbers, buffer, place, count, size, receive)
-            else:
-                mine = view(place, count, numbers.kind)
-                (fold.add if rank else fold.begin)(view(buffer, count, fold.total), mine)
-        channel.cross(deadline)
-
-
-def _end(numbers: Numbers, buffer: int, place: int, count: int, ranks: int, receive: bool) -> None:
-    """The last rank's part of a chunk. It copies the result out at once, block by block, while it has it in its cache."""
-    fold, itemsize = numbers.fold, numbers.itemsize
-    packs = np.dtype(fold.total).itemsize != itemsize  # and so moves the result to the front
-    block = count if packs else BLOCK // itemsize
-    for start in range(0, count, block):
-        here, at, size = buffer + start * itemsize, place + start * itemsize, min(block, count - start)
-        total = view(here, size, fold.total)
-        fold.add(total, view(at, size, numbers.kind))
-        fold.finish(total, ranks)
-        if receive:
-            _move(at, here, size * itemsize)
 
 
 class _Chunk:

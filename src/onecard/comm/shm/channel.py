@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 
 from onecard.comm.shm import futex, peers
 from onecard.comm.shm.segment import (
@@ -20,6 +19,7 @@ from onecard.comm.shm.segment import (
     GONE,
     HERE,
     PID,
+    PROGRESS,
     START,
     STATE,
     STEP,
@@ -47,7 +47,8 @@ class Channel:
         self.pid = os.getpid()
         self.turn = 1
         self.failure: str | None = None
-        self._step = 0
+        self._step = self._calls = 0
+        self._called = True
         self._signature: Signature | None = None
         self._words = segment.words
         self._mine = rank_word(rank, STEP)
@@ -66,11 +67,11 @@ class Channel:
         """The addresses of every rank's slot; turn -1: those before turn 0."""
         return self._slots[turn]
 
-    @cached_property
-    def buffers(self) -> list[int]:
-        """The addresses of all slots, for those who cross before they touch them and after."""
+    def buffers(self, count: int, size: int) -> list[int]:
+        """The addresses of `count` parts of the slots, of `size` bytes, for those who meet before they touch them and after."""
         self.segment.use_large_pages()
-        return [slot for slots in self._slots for slot in slots]
+        starts = range(0, self.segment.plan.chunk - size + 1, size)
+        return [slot + start for slots in self._slots for slot in slots for start in starts][:count]
 
     def meet(self, signature: Signature, deadline: float, table: bytes = b"") -> None:
         """The first step of a collective: crosses, and checks that all ranks are here for the same thing.
@@ -116,7 +117,7 @@ class Channel:
             now = time.monotonic()
             looked = looked or now
             if words[other + state] != HERE or now - looked >= futex.NAP or now >= deadline:
-                self._look(step, deadline)
+                self._look([r for r in range(self.size) if self._behind(r, step)], deadline)
                 looked = now
             futex.wait(self.bell_address, bell, deadline - now)
             self._fence()
@@ -132,15 +133,57 @@ class Channel:
             futex.wake(self.bell_address)
         self._fence()
 
+    def _behind(self, rank: int, step: int) -> bool:
+        return (self._words[rank_word(rank, STEP)] - step) & _MASK >= _HALF
+
+    # -- progress within a step: where ranks follow each other ------------------------------------------------------
+
+    def progress(self, rank: int) -> int:
+        """How far a rank says that it is."""
+        return self._words[rank_word(rank, PROGRESS)]
+
+    def advance(self, to: int, call: bool = True) -> None:
+        """Says how far this rank is: what it wrote and read before is done. Wakes those who sleep, or leaves it for later."""
+        self._fence()
+        self._words[rank_word(self.rank, PROGRESS)] = to
+        self._called = call
+        if call:
+            self._fence()
+            self.call_all()
+
+    def wait(self, ready: Callable[[], bool], behind: Callable[[], list[int]], deadline: float) -> None:
+        """Waits until others have advanced so far that this rank is `ready`.
+
+        `behind`: the ranks that could go on and have not, of which one is to blame for a wait without end. Raises
+        CommunicationError if one of them cannot come any more.
+        """
+        for _ in range(self._spin + 1):
+            if ready():
+                return self._fence()
+        if not self._called:
+            self.advance(self.progress(self.rank))
+        looked = time.monotonic()
+        while True:
+            bell = self.bell()
+            if ready():
+                return self._fence()
+            now = time.monotonic()
+            if now - looked >= futex.NAP or now >= deadline or self._broken():
+                self._look(behind(), deadline)
+                looked = now
+            futex.wait(self.bell_address, bell, deadline - now)
+
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _look(self, step: int, deadline: float) -> None:
-        """Raises if somebody that this step needs has failed, left or died, or if time is up."""
+    def _broken(self) -> bool:
+        return any(self._words[rank_word(r, STATE)] != HERE for r in range(self.size))
+
+    def _look(self, missing: list[int], deadline: float) -> None:
+        """Raises if somebody that this rank waits for has failed, left or died, or if time is up."""
         words = self._words
         for rank in range(self.size):
             if words[rank_word(rank, STATE)] == FAILED and rank != self.rank:
                 self.fail(self.segment.text(rank))
-        missing = [r for r in range(self.size) if (words[rank_word(r, STEP)] - step) & _MASK >= _HALF]
         for rank in missing:
             if words[rank_word(rank, STATE)] == GONE:
                 self.fail(f"rank {self.ranks[rank]} is gone: it left the group, or ended, before {self.what()}")
@@ -210,8 +253,9 @@ class Channel:
 
     def call_all(self) -> None:
         """Wakes every rank that sleeps, to look again."""
-        words = self._words
-        words[BELL] = (words[BELL] + 2 * self.size + 1) | 1 if words[BELL] < _HALF else 1
+        # A value that the bell has not shown: those of crossings are even, and each rank's odd ones are its own.
+        self._calls += 1
+        self._words[BELL] = (2 * (self._calls * self.size + self.rank) + 1) & _MASK
         futex.wake(self.bell_address)
 
     def bell(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +78,17 @@ class Fold(Protocol):
 
     def finish(self, total: Array, ranks: int) -> None:
         """Makes the result of a total of all ranks, from its first byte on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is reduced: where it lies, how many, of which (numpy) kind and size, and how."""
+
+    address: int
+    count: int
+    kind: Any
+    itemsize: int
+    fold: Fold
 
 
 @functools.cache

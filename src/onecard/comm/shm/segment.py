@@ -19,8 +19,8 @@ LINE = 64  # bytes of a cache line: words of different writers do not share one
 
 # Words, as indices of 32-bit words. The head: who we are, the bell of the collectives, what the rendezvous decided.
 MAGIC, BELL, VERDICT = 0, 16, 32
-# For each rank four lines: its step; its state, pid and start time; the bell of its messages.
-STEP, STATE, PID, START, MAIL = 0, 16, 17, 18, 32
+# For each rank four lines: its step; its state, pid and start time; the bell of its messages; how far it is in a relay.
+STEP, STATE, PID, START, MAIL, PROGRESS = 0, 16, 17, 18, 32, 48
 _RANK_WORDS, _HEAD_WORDS = 64, 64
 
 ABSENT, HERE, GONE, FAILED = 0, 1, 2, 3

@@ -1,0 +1,115 @@
+"""A large all-reduce: running totals go from rank to rank, and all copy out what the last one ends.
+
+Each rank reads its numbers once and each byte of shared memory is written by one rank at a time, into lines that it has
+just read or that nobody has read for long: the other ways cost more than twice as much between cores.
+
+Ranks do not meet at every chunk. Each says how far it is and follows the one before it: a chunk is small enough to be
+in the caches still when it is copied out, and a rank sleeps only when it has nothing to do at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onecard.comm.shm.channel import Channel
+from onecard.comm.shm.reduction import Array, Numbers, view
+from onecard.comm.shm.signature import Signature
+
+BLOCK = 128 * 1024
+"""Bytes that a core's cache holds twice."""
+
+CHUNK = 512 * 1024
+"""Bytes of a running total."""
+
+CALL = 2
+"""Chunks after which those who sleep are woken."""
+
+_move = np.copyto
+
+
+def relay(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool) -> None:
+    """Reduces in place on every rank (without `receive`: takes part, and keeps its own)."""
+    _Relay(channel, numbers, receive).run(signature, deadline)
+
+
+class _Relay:
+    """One rank's part.
+
+    At position p a rank adds its numbers to the total of chunk p, and copies chunk p - lag out. Before that, the rank before it
+    must have left position p, and the last rank position p - lag.
+
+    *Claim: with 2 lag buffers, the first rank never writes over a total that somebody has yet to copy.* When it is at
+    p, the last rank has left p - lag, and so have all, as each follows the one before it; what they copied there was chunk
+    p - 2 lag.
+    """
+
+    def __init__(self, channel: Channel, numbers: Numbers, receive: bool) -> None:
+        self.channel, self.numbers, self.receive = channel, numbers, receive
+        self.rank, self.last = channel.rank, channel.size - 1
+        kind = np.dtype(numbers.fold.total)
+        self.most = CHUNK // kind.itemsize
+        self.chunks = -(-numbers.count // self.most)
+        # As many chunks under way as there are ranks, so that all have work, and two that make up for uneven paces.
+        self.lag = channel.size + 2
+        self.buffers = channel.buffers(2 * self.lag, CHUNK)
+        self.position = 0
+        self.mine = view(numbers.address, numbers.count, numbers.kind)
+
+    def run(self, signature: Signature, deadline: float) -> None:
+        channel = self.channel
+        channel.advance(0)
+        channel.meet(signature, deadline)  # nobody reads the slots any more, and all are at 0
+        for position in range(self.chunks + self.lag):
+            self.position = position
+            channel.wait(self._ready, self._behind, deadline)
+            if self.receive and position >= self.lag and self.rank < self.last:
+                self._copy(position - self.lag)
+            if position < self.chunks:
+                self._add(position)
+            channel.advance(position + 1, call=position % CALL == 0)
+        channel.cross(deadline)
+
+    def _ready(self) -> bool:
+        return self._may(self.rank, self.position)
+
+    def _may(self, rank: int, position: int) -> bool:
+        """Whether a rank can do what it does at a position."""
+        progress = self.channel.progress
+        if progress(self.last) <= position - self.lag:
+            return False
+        return rank == 0 or position >= self.chunks or progress(rank - 1) > position
+
+    def _behind(self) -> list[int]:
+        at = [self.channel.progress(rank) for rank in range(self.channel.size)]
+        return [r for r, p in enumerate(at) if p < self.chunks + self.lag and self._may(r, p)]
+
+    def _part(self, chunk: int) -> Array:
+        """This rank's numbers of a chunk."""
+        return self.mine[chunk * self.most : (chunk + 1) * self.most]
+
+    def _add(self, chunk: int) -> None:
+        mine, fold = self._part(chunk), self.numbers.fold
+        buffer = self.buffers[chunk % len(self.buffers)]
+        if self.rank == self.last:
+            self._end(mine, buffer)
+        elif self.rank:
+            fold.add(view(buffer, len(mine), fold.total), mine)
+        else:
+            fold.begin(view(buffer, len(mine), fold.total), mine)
+
+    def _end(self, mine: Array, buffer: int) -> None:
+        """The last rank's part. It copies the result out at once, block by block, while it has it in its cache."""
+        fold, item = self.numbers.fold, mine.itemsize
+        packs = np.dtype(fold.total).itemsize != item  # and so moves the result to the front
+        block = len(mine) if packs else BLOCK // item
+        for start in range(0, len(mine), block):
+            part = mine[start : start + block]
+            total = view(buffer + start * item, len(part), fold.total)
+            fold.add(total, part)
+            fold.finish(total, self.channel.size)
+            if self.receive:
+                _move(part, total.view(part.dtype)[: len(part)])
+
+    def _copy(self, chunk: int) -> None:
+        mine = self._part(chunk)
+        _move(mine, view(self.buffers[chunk % len(self.buffers)], len(mine), mine.dtype))
