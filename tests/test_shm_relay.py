@@ -20,7 +20,7 @@ def parts(size, chunks, progress, fewer):
     numbers = Numbers(0, chunks * CHUNK // 4, np.float32, 4, fold(torch.float32, "sum"))
     for rank in range(size):
         channel = SimpleNamespace(rank=rank, size=size, progress=progress.__getitem__)
-        channel.buffers = lambda count, _: list(range(count - fewer))
+        channel.buffers = lambda count, _: [0] * (count - fewer)
         yield _Relay(channel, numbers, True)
 
 
@@ -29,7 +29,7 @@ def play(size, chunks, seed, fewer=0):
     choose, progress, busy = random.Random(seed), [0] * size, [False] * size
     ranks = list(parts(size, chunks, progress, fewer))
     lag, end = ranks[0].lag, chunks + ranks[0].lag
-    totals = [None] * len(ranks[0].buffers)  # of each buffer, the chunk, and how many ranks are in it
+    totals = [None] * len(ranks[0].totals)  # of each buffer, the chunk, and how many ranks are in it
     paces = [choose.choice((1, 1, 10, 100)) for _ in range(size)]
 
     def look(rank, chunk, added):

@@ -22,7 +22,7 @@ CHUNK = 512 * 1024
 """Bytes of a running total."""
 
 CALL = 2
-"""Chunks after which those who sleep are woken."""
+"""Positions after which those who sleep are woken; less than the lag, so that a call follows the last chunk."""
 
 _move = np.copyto
 
@@ -51,9 +51,11 @@ class _Relay:
         self.chunks = -(-numbers.count // self.most)
         # As many chunks under way as there are ranks, so that all have work, and two that make up for uneven paces.
         self.lag = channel.size + 2
-        self.buffers = channel.buffers(2 * self.lag, CHUNK)
-        self.position = 0
+        places = channel.buffers(2 * self.lag, CHUNK)
+        self.totals = [view(place, self.most, kind) for place in places]
+        self.results = [view(place, self.most, numbers.kind) for place in places]
         self.mine = view(numbers.address, numbers.count, numbers.kind)
+        self.position = 0
 
     def run(self, signature: Signature, deadline: float) -> None:
         channel = self.channel
@@ -83,33 +85,32 @@ class _Relay:
         at = [self.channel.progress(rank) for rank in range(self.channel.size)]
         return [r for r, p in enumerate(at) if p < self.chunks + self.lag and self._may(r, p)]
 
-    def _part(self, chunk: int) -> Array:
-        """This rank's numbers of a chunk."""
-        return self.mine[chunk * self.most : (chunk + 1) * self.most]
+    def _find(self, places: list[Array], chunk: int) -> tuple[Array, Array]:
+        """A chunk in shared memory, and this rank's numbers of it."""
+        mine = self.mine[chunk * self.most : (chunk + 1) * self.most]
+        return places[chunk % len(places)][: len(mine)], mine
 
     def _add(self, chunk: int) -> None:
-        mine, fold = self._part(chunk), self.numbers.fold
-        buffer = self.buffers[chunk % len(self.buffers)]
+        total, mine = self._find(self.totals, chunk)
         if self.rank == self.last:
-            self._end(mine, buffer)
+            self._end(total, mine)
         elif self.rank:
-            fold.add(view(buffer, len(mine), fold.total), mine)
+            self.numbers.fold.add(total, mine)
         else:
-            fold.begin(view(buffer, len(mine), fold.total), mine)
+            self.numbers.fold.begin(total, mine)
 
-    def _end(self, mine: Array, buffer: int) -> None:
+    def _end(self, total: Array, mine: Array) -> None:
         """The last rank's part. It copies the result out at once, block by block, while it has it in its cache."""
-        fold, item = self.numbers.fold, mine.itemsize
-        packs = np.dtype(fold.total).itemsize != item  # and so moves the result to the front
-        block = len(mine) if packs else BLOCK // item
+        fold, ranks = self.numbers.fold, self.channel.size
+        packs = total.itemsize != mine.itemsize  # and so moves the result to the front
+        block = len(mine) if packs else BLOCK // mine.itemsize
         for start in range(0, len(mine), block):
-            part = mine[start : start + block]
-            total = view(buffer + start * item, len(part), fold.total)
-            fold.add(total, part)
-            fold.finish(total, self.channel.size)
+            here, part = total[start : start + block], mine[start : start + block]
+            fold.add(here, part)
+            fold.finish(here, ranks)
             if self.receive:
-                _move(part, total.view(part.dtype)[: len(part)])
+                _move(part, here.view(part.dtype)[: len(part)])
 
     def _copy(self, chunk: int) -> None:
-        mine = self._part(chunk)
-        _move(mine, view(self.buffers[chunk % len(self.buffers)], len(mine), mine.dtype))
+        result, mine = self._find(self.results, chunk)
+        _move(mine, result)
