@@ -20,7 +20,7 @@ from onecard.comm.shm.signature import Signature
 DIRECT = 32 * 1024
 """Bytes up to which every rank reduces everything itself: one crossing, and n times the reading."""
 
-RELAY = 8 * 1024 * 1024
+RELAY = 4 * 1024 * 1024
 """Bytes from which a running total goes from rank to rank: the way with the least traffic, and the longest start."""
 
 _move = ctypes.memmove
