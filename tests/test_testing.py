@@ -395,6 +395,7 @@ def test_in_a_file_outside_any_package(tmp_path):
     assert "process.start" not in output  # not the harness' own code
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_survives_its_parent(tmp_path, number):
     with start_pytest(tmp_path, "-k", "slow") as process:
