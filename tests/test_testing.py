@@ -295,13 +295,32 @@ UNGUARDED = """
 """
 
 
+LONG_CALL = """
+    from onecard.testing import run_ranks
+
+    def work():
+        pass
+
+    def main(function, nproc):
+        run_ranks(function, nproc)
+
+    main(work,
+         2)
+"""
+
+
 def test_a_script_without_the_guard_is_told_so_once(tmp_path, monkeypatch):
     with pytest.raises(RankError) as caught:
         run_script(monkeypatch, tmp_path / "train.py", UNGUARDED)
     text = str(caught.value)
-    assert text.startswith("train.py, line 11, starts ranks at its top level.") and "to find work," in text
+    assert text.startswith("train.py, line 11, starts ranks at its top level.")
     assert text.endswith('\n\n    if __name__ == "__main__":\n        print(run_ranks(work, 3, 1))')
     assert (tmp_path / "train.py.said").read_text() == ""
+
+
+def test_the_call_is_shown_as_far_as_one_line_says_it(tmp_path, monkeypatch):
+    with pytest.raises(RankError, match=r'"__main__":\n        main\(work, \.\.\.$'):
+        run_script(monkeypatch, tmp_path / "train.py", LONG_CALL)
 
 
 def test_a_script_with_the_guard_runs(tmp_path, monkeypatch, capsys):

@@ -33,20 +33,29 @@ def is_missing(end: Report | Death) -> bool:
     return isinstance(end, Death) and not end.arrived and end.exitcode == EXIT_CODE
 
 
-def explain(what: str) -> str:
-    """The error for the user whose script, on the stack of this thread, runs `what` without the guard."""
+def explain() -> str:
+    """The error for the user whose script, on the stack of this thread, starts ranks without the guard."""
     frame = _script(sys._getframe())
     if frame is None:  # run_ranks was called in another thread
         place, call = "the script", "..."
     else:
         file = frame.f_code.co_filename
         place = f"{os.path.basename(file)}, line {frame.f_lineno},"
-        call = linecache.getline(file, frame.f_lineno).strip() or "..."
+        call = _statement(linecache.getline(file, frame.f_lineno).strip())
     return (
-        f"{place} starts ranks at its top level. Ranks are new processes; each imports this script to find {what}, "
-        "reaches the same line, and would start ranks again. Let only the first process run it:\n\n"
+        f"{place} starts ranks at its top level. Ranks are new processes, and each imports this script first: "
+        "it reaches the same line and would start ranks again. Let only the first process run it:\n\n"
         f'    if __name__ == "__main__":\n        {call}'
     )
+
+
+def _statement(line: str) -> str:
+    """The line, marked if it is only the first one of a statement."""
+    try:
+        compile(line, "", "exec")
+    except SyntaxError:
+        return f"{line} ..."
+    return line or "..."
 
 
 def _script(frame: FrameType | None) -> FrameType | None:

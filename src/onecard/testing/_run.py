@@ -111,7 +111,7 @@ class _Crew:
             self._check_overtaken()
         if self._failed():
             if any(map(_guard.is_missing, self.ends.values())):
-                raise RankError(_guard.explain(self.what))
+                raise RankError(_guard.explain())
             self._collect_for(GRACE)
             raise _report.failure(self.what, len(self.ranks), self.ends, self._boards())
         self._release()
