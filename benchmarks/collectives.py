@@ -145,6 +145,8 @@ def measure(options: Options) -> list[tuple[str, int, float, float, float, float
     """Runs on every rank: (kind, bytes, seconds of shm, of Gloo, median ratio, bytes/s all ranks copy)."""
     groups = {name: dist.new_group(backend=name) for name in ("shm", "gloo")}
     speed, found = copying(dist.get_world_size()), []
+    if dist.get_rank() == 0:
+        print(f"{'collective':15} {'bytes':>8} {'shm us':>12} {'gloo us':>12} {'ratio':>8} {'GB/s':>8} {'of copy':>8}")
     for kind in options.kinds:
         size = options.smallest
         while size <= options.largest:
@@ -161,8 +163,7 @@ def measure(options: Options) -> list[tuple[str, int, float, float, float, float
             if dist.get_rank() == 0:
                 print(
                     f"{kind:15} {readable(size):>8} {1e6 * ours:12.1f} {1e6 * theirs:12.1f} {found[-1][4]:7.1f}x "
-                    f"{size / ours / 1e9:8.2f} {100 * limit / ours:7.0f}%",
-                    flush=True,
+                    f"{size / ours / 1e9:8.2f} {100 * limit / ours:7.0f}%"
                 )
             size *= 4
     return found
@@ -174,8 +175,7 @@ def readable(size: int) -> str:
 
 def main(options: Options) -> None:
     for ranks in options.ranks:
-        print(f"\n{ranks} ranks")
-        print(f"{'collective':15} {'bytes':>8} {'shm us':>12} {'gloo us':>12} {'ratio':>8} {'GB/s':>8} {'of copy':>8}")
+        print(f"\n{ranks} ranks", flush=True)
         run_ranks(measure, ranks, options, timeout=1200)
 
 

@@ -119,6 +119,7 @@ def main(args: OverheadArgs) -> None:
         "us a step", *placers, "onecard / DTensor", title=f"linear + relu + sum, {SIZE}x{SIZE}, forward + backward"
     )
     for case in CASES:
+        print(f"measuring {case.name}", flush=True)
         steps = {name: make_step(case, place, args.input_grad) for name, place in placers.items()}
         medians = measure(steps, args)
         ratio = medians["onecard"] / medians["DTensor"]

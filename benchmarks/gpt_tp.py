@@ -1,7 +1,8 @@
-"""A training step of a GPT, tensor parallel on 2 ranks (CPU, Gloo): onecard, by hand as Megatron-LM, torch DTensor.
+"""A training step of a GPT, tensor parallel on 2 ranks (CPU): onecard, by hand as Megatron-LM, torch DTensor.
 
-    python benchmarks/gpt_tp.py            # a few minutes on 2 cores
-    python benchmarks/gpt_tp.py --small    # seconds: do all variants run and agree?
+    python benchmarks/gpt_tp.py                          # a minute or two on 2 cores
+    python benchmarks/gpt_tp.py --small                  # seconds: do all variants run and agree?
+    ONECARD_BACKEND=gloo python benchmarks/gpt_tp.py     # not over shared memory
 
 A step is forward, backward and AdamW (foreach). The variants start from the same weights, must give the losses of the
 one-card model in the first steps (1e-5 relative), and are then timed in turn in the same processes. Peak memory comes
@@ -150,17 +151,23 @@ def time_variants(args: BenchArgs) -> dict[str, tuple[list[float], list[float]]]
     torch.set_num_threads(1)
     gpt = make_gpt(args)
     variants = {name: BUILDERS[name](copy.deepcopy(gpt)) for name in args.variants}
-    losses = {
-        name: [as_number(variant.step(*make_batch(args, i))) for i in range(N_CHECKED)]
-        for name, variant in variants.items()
-    }
+    losses = {}
+    for name, variant in variants.items():
+        say(f"{name}: first {N_CHECKED} steps")
+        losses[name] = [as_number(variant.step(*make_batch(args, i))) for i in range(N_CHECKED)]
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     batch = make_batch(args, N_CHECKED)
     for i in range(args.rounds):
+        say(f"timing, round {i + 1} of {args.rounds}")
         names = list(variants)
         for name in names[i % len(names) :] + names[: i % len(names)]:  # no variant always follows the same one
             seconds[name].append(time_steps(variants[name], batch, args.steps))
     return {name: (losses[name], seconds[name]) for name in variants}
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text)
 
 
 def time_steps(variant: Variant, batch: tuple[Tensor, Tensor], n: int) -> float:
@@ -176,6 +183,7 @@ def time_steps(variant: Variant, batch: tuple[Tensor, Tensor], n: int) -> float:
 def peak_memory(args: BenchArgs, name: Name) -> tuple[float, float]:
     """On each rank: resident MB before the model is built, and at the peak of a few steps."""
     torch.set_num_threads(1)
+    say(f"{name}: peak memory of {N_CHECKED} steps")
     before = peak_rss_mb()
     variant = BUILDERS[name](make_gpt(args))
     for i in range(N_CHECKED):
@@ -230,6 +238,7 @@ def main(args: BenchArgs) -> int:
     console = Console()
     torch.set_num_threads(1)
     timed = run_ranks(time_variants, N_RANKS, args, timeout=args.timeout)[0]
+    console.print(f"one card: first {N_CHECKED} steps")
     losses = {"one card": one_card_losses(args), **{name: values for name, (values, _) in timed.items()}}
     wrong = disagreements(losses)
     if wrong:

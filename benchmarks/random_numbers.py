@@ -60,12 +60,17 @@ def seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
     return time.process_time() - start
 
 
+def say(what: str) -> None:
+    print(f"measuring {what}", flush=True)
+
+
 def speed(args: RandomArgs) -> Table:
     """Processor time, so that other programs on the machine disturb less."""
     plain = torch.ones(args.elements)
     twin = oc.shard_tensor(plain, oc.ProcessMesh([0], ["x"]), [oc.Replicate()])
     table = Table("operator", "torch", "onecard", "ratio", title=f"{args.elements / 1e6:.1f} M float32, one thread")
     for name, call in OPERATORS.items():
+        say(f"{name}, {args.elements} elements")
         seconds(call, plain), seconds(call, twin)
         pairs = [(seconds(call, plain), seconds(call, twin)) for _ in range(args.rounds)]
         torchs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -89,9 +94,11 @@ def other_sizes() -> Table:
         plain = torch.ones(elements)
         twin = oc.shard_tensor(plain, mesh, [oc.Replicate()])
         for name, call in calls.items():
+            say(f"{name}, {elements} elements")
             torchs, ours = (1e6 * per_call(lambda x=x, call=call: call(x), repeats) for x in (plain, twin))
             table.add_row(name, str(elements), f"{torchs:.0f} us", f"{ours:.0f} us")
     n = 16 * MIB
+    say(f"randperm of {n}")
     torchs, ours = (
         1e6 * per_call(f, 1) for f in (lambda: torch.randperm(n), lambda: oc.randperm(n, mesh, [oc.Shard(0)]))
     )
@@ -181,6 +188,7 @@ def quality_table(draws: int) -> Table:
         ("onecard, keys that differ in a bit", philox_near_keys),
         ("torch", torch_call),
     ):
+        say(f"the quality of {label}")
         table.add_row(label, *(f"{score:+.2f}" for score in quality(source, draws)))
     return table
 
@@ -209,6 +217,7 @@ def memory_table() -> Table:
     table = Table(
         "rank", "model", "peak resident", "time", title="A model of 2 GiB, 1 GiB of data a rank (RLIMIT_DATA)"
     )
+    say("the memory of an initialisation")
     for rank, (size, peak, took) in enumerate(run_ranks(initialise, 4, 4096, 32, 1024 * MIB, timeout=300)):
         table.add_row(str(rank), f"{size:.0f} MiB", f"{peak:.0f} MiB", f"{took:.1f} s")
     return table

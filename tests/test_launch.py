@@ -82,7 +82,9 @@ def survivors(pids: list[int]) -> list[int]:
 # What ranks get.
 
 
-def test_arguments_environment_and_logs(tmp_path):
+def test_arguments_environment_and_logs(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("ONECARD")]:
+        monkeypatch.delenv(name)  # what the user sets stays; of the launcher's own nothing
     program = write(
         tmp_path,
         """

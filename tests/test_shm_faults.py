@@ -27,7 +27,7 @@ def start(context, function, size, folder, *args):
     """Processes of a group that this test may kill, unlike those of run_ranks. Returns them and their queue."""
     queue = context.Queue()
     ranks = [
-        context.Process(target=joined, args=(function, rank, size, str(folder / "store"), queue, *args))
+        context.Process(target=joined, args=(function, rank, size, str(folder / "store"), queue, *args), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
@@ -159,6 +159,7 @@ def sleepers(rank, queue, kind):
         dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", ["all_reduce", "recv"])
 def test_ctrl_c_ends_a_wait_and_the_others_are_told(kind, tmp_path):
     ranks, queue = start(multiprocessing.get_context("fork"), sleepers, 2, tmp_path, kind)

@@ -1,5 +1,6 @@
 """The multi-rank harness: values come back, and each way to fail names its cause and leaves nothing behind."""
 
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -32,9 +34,9 @@ class Pair:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text() if os.path.exists("/proc") else True
+    except (ProcessLookupError, FileNotFoundError):  # the latter: it went between the two looks
         return False
-    return "(zombie)" not in Path(f"/proc/{pid}/status").read_text() if os.path.exists("/proc") else True
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
@@ -91,6 +93,44 @@ def print_rank():
 def test_output_of_ranks_is_shown(capsys):
     run_ranks(print_rank, 2)
     assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
+
+
+def wait_for(path):
+    if dist.get_rank() == 0:
+        print("early")
+        deadline = time.monotonic() + 10
+        while not path.exists():
+            assert time.monotonic() < deadline, "nobody has seen it"
+            time.sleep(0.01)
+
+
+class Reader(io.StringIO):
+    """Standard output that says, by a file, that a line has come through."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def flush(self) -> None:
+        if self.getvalue() == "[rank 0] early\n":
+            self.path.touch()
+
+
+def test_lines_of_rank_0_appear_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Reader(tmp_path / "seen"))
+    run_ranks(wait_for, 2, tmp_path / "seen")
+
+
+def print_half_lines():
+    sys.stdout.write("first\nsecö")
+    sys.stdout.flush()
+    time.sleep(0.6)  # some looks of the parent
+    sys.stdout.write("nd\nrest")
+
+
+def test_lines_appear_whole_and_once(capsys):
+    run_ranks(print_half_lines, 1)
+    assert capsys.readouterr().out == "[rank 0] first\n[rank 0] secönd\n[rank 0] rest\n"
 
 
 def do_nothing():
@@ -232,6 +272,69 @@ def test_sys_exit_is_a_failure():
         run_ranks(leave, 1)
 
 
+def run_script(monkeypatch, path: Path, text: str) -> None:
+    """Does what `python path` does, in this process: the fork server is warm."""
+    path.write_text(textwrap.dedent(text))
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "__main__", main)  # where ranks are told to find it
+    exec(compile(path.read_text(), path, "exec"), main.__dict__)
+
+
+UNGUARDED = """
+    import sys
+    from onecard.testing import run_ranks
+
+    if __name__ != "__main__":
+        said = sys.stderr = open(f"{__file__}.said", "a")  # a rank: what it says in vain
+
+    def work(x):
+        return x
+
+    print(run_ranks(work, 3, 1))
+"""
+
+
+LONG_CALL = """
+    from onecard.testing import run_ranks
+
+    def work():
+        pass
+
+    def main(function, nproc):
+        run_ranks(function, nproc)
+
+    main(work,
+         2)
+"""
+
+
+def test_a_script_without_the_guard_is_told_so_once(tmp_path, monkeypatch):
+    with pytest.raises(RankError) as caught:
+        run_script(monkeypatch, tmp_path / "train.py", UNGUARDED)
+    text = str(caught.value)
+    assert text.startswith("train.py, line 11, starts ranks at its top level.")
+    assert text.endswith('\n\n    if __name__ == "__main__":\n        print(run_ranks(work, 3, 1))')
+    assert (tmp_path / "train.py.said").read_text() == ""
+
+
+def test_the_call_is_shown_as_far_as_one_line_says_it(tmp_path, monkeypatch):
+    with pytest.raises(RankError, match=r'"__main__":\n        main\(work, \.\.\.$'):
+        run_script(monkeypatch, tmp_path / "train.py", LONG_CALL)
+
+
+def test_a_script_with_the_guard_runs(tmp_path, monkeypatch, capsys):
+    guarded = UNGUARDED.replace("print(run", 'if __name__ == "__main__":\n        print(run')
+    run_script(monkeypatch, tmp_path / "train.py", guarded)
+    assert capsys.readouterr().out == "[1, 1, 1]\n"
+
+
+def test_a_script_that_ends_the_ranks_which_import_it(tmp_path, monkeypatch):
+    leaving = UNGUARDED.replace("def work", "if __name__ != '__main__':\n        sys.exit(1)\n    def work")
+    with pytest.raises(RankError, match="ended with exit code 1 while it imported the script"):
+        run_script(monkeypatch, tmp_path / "train.py", leaving)
+
+
 def return_a_lambda():
     return lambda: 0
 
@@ -284,6 +387,12 @@ USER_TEST = """
 """
 
 
+# Seconds until a pytest of its own has ranks. Nothing in it waits: it takes 8 s of processor time, one thing after the
+# other (torch and onecard are imported twice, by pytest and by the fork server), and so, where five programs share a
+# core, 40 s. The bound is there for a hang alone.
+START = 120
+
+
 def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "deep").mkdir()
     (folder / "deep" / "test_user.py").write_text(textwrap.dedent(USER_TEST))
@@ -298,17 +407,18 @@ def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 def test_in_a_file_outside_any_package(tmp_path):
     with start_pytest(tmp_path, "--import-mode=importlib", "-k", "not slow") as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=START + 60)[0]  # 60: a rank that hangs should be told by its own time-out
     assert process.returncode == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in output
     assert "test_bad: rank 0 of 2 failed first" in output or "test_bad: rank 1 of 2 failed first" in output
     assert 1 <= output.count("assert dist.get_world_size() == 3") <= 2  # at most once for each rank that failed
     assert "process.start" not in output  # not the harness' own code
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_survives_its_parent(tmp_path, number):
     with start_pytest(tmp_path, "-k", "slow") as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START
         while len(list(tmp_path.glob("pid?"))) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)

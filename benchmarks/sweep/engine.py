@@ -73,7 +73,9 @@ def run(names: Sequence[str], options: Options, path: str) -> None:
     dtype = getattr(torch, options.dtype)
     table = {title(op): op for op in operators(dtype)}
     with open(f"{path}.{dist.get_rank()}", "a", buffering=1) as out:
-        for name in names:
+        for count, name in enumerate(names):
+            if count % 20 == 0 and dist.get_rank() == 0:
+                print(f"{options.library} {options.dtype}: {len(names) - count} operators to go")
             print(json.dumps({"begin": name}), file=out)
             outcome = sweep_operator(table[name], dtype, library, control, options, out)
             print(json.dumps(asdict(outcome)), file=out)

@@ -126,6 +126,8 @@ def _set_environment(job: Job) -> None:
     warnings.simplefilter("error")
     for module in (r"torch\b.*", r"multiprocessing\b.*"):
         warnings.filterwarnings("default", module=module)  # theirs to repair
+    # Python 3.12 on says so of every fork, for example of a DataLoader's worker: the second thread is ours.
+    warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
 
 
 def _open_group(job: Job) -> None:

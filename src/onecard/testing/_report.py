@@ -41,8 +41,11 @@ class Death:
 
     exitcode: int
     time: float
+    arrived: bool = True  # False: it ended while it imported the script, before anything of ours ran
 
     def __str__(self) -> str:
+        if self.exitcode >= 0 and not self.arrived:
+            return f"ended with exit code {self.exitcode} while it imported the script; what it said stands above"
         if self.exitcode >= 0:
             return f"ended with exit code {self.exitcode} before its function returned (os._exit?)"
         try:

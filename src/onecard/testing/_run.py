@@ -20,13 +20,14 @@ from typing import Any
 
 from onecard.comm import flight
 from onecard.comm.world import default_backend
-from onecard.testing import _rank, _report
+from onecard.testing import _guard, _rank, _report
 from onecard.testing._job import Job, Report, locate, pack
+from onecard.testing._output import Output
 from onecard.testing._report import Death, RankError
 
 GRACE = 0.2  # seconds after a failure in which the others may report an earlier one
 EXIT_GRACE = 10.0  # seconds for a released rank to close its process group
-POLL = 0.25  # seconds between looks at the flight boards once a rank has returned
+POLL = 0.25  # seconds between looks at what rank 0 prints, and at the flight boards once a rank has returned
 DUMP_GRACE = 2.0  # seconds for a rank to write its stack
 
 
@@ -44,12 +45,14 @@ def run_ranks(
     defined at the top level of a module; arguments and return values are copied between processes. In a script, call
     it below `if __name__ == "__main__":`, because the ranks import the script. `timeout` is in seconds for all of
     `function`; `backend` is a name for `init_process_group`, by default that of `comm.world.default_backend`. Warnings in
-    a rank are errors. What the ranks print appears, rank by rank, when the run is over.
+    a rank are errors. What rank 0 prints appears line by line as it comes, what the others print, rank by rank, when the
+    run is over.
 
     Raises RankError with the traceback of the rank that failed first; RankTimeout, with the stack of each rank and
     who is missing from which collective, if a rank does not finish; ValueError or TypeError, before anything starts,
     for a function or an argument that cannot be sent to a rank.
     """
+    _guard.leave_if_importing()
     if nproc < 1:
         raise ValueError(f"nproc is {nproc}; a run needs at least one rank: run_ranks(function, 2)")
     where = locate(function)
@@ -85,12 +88,13 @@ class _Crew:
         self.jobs = jobs
         self.ranks: list[_Rank] = []
         self.ends: dict[int, Report | Death] = {}
+        self.outputs = [Output(job) for job in jobs]
 
     def start(self) -> None:
         context = _context()
         for job in self.jobs:
             mine, theirs = context.Pipe()
-            process = context.Process(target=_rank.main, args=(job, theirs), name=f"rank{job.rank}")
+            process = context.Process(target=_rank.main, args=(job, theirs), name=f"{_guard.RANK_NAME}{job.rank}")
             self.ranks.append(_Rank(job, process, mine))
             with theirs, _importable():
                 process.start()
@@ -102,9 +106,12 @@ class _Crew:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _report.timeout(self.what, timeout, self._running(), *self._scene(), time.monotonic())
-            self._collect(min(left, POLL) if self.ends else left)
+            self._collect(min(left, POLL))
+            self.outputs[0].show()
             self._check_overtaken()
         if self._failed():
+            if any(map(_guard.is_missing, self.ends.values())):
+                raise RankError(_guard.explain())
             self._collect_for(GRACE)
             raise _report.failure(self.what, len(self.ranks), self.ends, self._boards())
         self._release()
@@ -122,7 +129,8 @@ class _Crew:
             except (EOFError, OSError):
                 now = time.monotonic()
                 rank.process.join(EXIT_GRACE)  # its pipe closes a moment before the fork server passes its status on
-                self.ends[rank.job.rank] = Death(rank.process.exitcode or 0, now)
+                arrived = Path(rank.job.path("out")).exists()
+                self.ends[rank.job.rank] = Death(rank.process.exitcode or 0, now, arrived)
 
     def _collect_for(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -191,10 +199,8 @@ class _Crew:
             rank.pipe.close()
 
     def show_output(self) -> None:
-        for job in self.jobs:
-            with suppress(OSError):
-                text = Path(job.path("out")).read_text(errors="replace")
-                sys.stdout.writelines(f"[rank {job.rank}] {line}\n" for line in text.splitlines())
+        for output in self.outputs:
+            output.show(rest=True)
 
 
 def _skip_if_asked(reports: list[Report | Death]) -> None:
