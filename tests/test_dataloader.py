@@ -198,6 +198,11 @@ def test_shuffled_batches_are_those_of_one_card(kind: str, num_workers: int) -> 
     expected = list(loaders(kind, 0))
     after = torch.get_rng_state()
     torch.manual_seed(5)
+    uncut = oc.shard_dataloader(loaders(kind, num_workers), MESH_2D)
+    for batch, whole in zip(uncut, expected, strict=True):
+        assert_close(batch, whole)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(5)
     loader = oc.shard_dataloader(loaders(kind, num_workers), MESH_2D, shard_dims="dp")
     first = list(loader)
     assert torch.equal(torch.get_rng_state(), after)  # and the program goes on with the same numbers

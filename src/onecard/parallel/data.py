@@ -108,7 +108,9 @@ class ShardDataloader:
         """An iterator over what this rank reads; the sampler has drawn all that it draws as it starts."""
         if self.part is None:
             self.order.begin_unseen()
-            return iter(self.loader)
+            whole: Any = iter(self.loader)
+            whole._sampler_iter = _begun(whole._sampler_iter)
+            return whole
         sampler: Any = self.part.batch_sampler
         batches = iter(self.part)
         indices = sampler.last
@@ -208,6 +210,11 @@ class _OwnRandom:
             torch.set_rng_state(program)
 
 
+def _begun(indices: Iterator[Any]) -> Iterator[Any]:
+    """The same indices, the first one drawn now: a sampler draws its permutation when it is first asked."""
+    return chain(list(islice(indices, 1)), indices)
+
+
 class _PartSampler:
     """This rank's part of each batch of indices."""
 
@@ -235,7 +242,7 @@ class _PartIndices(Iterator[list[Any]]):
         """Draw what the sampler draws at its first batch, where the loader has not asked for it yet."""
         if not self.begun:
             self.begun = True
-            self.batches = chain(list(islice(self.batches, 1)), self.batches)
+            self.batches = _begun(self.batches)
 
     def __next__(self) -> list[Any]:
         self.begun = True
