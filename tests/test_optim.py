@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import HIDDEN, MESH, OPTIMIZERS, assert_same_parameters, batch, forms, loss_of, make_optimizer, train, twins
+from twins import (
+    HIDDEN,
+    MESH,
+    OPTIMIZERS,
+    assert_same_parameters,
+    batch,
+    forms,
+    loss_of,
+    make_model,
+    make_optimizer,
+    train,
+    twins,
+)
 
 import onecard as oc
 from onecard.errors import LayoutError
