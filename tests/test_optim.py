@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import HIDDEN, MESH, OPTIMIZERS, assert_same_parameters, batch, forms, loss_of, make_optimizer, train, twins
+from twins import (
+    HIDDEN,
+    MESH,
+    OPTIMIZERS,
+    assert_same_parameters,
+    batch,
+    forms,
+    loss_of,
+    make_model,
+    make_optimizer,
+    train,
+    twins,
+)
 
 import onecard as oc
 from onecard.errors import LayoutError
@@ -209,3 +221,18 @@ def test_states_of_one_card_are_taken_over() -> None:
             train(plain, whole, first, steps=2)
             train(twin, lay_out, second, steps=2)
             assert_same_parameters(plain, twin)
+
+
+def test_an_optimizer_of_parameters_that_were_replaced() -> None:
+    """Made before ``shard_layer`` it would train nothing, in silence."""
+    alone = oc.ProcessMesh([0], ["x"])
+    model = make_model()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    early_too = oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    oc.shard_layer(model, alone)
+    with pytest.raises(LayoutError, match=r"holds the plain parameter '0.weight' \[7, 6\].* after shard_layer"):
+        oc.shard_optimizer(early)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(LayoutError, match="would train nothing"):
+        early_too.step()
+    oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()

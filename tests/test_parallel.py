@@ -81,6 +81,24 @@ def test_what_is_shared_stays_shared() -> None:
         assert_close(twin.norm.table, torch.arange(1.0, 7.0))
 
 
+def test_a_shared_parameter_has_one_layout() -> None:
+    """A shard_fn that goes by names, and lays out all that it does not know as replicated, must not untie weights."""
+
+    def by_name(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
+        for key, parameter in list(layer.named_parameters(recurse=False)):
+            placement = oc.Shard(0) if f"{name}.{key}" == "up.weight" else oc.Replicate()
+            setattr(layer, key, oc.shard_tensor(parameter, mesh, [placement]))
+
+    def at_the_root(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
+        if isinstance(layer, Net):
+            cut_weight("up", layer.up, mesh)
+            cut_weight("down", layer.down, mesh)
+
+    for shard_fn in (by_name, at_the_root):
+        with pytest.raises(LayoutError, match=r"'up.weight' and 'down.weight' were one tensor.*trained apart"):
+            oc.shard_layer(Net(), ONE, shard_fn)
+
+
 def test_requires_grad_and_dtype_are_kept() -> None:
     layer = nn.Linear(2, 2).to(torch.float64)
     layer.bias.requires_grad_(False)

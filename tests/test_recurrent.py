@@ -77,3 +77,28 @@ def test_dropout_between_layers_and_cut_weights():
         assert_close(layer(oc.shard_tensor(x, mesh, [oc.Shard(1)]))[0], expected, rtol=1e-5)
     layer(x)[0].sum().backward()
     assert layer.weight_hh_l1.grad.placements == (oc.Shard(0),)
+
+
+@multirank(2)
+def test_packed_sequences_train_as_on_one_card():
+    """Forward and backward, with dropout between layers; lengths plain and distributed."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    for kind in (nn.LSTM, nn.GRU):
+        torch.manual_seed(1)
+        layer = kind(WIDTH, 3, num_layers=2, bidirectional=True, batch_first=True, dropout=0.4)
+        x, lengths = torch.randn(BATCH, TIME, WIDTH), torch.tensor([2, 6, 1, 4, 4])
+        results = []
+        for place in (None, oc.Replicate(), oc.Shard(0), oc.Shard(1), oc.Shard(2), oc.Partial()):
+            layer.zero_grad()
+            data = (x.clone() if place is None else oc.shard_tensor(x, mesh, [place])).requires_grad_()
+            sizes = oc.shard_tensor(lengths, mesh, [place]) if place == oc.Shard(0) else lengths
+            oc.manual_seed(5)
+            with oc.one_card_random():
+                packed = nn.utils.rnn.pack_padded_sequence(data, sizes, batch_first=True, enforce_sorted=False)
+                output, last = layer(packed)
+            padded, ends = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
+            (padded.sin().sum() + sum(s.cos().sum() for s in last)).backward()
+            results.append([padded, ends, data.grad, *(p.grad for p in layer.parameters())])
+        for found in results[1:]:
+            for ours, theirs in zip(found, results[0], strict=True):
+                assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -1,13 +1,16 @@
 """What torch and its friends ask of a tensor's memory: tied weights, shared memory, tangents; and whom it may not be given to."""
 
+import copy
+
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import onecard as oc
-from onecard.errors import OnecardError
+from onecard.errors import DispatchError, OnecardError
 from onecard.testing import assert_close, multirank, run_ranks
 
 
@@ -22,11 +25,39 @@ def matrix(seed=0):
 @multirank(2)
 def test_memory_is_told_apart():
     x, y = cut(matrix()), cut(matrix(1))
-    assert x.data_ptr() == x.detach().data_ptr() != y.data_ptr() != 0
     assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()  # what tied weights are found by
     assert x.is_set_to(x) and not x.is_set_to(y) and not x.is_set_to(x.view(4, 6))
     assert x.share_memory_().is_shared()
     assert_close(x, matrix(), rtol=0)
+
+
+@multirank(2)
+def test_memory_of_a_part_is_not_that_of_the_whole():
+    """safetensors and their like read a tensor's size from where it begins: beyond a part lies somebody else's memory."""
+    x = cut(matrix())
+    with pytest.raises(DispatchError, match=r"holds only its part. To save, .*onecard.unshard"):
+        safetensors.torch.save({"x": x})
+    pending = oc.shard_tensor(matrix(), x.mesh, [oc.Partial()])
+    with pytest.raises(DispatchError, match="holds only its part"):
+        pending.data_ptr()
+    whole = oc.shard_tensor(matrix(), x.mesh, [oc.Replicate()])
+    assert whole.data_ptr() == whole.to_local().data_ptr() == copy.copy(whole).data_ptr()
+    copy.copy(whole).zero_()
+    assert_close(whole, torch.zeros(6, 4))
+    assert isinstance(copy.copy(torch.nn.Parameter(x)), torch.nn.Parameter)
+    assert_close(torch.from_dlpack(x.__dlpack__()), matrix())
+    assert_close(cut(matrix()).apply_(abs), matrix().abs())
+
+
+@multirank(2)
+def test_plain_tensors_are_made_of_numbers():
+    """``torch.tensor`` reads them with Python's dispatch switched off; one is a view to be taken again."""
+    x = cut(matrix())
+    late = x[1:5][0, 0]
+    x.add_(1)
+    assert_close(torch.tensor([x.sum(), late, 1.0]), torch.tensor([(matrix() + 1).sum(), matrix()[1, 0] + 1, 1.0]))
+    assert_close(torch.tensor([[x.argmax()], [2]]), torch.tensor([[matrix().argmax()], [2]]))
+    assert torch.tensor([(x > 9).any(), True]).tolist() == [False, True]
 
 
 @multirank(2)

@@ -4,6 +4,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _utilities
 
 from onecard.parallel import recurrent as _recurrent  # noqa: F401 - takes over nn.LSTM and its kin
+from onecard.parallel import transformer as _transformer  # noqa: F401 - takes over nn.TransformerEncoder in evaluation
 from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
 from onecard.parallel.local_code import local_map

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.dataloader import _DatasetKind
 
 from onecard.comm import collectives, groups, record, world
@@ -19,7 +19,7 @@ from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
 from onecard.mesh import ProcessMesh
-from onecard.parallel.order import LoaderOrder, PassOrder
+from onecard.parallel.order import LoaderOrder, PassOrder, check_shapes
 from onecard.resharding import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
@@ -40,6 +40,7 @@ class ShardDataloader:
         self.home, self.axis = meshes[home], self.axes[home]
         self.order = LoaderOrder(loader, self.meshes)
         self.part = self._local_loader()
+        self.pads = loader.collate_fn is not default_collate
 
     @property
     def dataset(self) -> Any:
@@ -63,6 +64,8 @@ class ShardDataloader:
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:
+                if self.pads and self.axis is not None and self.home.coordinate() is not None:
+                    check_shapes(batch["batch"], self.home, self.axis)
                 yield self._map(
                     batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
                 )
@@ -108,7 +111,9 @@ class ShardDataloader:
         """An iterator over what this rank reads; the sampler has drawn all that it draws as it starts."""
         if self.part is None:
             self.order.begin_unseen()
-            return iter(self.loader)
+            whole: Any = iter(self.loader)
+            whole._sampler_iter = _begun(whole._sampler_iter)
+            return whole
         sampler: Any = self.part.batch_sampler
         batches = iter(self.part)
         indices = sampler.last
@@ -208,6 +213,11 @@ class _OwnRandom:
             torch.set_rng_state(program)
 
 
+def _begun(indices: Iterator[Any]) -> Iterator[Any]:
+    """The same indices, the first one drawn now: a sampler draws its permutation when it is first asked."""
+    return chain(list(islice(indices, 1)), indices)
+
+
 class _PartSampler:
     """This rank's part of each batch of indices."""
 
@@ -235,7 +245,7 @@ class _PartIndices(Iterator[list[Any]]):
         """Draw what the sampler draws at its first batch, where the loader has not asked for it yet."""
         if not self.begun:
             self.begun = True
-            self.batches = chain(list(islice(self.batches, 1)), self.batches)
+            self.batches = _begun(self.batches)
 
     def __next__(self) -> list[Any]:
         self.begun = True
@@ -275,13 +285,14 @@ def shard_dataloader(
         An iterable with the loader's length.
 
     Raises:
-        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch.
+        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch; a ``collate_fn`` that pads the
+            parts of a batch to different lengths (for any but torch's own the ranks compare shapes, a message a batch).
         CommunicationError: ranks that shuffle differently.
 
     Source: ``paddle.distributed.shard_dataloader``.
 
     Example:
-        >>> from torch.utils.data import DataLoader
+        >>> from torch.utils.data import DataLoader, default_collate
         >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
         >>> [batch.shape[0] for batch in batches]
         [4, 2]

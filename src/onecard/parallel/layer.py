@@ -8,10 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
+
+# Plain parameters whose place distributed ones have taken, with their names: an optimizer that holds one trains nothing.
+replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
 
@@ -30,12 +34,15 @@ def shard_layer(
         mesh: where it goes.
         shard_fn: called as ``shard_fn(name, submodule, mesh)`` for the module (name "") and each submodule; it assigns
             what it wants cut: ``submodule.weight = oc.shard_tensor(submodule.weight, mesh, [oc.Shard(0)])``. What it
-            leaves plain is replicated. A parameter or buffer that two modules share stays shared.
+            leaves plain is replicated. A parameter or buffer that two modules share stays shared, so it has one layout.
         input_fn, output_fn: ``fn(inputs, mesh)`` and ``fn(outputs, mesh)``, run around each forward; they return what
             takes the place of the positional inputs (a tuple) and of the output.
 
     Returns:
         The module.
+
+    Raises:
+        LayoutError: shard_fn makes two of a parameter that modules share.
 
     Source: ``paddle.distributed.shard_layer``; ``distribute_module`` of PyTorch.
 
@@ -46,6 +53,7 @@ def shard_layer(
     """
     moved: dict[int, Any] = {}  # what has taken the place of a plain tensor, by its id
     kept: list[Any] = []  # the plain tensors, so that no id is used again
+    shared = _shared(module)
     for name, submodule in list(module.named_modules()):
         before: dict[str, Any] = {**submodule._parameters, **submodule._buffers}
         for key, tensor in before.items():
@@ -58,11 +66,43 @@ def shard_layer(
             if tensor is not None and not isinstance(tensor, DistTensor):
                 kept.append(tensor)
                 moved[id(tensor)] = getattr(submodule, key)
+                replaced[tensor] = f"{name}.{key}" if name else key
+    _check_shared(module, shared)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda _, inputs: _as_tuple(input_fn(inputs, mesh)))
     if output_fn is not None:
         module.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
     return module
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _shared(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter and buffer that has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _named(module).items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _check_shared(module: nn.Module, shared: Sequence[Sequence[str]]) -> None:
+    """What was one parameter before is one now."""
+    now: dict[str, Any] = _named(module) if shared else {}
+    for first, *others in shared:
+        for other in others:
+            if first in now and other in now and now[first] is not now[other]:
+                raise LayoutError(
+                    f"shard_layer: {first!r} and {other!r} were one tensor, and shard_fn made two of it, "
+                    f"{list(now[first].placements)} and {list(now[other].placements)}, which would be trained apart. Give "
+                    "both names the same placements, or leave alone what is distributed already: "
+                    "if isinstance(parameter, oc.DistTensor): continue"
+                )
 
 
 def _replicate(module: nn.Module, mesh: ProcessMesh) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecard.errors import LayoutError
+from onecard.parallel.layer import replaced
 from onecard.tensor.buckets import settle_all
 
 
@@ -26,6 +27,9 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     Returns:
         The optimizer.
 
+    Raises:
+        LayoutError: the optimizer was made before ``shard_layer`` and holds the parameters that this replaced.
+
     Source: ``paddle.distributed.shard_optimizer``; buckets as in DistributedDataParallel.
 
     Example:
@@ -34,8 +38,12 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         >>> shard_optimizer(torch.optim.SGD([weight], lr=0.1)).__class__.__name__
         'SGD'
     """
+    _check_current(optimizer)
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not opt.state:
+            _check_current(opt)  # again before the first step, for a model laid out in between
+
         def settle() -> None:
             settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
@@ -46,6 +54,18 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     if shard_fn is not None:
         optimizer.register_step_post_hook(_StateSharder(shard_fn))
     return optimizer
+
+
+def _check_current(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in replaced:
+                raise LayoutError(
+                    f"shard_optimizer: the optimizer holds the plain parameter {replaced[param]!r} {list(param.shape)}, whose "
+                    "place in the model shard_layer has given to a distributed one, so it would train nothing. Make the "
+                    "optimizer after shard_layer: oc.shard_layer(model, mesh); "
+                    f"optimizer = oc.shard_optimizer(torch.optim.{type(optimizer).__name__}(model.parameters(), ...))"
+                )
 
 
 def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[Any, Any]:

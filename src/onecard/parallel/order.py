@@ -1,4 +1,5 @@
-"""Whether the ranks of a loader read the same samples in the same order: asked as a pass begins and as it ends."""
+"""Whether the ranks of a loader read alike: the same samples in the same order, asked as a pass begins and as it ends; and
+parts of one shape, asked for each batch that a ``collate_fn`` of the user's makes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from onecard.comm import world
+from onecard.comm import collectives, groups, record, world
 from onecard.comm.agree import first_to_say
-from onecard.errors import CommunicationError
+from onecard.cost import MACHINE
+from onecard.errors import CommunicationError, LayoutError
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.resharding import Step
 
 _loaders: Counter[str] = Counter()
 
@@ -94,3 +100,32 @@ def _seed(loader: DataLoader[Any]) -> int:
     """The seed of the generator that shuffles."""
     generator = getattr(loader.sampler, "generator", None)
     return torch.initial_seed() if generator is None else generator.initial_seed()
+
+
+def check_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> None:
+    """Compare the shapes of the parts of a batch, but for dim 0, with those of the other ranks along an axis.
+
+    One small message, on every rank of the mesh.
+
+    Raises:
+        LayoutError: they differ, as where each rank pads to the longest sample that it has read.
+    """
+    shapes = [(list(t.shape[1:]), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    group, digest = groups.group(mesh, axis), zlib.crc32(repr(shapes).encode())
+    mine = torch.tensor([digest, -digest], device=world.device())
+    if record.observers:
+        layout = Layout.replicated(mesh, 1)
+        step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=MACHINE.message(mine.nbytes))
+        reason = "a collate_fn of the user's may pad"
+        record.tell(record.Message(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
+    if torch.equal(collectives.all_reduce(mine, group, "max"), mine):
+        return
+    words = f"rank {world.get_rank()}: " + ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in shapes)
+    every = [collectives.broadcast_object(words, group, index) for index in range(group.size)]
+    cut = ", ".join("onecard.Shard(0)" if a == axis else "onecard.Replicate()" for a in range(mesh.ndim))
+    raise LayoutError(
+        "shard_dataloader: collate_fn gave the ranks parts of different shapes\n  " + "\n  ".join(every) + "\n"
+        "Each rank collates only the samples of its own part, so padding must not depend on them: pad to a fixed length, or "
+        f"collate whole batches and cut them afterwards: for x in onecard.shard_dataloader(loader, mesh): "
+        f"x = onecard.reshard(x, mesh, [{cut}])"
+    )

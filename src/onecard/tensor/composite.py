@@ -187,10 +187,6 @@ _READ = {
     aten.tensor_split.tensor_indices_or_sections: ("tensor_indices_or_sections",),
     aten.ctc_loss.Tensor: ("input_lengths", "target_lengths"),
     aten._pad_packed_sequence.default: ("batch_sizes",),
-    aten.lstm.data: ("batch_sizes",),
-    aten.gru.data: ("batch_sizes",),
-    aten.rnn_tanh.data: ("batch_sizes",),
-    aten.rnn_relu.data: ("batch_sizes",),
 }
 
 
@@ -200,13 +196,14 @@ def _with_numbers(op: Any, names: Sequence[str]) -> Callable[..., Any]:
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
         for place in places:
-            given[place] = _numbers(op, given[place])
+            given[place] = numbers_of(op, given[place])
         return onward(op, keyset, *given, **kwargs)
 
     return kernel
 
 
-def _numbers(op: Any, value: Any) -> Any:
+def numbers_of(op: Any, value: Any) -> Any:
+    """A plain tensor with the whole value, for an operator that reads it."""
     if not isinstance(value, DistTensor):
         return value
     if not value._spec.here:
@@ -215,6 +212,19 @@ def _numbers(op: Any, value: Any) -> Any:
             "does not hold them. Pass a plain tensor (x.full_tensor(), called on every rank of the world)"
         )
     return whole_on_mesh(value, schema_of(op).name)
+
+
+def _pack_padded(keyset: DispatchKeySet, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Which places of the padded batch come in which order is computed on plain tensors; then they are taken.
+
+    ``batch_sizes`` stays plain: autograd's own formula and the recurrent kernels read it.
+    """
+    lengths = numbers_of(aten._pack_padded_sequence.default, lengths)
+    padded = input if batch_first else input.transpose(0, 1)
+    batch, time = padded.shape[:2]
+    places = torch.arange(batch * time).view(batch, time)
+    order, batch_sizes = aten._pack_padded_sequence(places, lengths, True)
+    return padded.flatten(0, 1).index_select(0, order.to(input.device)), batch_sizes
 
 
 def _register() -> torch.library.Library:
@@ -229,6 +239,7 @@ def _register() -> torch.library.Library:
         intercept(op, _on_wholes(op))
     for op, names in _READ.items():
         intercept(op, _with_numbers(op, names))
+    intercept(aten._pack_padded_sequence.default, _pack_padded)
     library = torch.library.Library("aten", "IMPL")  # torch has no kernel of this one for plain tensors
     library.impl("linear_backward", linear_backward, "CompositeExplicitAutograd")
     return library

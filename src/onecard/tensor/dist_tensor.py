@@ -143,10 +143,12 @@ class DistTensor(Tensor):
         return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What torch.compile asks first. A graph would have to hold the messages; it cannot yet."""
+        """What torch.compile asks first, and some libraries before they save. A graph would have to hold the messages; it
+        cannot yet."""
         raise DispatchError(
             f"torch.compile cannot trace a program on distributed tensors yet (it met {self._spec!r}): run it eagerly, or "
-            "compile what works on local tensors and call it through onecard.local_map"
+            "compile what works on local tensors and call it through onecard.local_map. If a library asked in order to save "
+            "the model, hand it plain tensors: state_dict={name: onecard.unshard(x) for name, x in model.state_dict().items()}"
         )
 
     @staticmethod
@@ -200,8 +202,28 @@ class DistTensor(Tensor):
         return self._local.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Where this rank's part begins in memory."""
+        """Where the tensor begins in memory. Who asks will read all of it from there, so this rank must have all of it."""
+        if self._spec.layout.pending or self._local.shape != self.shape:
+            raise DispatchError(
+                f"data_ptr of {self._spec!r}: this rank's memory holds only its part. To save, gather on every rank and write "
+                "on one: whole = {name: onecard.unshard(x).contiguous() for name, x in model.state_dict().items()}. "
+                "For a kernel of your own: x.to_local().data_ptr()"
+            )
         return self._local.data_ptr()
+
+    def __copy__(self) -> DistTensor:
+        """Another tensor object with the same memory, as ``copy.copy`` makes of a plain one."""
+        made: Any = self._alias()
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(made, self.requires_grad)  # type: ignore[return-value]
+        return made.requires_grad_(self.requires_grad)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._whole().__dlpack__(**options)
+
+    def apply_(self, fn: Callable[[Any], Any]) -> Any:
+        """Replace each element by what a Python function makes of it."""
+        return self.copy_(self._whole().clone().apply_(fn))
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
@@ -28,6 +29,17 @@ def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
             "does not hold the value. Every rank of the world can have it sent: x.full_tensor().item(), called on all of them"
         )
     return func(whole_on_mesh(x, "item"))
+
+
+def _number(name: str) -> Callable[[DistTensor], Any]:
+    """``float(x)`` and its kin. ``torch.tensor([loss, ...])`` calls them with Python's dispatch switched off: on again."""
+    ordinary = getattr(torch.Tensor, name)
+
+    def read(x: DistTensor) -> Any:
+        with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.Python, False):
+            return ordinary(x)
+
+    return read
 
 
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
@@ -104,3 +116,5 @@ handle(aten._linalg_check_errors.default, _check_errors)
 handle(aten.is_pinned.default, _pinned)
 handle(aten.is_set_to.default, _is_set_to)
 handle(aten._has_same_storage_numel.default, _same_storage_size)
+for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
+    setattr(DistTensor, _name, _number(_name))
