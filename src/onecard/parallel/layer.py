@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils._pytree import tree_map
 
-from onecard.errors import LayoutError
+from onecard.comm import check
+from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
 
@@ -51,9 +52,11 @@ def shard_layer(
         for key, tensor in before.items():
             if tensor is not None and id(tensor) in moved:
                 setattr(submodule, key, moved[id(tensor)])
+        _name_tensors(submodule, name)
         if shard_fn is not None:
-            shard_fn(name, submodule, mesh)
+            _run_shard_fn(shard_fn, name, submodule, mesh)
         _replicate(submodule, mesh)
+        _name_tensors(submodule, name)
         for key, tensor in before.items():
             if tensor is not None and not isinstance(tensor, DistTensor):
                 kept.append(tensor)
@@ -63,6 +66,24 @@ def shard_layer(
     if output_fn is not None:
         module.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
     return module
+
+
+def _run_shard_fn(shard_fn: ShardFn, name: str, submodule: nn.Module, mesh: ProcessMesh) -> None:
+    try:
+        shard_fn(name, submodule, mesh)
+    except OnecardError as fault:
+        fault.add_note(f"shard_layer: in shard_fn, for submodule {name!r} ({type(submodule).__name__})")
+        raise
+
+
+def _name_tensors(module: nn.Module, prefix: str) -> None:
+    """Let the debug check call a module's own parameters and buffers by their names."""
+    if not check.on:
+        return
+    for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                check.name(tensor, f"{kind} {prefix}.{key}" if prefix else f"{kind} {key}")
 
 
 def _replicate(module: nn.Module, mesh: ProcessMesh) -> None:

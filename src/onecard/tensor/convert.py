@@ -16,7 +16,7 @@ from onecard.comm import check, groups, world
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -64,7 +64,7 @@ def shard_tensor(
     layout = _layout("shard_tensor", tensor, mesh, placements)
     groups.check_world(mesh)
     if check.on and src is None and mesh.coordinate() is not None:
-        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
+        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", tensor)])
     if isinstance(data, torch.nn.Parameter):
         made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
@@ -124,7 +124,14 @@ def from_local(
         >>> x.shape
         torch.Size([2, 3])
     """
-    layout = _layout("from_local", local, mesh, placements)
+    return join("from_local", local, mesh, placements, shape)
+
+
+def join(
+    call: str, local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> DistTensor:
+    """``from_local`` for the call that errors shall name."""
+    layout = _layout(call, local, mesh, placements)
     groups.check_world(mesh)
     if shape is None:
         shape = [
@@ -133,15 +140,31 @@ def from_local(
         ]
     spec = Spec.make(layout, torch.Size(shape), contiguous_stride(torch.Size(shape)), local.dtype, local.device)
     if check.on and spec.here:
-        whole = f"from_local of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
+        whole = f"{call} of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
         check.agreed(whole, mesh.process_ids, _WHOLE)
     expected = layout.local_shape(shape)
     if spec.here and tuple(local.shape) != expected:
         raise LayoutError(
-            f"from_local: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
+            f"{call}: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
+    if check.on and spec.here:
+        _check_parts(call, wrap(local.detach(), spec))
     return FromLocal.apply(local, spec)
+
+
+def _check_parts(call: str, x: DistTensor) -> None:
+    """Under the debug check: copies are equal, and parts are not all one."""
+    claim = copies_claim("the part", x)
+    check.equal(call, x.mesh.process_ids, [claim] if has_copies(x) else [])
+    if not x._spec.layout.pending:
+        check.same_parts(call, x.mesh.process_ids, x._local, claim.part, _ALL_ONE)
+
+
+_ALL_ONE = (
+    "If each rank has read the whole: onecard.shard_tensor(x, mesh, placements); if each shall read its own part: give the "
+    "loaders different samples, or use onecard.shard_dataloader"
+)
 
 
 _WHOLE = (
