@@ -41,7 +41,7 @@ def digest(x: Tensor) -> str:
         (True, False)
     """
     data = x.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
-    return hashlib.blake2b(memoryview(data.view(torch.uint8).numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 def blocks(x: Tensor) -> list[str]:
