@@ -47,6 +47,7 @@ def shard_tensor(
     Raises:
         LayoutError: placements that do not fit the mesh or the tensor.
         CommunicationError: the mesh names ranks that the world does not have.
+        TypeError: a dtype that is not torch's.
 
     Source: ``paddle.distributed.shard_tensor``.
 
@@ -56,6 +57,8 @@ def shard_tensor(
         >>> x.shape, x.placements
         (torch.Size([2, 2]), (Shard(dim=0),))
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"shard_tensor: dtype is {dtype!r}; want one of torch's, such as dtype=torch.float32")
     if isinstance(data, DistTensor):
         return _again(data, mesh, placements, dtype, requires_grad)
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
