@@ -38,6 +38,10 @@ def shard_layer(
     Returns:
         The module.
 
+    Raises:
+        LayoutError: placements that do not fit a tensor; a note names the submodule if ``shard_fn`` asked for them.
+        CommunicationError: the mesh names ranks that the world does not have.
+
     Source: ``paddle.distributed.shard_layer``; ``distribute_module`` of PyTorch.
 
     Example:
@@ -115,6 +119,9 @@ def shard_op(
         in_placements: one entry for each tensor among the positional arguments: placements, a dims mapping
             (``[None, "mp"]``), or None to leave it as it is. Left out: plain tensors are replicated.
         out_placements: likewise for the outputs.
+
+    Returns:
+        A function with the arguments and results of ``op``; differentiable.
 
     Raises:
         LayoutError: more or fewer entries than tensors.

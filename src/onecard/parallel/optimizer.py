@@ -26,6 +26,9 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     Returns:
         The optimizer.
 
+    Raises:
+        LayoutError: at the first step, if ``shard_fn`` returns something else than a tensor of the state's shape.
+
     Source: ``paddle.distributed.shard_optimizer``; buckets as in DistributedDataParallel.
 
     Example:

@@ -119,8 +119,13 @@ def from_local(
         shape: the whole shape. Left out, every rank's part is taken to have this rank's shape; give it when sizes do
             not divide.
 
+    Returns:
+        A DistTensor that shares the part's memory; differentiable.
+
     Raises:
         LayoutError: the part does not have the shape that the layout gives this rank.
+
+    Source: ``paddle.distributed.dtensor_from_local``; ``DTensor.from_local``.
 
     Example:
         >>> x = from_local(torch.ones(2, 3), ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
@@ -220,7 +225,18 @@ def unshard(x: Tensor) -> Tensor:
 
     Every rank of the world calls it, those outside the tensor's mesh included: they are sent the value.
 
+    Returns:
+        A plain tensor of the whole shape.
+
+    Raises:
+        CommunicationError: a rank did not call it.
+
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
+
+    Example:
+        >>> x = shard_tensor([1.0, 2.0], ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
+        >>> unshard(x)
+        tensor([1., 2.])
     """
     if isinstance(x, DistTensor):
         return Unshard.apply(x)
@@ -228,7 +244,10 @@ def unshard(x: Tensor) -> Tensor:
 
 
 def to_dtensor(x: DistTensor) -> DTensor:
-    """The torch DTensor with the same local tensor (no copy).
+    """The torch DTensor with the same local tensor (no copy). Every rank of the world must call it once for each mesh.
+
+    Returns:
+        A DTensor of the same shape, placements and ranks; differentiable.
 
     Raises:
         LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
@@ -242,7 +261,19 @@ def to_dtensor(x: DistTensor) -> DTensor:
 
 
 def from_dtensor(x: DTensor) -> DistTensor:
-    """The DistTensor with the local tensor of a torch DTensor (no copy)."""
+    """The DistTensor with the local tensor of a torch DTensor (no copy); the way back from ``to_dtensor``.
+
+    Returns:
+        A DistTensor of the same shape, placements and ranks; differentiable.
+
+    Raises:
+        LayoutError: placements of its own that are none of Shard, Replicate and Partial (``_StridedShard``).
+
+    Example:
+        >>> x = shard_tensor([1.0, 2.0], ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
+        >>> from_dtensor(to_dtensor(x)).layout  # doctest: +SKIP
+        x=Shard(0)
+    """
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
     return from_local(x.to_local(), mesh, x.placements, shape=x.shape)
 

@@ -32,6 +32,15 @@ class DistTensor(Tensor):
 
     Make one with ``shard_tensor`` or ``from_local``. ``shape`` is the whole shape; ``placements``, ``mesh`` and
     ``layout`` say where the parts are; ``to_local()`` is this rank's part, ``full_tensor()`` the whole.
+
+    Source: ``DTensor`` of PyTorch and the distributed tensor of Paddle's auto-parallel.
+
+    Example:
+        >>> from onecard import ProcessMesh, Shard, shard_tensor
+        >>> x = shard_tensor([1.0, 2.0, 3.0], ProcessMesh([0], ["x"]), [Shard(0)])
+        >>> x * 2
+        DistTensor([3] float32 [x=Shard(0)] on ProcessMesh([0], dim_names=['x'])
+          local [3]: [2., 4., 6.])
     """
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
