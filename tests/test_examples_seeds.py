@@ -151,7 +151,9 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
     return train_003(name, arguments)
 
 
-@pytest.mark.parametrize("name", ["semi_auto_data_parallel_003", "semi_auto_model_parallel_003"])
+@pytest.mark.parametrize(
+    "name", ["semi_auto_data_parallel_003", "semi_auto_model_parallel_003", "semi_auto_pipeline_parallel_003"]
+)
 def test_net_of_seed_003(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     expected = train_003("single_card_003", SMALL_003)
     printed = capfd.readouterr().out.splitlines()
@@ -225,6 +227,7 @@ MAINS = [
     ("single_card_003", 1, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("semi_auto_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("semi_auto_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("semi_auto_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("model_parallel_000", 2, ["--program", "dynamic"], "mp_loss: "),
 ]
 

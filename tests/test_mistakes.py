@@ -125,11 +125,26 @@ def test_shard_dim_out_of_range(shape, placement, parts):
 # 5. Ranks that disagree. The debug check compares through the store, so it sees what would hang.
 
 
+def summand(part):
+    """What local code would have to call Partial."""
+    return part.sum(0)
+
+
+def drift(mesh: oc.ProcessMesh) -> None:
+    """A weight cut along an axis of one rank: the other axis holds copies, of which rank 1 changes one."""
+    w = oc.shard_tensor(torch.zeros(4, 6), mesh, [oc.Shard(1), oc.Replicate()])
+    w.to_local()[2, 3] = oc.get_rank()
+    w.sum()
+
+
 def disagree(kind: str) -> str:
     """On a rank: make the mistake, return the error."""
     check.enable()
     rank, mesh = oc.get_rank(), pair()
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), mesh, [oc.Shard(0)])
+    torch.manual_seed(rank)
+    far = torch.zeros(30, 100)
+    far[29, 98] = rank
     programs: dict[str, Callable[[], Any]] = {
         "operator": lambda: x.sum().item() if rank == 0 else x.full_tensor(),
         "shape": lambda: oc.from_local(torch.ones(2 + rank, 3), mesh, [oc.Shard(0)]),
@@ -137,6 +152,11 @@ def disagree(kind: str) -> str:
         "transfer": lambda: oc.reshard(x, oc.ProcessMesh([1, 0], ["y"]), [oc.Shard(0) if rank else oc.Replicate()]),
         "data": lambda: oc.shard_tensor(torch.full((2,), float(rank)), mesh, [oc.Shard(0)]),
         "operand": lambda: x * torch.tensor([1.0, 1.0 + rank]),
+        "far": lambda: x.sum() + far,
+        "seeds": lambda: oc.shard_layer(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)), mesh),
+        "local": lambda: oc.from_local(torch.full((2, 2), float(rank)), mesh, [oc.Replicate()]),
+        "map": lambda: oc.local_map(summand, [[oc.Shard(0)]], [oc.Replicate()])(x),
+        "grid": lambda: drift(oc.ProcessMesh([[0, 1]], ["dp", "tp"])),
     }
     return message(programs[kind], CommunicationError)
 
@@ -149,12 +169,15 @@ def test_ranks_that_call_other_operators_are_named():
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "second"),
-    [("shape", "[4, 3] float32", "[6, 3] float32"), ("dtype", "[4] float32", "[4] float64")],
+    ("kind", "first", "second", "cure"),
+    [
+        ("shape", "[4, 3] float32", "[6, 3] float32", "shape=[...]"),
+        ("dtype", "[4] float32", "[4] float64", "torch.set_default_dtype"),
+    ],
 )
-def test_ranks_that_disagree_about_a_tensor_are_named(kind, first, second):
+def test_ranks_that_disagree_about_a_tensor_are_named(kind, first, second, cure):
     for text in run_ranks(disagree, 2, kind, timeout=20):
-        has(text, f"  rank 0: from_local of a part of {first} as [x=Shard(0)]", "shape=[...]")
+        has(text, f"  rank 0: from_local of a part of {first} as [x=Shard(0)]", cure)
         has(text, f"  rank 1: from_local of a part of {second} as [x=Shard(0)]")
 
 
@@ -273,6 +296,94 @@ def test_data_that_differs_is_named():
         has(text, "shard_tensor as [x=Shard(0)] at ", "'data' [2] float32", "  rank 0: [0, 0]", "  rank 1: [1, 1]")
 
 
+def test_the_first_place_that_differs_is_named_however_far():
+    for text in run_ranks(disagree, 2, "far", timeout=20):
+        has(
+            text,
+            "'other' [30, 100] float32",
+            "first at [29, 98]",
+            "rank 0: [..., 0, 0, 0, 0]",
+            "rank 1: [..., 0, 0, 1, 0]",
+        )
+
+
+def test_parameters_are_called_by_their_names():
+    for text in run_ranks(disagree, 2, "seeds", timeout=20):
+        has(
+            text, "the plain tensor 'data' (parameter 1.weight) [3, 2] float32 counts as Replicate", "torch.manual_seed"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("local", "from_local at "),
+        ("map", "local_map(summand), output 0 at "),
+        ("grid", "sum at "),
+    ],
+)
+def test_copies_that_differ_are_named(kind, words):
+    where = {"local": "[0, 0]", "map": "[0]", "grid": "[2, 3]"}[kind]
+    for text in run_ranks(disagree, 2, kind, timeout=20):
+        has(text, words, "promises equal copies", f"first at {where}", "test_mistakes.py:", "Partial(), or a part")
+
+
+@multirank(4, timeout=30)
+def test_copies_are_compared_between_the_ranks_that_hold_the_same_part():
+    check.enable()
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    w = oc.shard_tensor(torch.arange(8.0).view(2, 4), mesh, [oc.Replicate(), oc.Shard(1)])
+    assert_close((w * 2).sum(), torch.tensor(56.0))
+    if oc.get_rank() == 3:
+        w.to_local()[1, 1] = -1
+    text = message(lambda: w * 2, CommunicationError)
+    has(text, "mul at ", "'self' [2, 4] float32 [dp=Replicate, tp=Shard(1)] promises equal copies")
+    has(text, "first at [1, 3]" if oc.get_rank() % 2 else "between ranks [1, 3]")
+    has(text, "  rank 1: [2, 3, 6, 7]", "  rank 3: [2, 3, 6, -1]")
+
+
+@multirank(2, timeout=20)
+def test_memory_that_nobody_has_written_to_may_differ():
+    check.enable()
+    x = oc.shard_tensor(torch.zeros(3), pair(), [oc.Replicate()])
+    x.to_local().fill_(oc.get_rank())  # as torch.empty may leave it
+    assert_close(torch.zeros_like(x), torch.zeros(3))
+    x.view(3, 1)[0].fill_(2)
+    x.copy_(torch.ones(3))
+    assert_close(x + 1, torch.full((3,), 2.0))
+
+
+@multirank(2, timeout=20)
+def test_parts_that_are_all_the_whole_batch_are_warned_of():
+    check.enable()
+    batch = torch.arange(8.0)
+    with pytest.warns(UserWarning, match=r"from_local at .*test_mistakes.py:\d+: ranks \[0, 1\] all give equal values"):
+        oc.from_local(batch, pair(), [oc.Shard(0)])
+    oc.from_local(batch + oc.get_rank(), pair(), [oc.Shard(0)])  # parts
+    oc.from_local(batch, pair(), [oc.Partial()])  # summands
+    oc.from_local(torch.ones(8), pair(), [oc.Shard(0)])  # a constant
+
+
+@multirank(2, timeout=20)
+def test_a_mismatch_without_the_check_says_how_to_see_more():
+    x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
+    with pytest.raises(CommunicationError) as caught:
+        x.sum().item() if oc.get_rank() == 0 else x.full_tensor()
+    assert "ONECARD_CHECK=1" in "".join(caught.value.__notes__)
+
+
+def test_an_error_in_shard_fn_names_the_submodule():
+    net = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
+
+    def cut(name, module, mesh):
+        for key, p in list(module.named_parameters(recurse=False)):
+            setattr(module, key, oc.shard_tensor(p, mesh, [oc.Shard(1)]))
+
+    with pytest.raises(LayoutError) as caught:
+        oc.shard_layer(net, oc.ProcessMesh([0], ["tp"]), cut)
+    assert caught.value.__notes__ == ["shard_layer: in shard_fn, for submodule '1' (Linear)"]
+
+
 # The page, and ONECARD_CHECK under the launcher
 
 
@@ -310,9 +421,9 @@ def test_shared_memory_names_both_collectives_by_itself(tmp_path):
     )
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
-    assert len(programs_of_the_page()) == 2
+    assert len(programs_of_the_page()) == 3
     source, expected = programs_of_the_page()[number]
     printed = launch(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")
     flat = re.sub(r"[\s│]+", " ", printed)

@@ -284,3 +284,15 @@ def test_kernels_get_memory_as_dense_as_it_says():
     y = torch.nn.functional.group_norm(x[None, :, None], 2, pending, bias)
     assert y.placements == (oc.Partial(),)
     assert_close(y, torch.nn.functional.group_norm(x[None, :, None], 2, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_a_dtype_by_name_is_refused_with_the_one_that_works():
+    with pytest.raises(TypeError, match=r"shard_tensor: dtype is 'float32'; want .* dtype=torch.float32"):
+        oc.shard_tensor([1.0], oc.ProcessMesh([0], ["x"]), [oc.Shard(0)], dtype="float32")
+
+
+@multirank(2)
+def test_what_is_printed_of_a_pending_sum_is_called_a_summand():
+    x = oc.shard_tensor(torch.ones(4), mesh2(), [oc.Shard(0)]).sum()
+    assert "[x=Partial(sum)]" in repr(x) and "local summand []: 2.)" in repr(x)
+    assert "local []: 4.)" in repr(x.settle())

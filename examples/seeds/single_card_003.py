@@ -13,6 +13,8 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
+import onecard as oc
+
 base_lr = (
     0.001  # the seed has 0.1, with which a net of this width diverges: on one card the loss is 1e14 after 5 batches
 )
@@ -107,11 +109,11 @@ def train(model: nn.Module, args: TrainArgs) -> list[float]:
             optimizer.step()
             model.zero_grad()
 
-            losses.append(avg_loss.item())
+            # On every rank, wherever the loss lives.
+            loss, acc1, acc5 = (oc.unshard(value.detach()).item() for value in (avg_loss, acc_top1, acc_top5))
+            losses.append(loss)
             if batch_id % 5 == 0:
-                print(
-                    f"[Epoch {eop}, batch {batch_id}] loss: {losses[-1]:.5f}, acc1: {acc_top1:.5f}, acc5: {acc_top5:.5f}"
-                )
+                print(f"[Epoch {eop}, batch {batch_id}] loss: {loss:.5f}, acc1: {acc1:.5f}, acc5: {acc5:.5f}")
     return losses
 
 

@@ -23,6 +23,11 @@ class Report:
 
     Attributes:
         steps: for each step of the program (see ``next_step``) its messages in order.
+
+    Example:
+        >>> report = Report()
+        >>> report.messages, report.bytes, report.seconds
+        ([], 0, 0)
     """
 
     steps: list[list[Message]] = field(default_factory=lambda: [[]])
@@ -125,6 +130,8 @@ def explain() -> Iterator[Report]:
     Yields:
         A Report: ``print(report)`` is a table; ``report.messages``, ``report.bytes``, ``report.seconds``.
 
+    Source: the idea of ``CommDebugMode`` of PyTorch, with operator, line, layouts, bytes and reason.
+
     Example:
         >>> with explain() as report:
         ...     pass
@@ -149,6 +156,16 @@ def no_implicit_communication() -> Iterator[None]:
 
     Raises:
         ImplicitCommunication: with the operator, the line, the layouts and the call that asks for it.
+
+    Source: the idea of ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
+
+    Example:
+        >>> import torch
+        >>> from onecard import ProcessMesh, Shard, shard_tensor
+        >>> x = shard_tensor(torch.ones(2, 2), ProcessMesh([0], ["x"]), [Shard(0)])
+        >>> with no_implicit_communication():
+        ...     print((x @ x).shape)
+        torch.Size([2, 2])
     """
 
     def forbid(message: Message) -> None:

@@ -62,6 +62,11 @@ class Coverage:
     Attributes:
         operators: one entry for each operator and phase, the costly ones first.
         error: what stopped the run, "" if it reached the end; operators after it are not listed.
+
+    Example:
+        >>> report = coverage(torch.relu, torch.ones(2), ProcessMesh([0, 1], ["x"]))
+        >>> [(o.operator, o.how) for o in report.operators], report.by("gathered"), report.bytes
+        ([('relu.default', 'ruled')], [], 0)
     """
 
     operators: list[Covered] = field(default_factory=list)

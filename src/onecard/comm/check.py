@@ -1,8 +1,9 @@
 """The debug check, ``ONECARD_CHECK=1``: ranks compare what they are about to do, and what they believe to be equal.
 
-Off, it costs nothing. On, each collective, each plain operand and each value given to ``shard_tensor`` is first compared
-through the store of the rendezvous. Not through a collective: where the ranks are out of step, that would hang as well.
-A difference raises a CommunicationError on every rank that takes part, which names both sides.
+Off, it costs nothing. On, each collective, each operand of which ranks hold copies and each value given to
+``shard_tensor`` or ``from_local`` is first compared through the store of the rendezvous. Not through a collective: where
+the ranks are out of step, that would hang as well. A difference raises a CommunicationError on every rank that takes
+part, which names both sides.
 
 The idea is that of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with the operator and the line of the user's program.
 """
@@ -10,20 +11,21 @@ The idea is that of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with the operator and th
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import record, world
+from onecard.comm import claims, record, world
+from onecard.comm.claims import Claim
 from onecard.errors import CommunicationError
 
 on = False
@@ -80,19 +82,79 @@ def collective(name: str, ranks: Iterable[int], sent: Tensor | None) -> None:
         _stop(_out_of_step(found))
 
 
-def equal(operator: str, ranks: Iterable[int], tensors: Iterable[tuple[str, Tensor]], cure: str) -> None:
-    """Compare plain tensors that count as equal on all ranks."""
-    for name, tensor in tensors:
-        call = f"{operator} with the plain tensor {name!r} {_kind(tensor)}"
-        entry = Entry(call, record.user_line(), digest=_digest(tensor), value=f" = {_first(tensor)}")
-        found = _exchange(tuple(sorted(ranks)), entry)
-        if len({entry.call for entry in found.values()}) > 1:
-            _stop(_out_of_step(found))
-        if len({entry.digest for entry in found.values()}) > 1:
-            _stop(
-                f"{operator} at {entry.line}: the plain tensor {name!r} {_kind(tensor)} counts as Replicate, but it differs "
-                f"between ranks\n{_sides(found, lambda e: e.value.removeprefix(' = '))}\n{cure}"
-            )
+def equal(operator: str, ranks: Iterable[int], claimed: Iterable[Claim]) -> None:
+    """Compare tensors of which ranks believe that they hold the same."""
+    given = [c for c in claimed if not c.tensor.is_meta]
+    if not given:
+        return
+    call = f"{operator} with {' and '.join(c.name for c in given)}"
+    digests = json.dumps([[list(c.part), claims.digest(c.tensor)] for c in given])
+    value = f" = {claims.first(given[0].tensor)}" if len(given) == 1 else ""
+    members = tuple(sorted(ranks))
+    found = _exchange(members, Entry(call, record.user_line(), digest=digests, value=value))
+    if len({entry.call for entry in found.values()}) > 1:
+        _stop(_out_of_step(found))
+    if len({entry.digest for entry in found.values()}) > 1:
+        said = {rank: json.loads(entry.digest) for rank, entry in found.items()}
+        for i, claim in enumerate(given):
+            holders = _at_odds({rank: (tuple(words[i][0]), words[i][1]) for rank, words in said.items()})
+            if holders:
+                _stop(f"{operator} at {record.user_line()}: {_difference(claim, members, holders)}")
+
+
+def _at_odds(said: dict[int, tuple[tuple[int, ...], str]]) -> list[int]:
+    """The ranks that hold one part, if their digests of it differ; of several such parts the first."""
+    for part in sorted({part for part, _ in said.values()}):
+        holders = [rank for rank in sorted(said) if said[rank][0] == part]
+        if len({said[rank][1] for rank in holders}) > 1:
+            return holders
+    return []
+
+
+def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> str:
+    """Which tensor differs between its holders, and where first. All members take part, so that all can say it."""
+    mine, line = world.get_rank() in holders, record.user_line()
+
+    def ask(what: str, words: Sequence[str]) -> list[list[str]]:
+        sent = Entry(f"{what} of {claim.name}", line, value=json.dumps(list(words)) if mine else "[]")
+        found = _exchange(members, sent)
+        return [json.loads(found[rank].value) for rank in holders]
+
+    digests = ask("blocks", claims.blocks(claim.tensor) if mine else ())
+    block = next(i for i, those in enumerate(zip(*digests, strict=True)) if len(set(those)) > 1)
+    sides = ask("values", claims.values(claim.tensor, block) if mine else ())
+    element = next((i for i, those in enumerate(zip(*sides, strict=True)) if len(set(those)) > 1), 0)
+    exact = len({claims.rounded(side[element]) for side in sides}) == 1
+    ends = block == len(digests[0]) - 1
+    shown = {
+        rank: claims.around(side, element, exact, block == 0, ends) for rank, side in zip(holders, sides, strict=True)
+    }
+    where = f"first at {claims.place(claim, block, element)}" if mine else f"between ranks {holders}"
+    return f"{claim.name} {claim.belief}, but it differs between ranks, {where}\n{_sides(shown)}\n{claim.cure}"
+
+
+def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, ...], cure: str) -> None:
+    """Warn if all ranks give one and the same tensor as different parts of a whole: most likely each has the whole."""
+    entry = Entry(f"{call}: compare parts", record.user_line(), why=str(part), digest=claims.digest(local))
+    found = _exchange(tuple(sorted(ranks)), entry)
+    telling = local.is_floating_point() and local.numel() >= 8 and bool((local != local.flatten()[0]).any())
+    if telling and len({e.why for e in found.values()}) > 1 and len({e.digest for e in found.values()}) == 1:
+        warnings.warn(
+            f"{call} at {entry.line}: ranks {sorted(found)} all give equal values, {claims.first(local)}, as different parts, "
+            f"so that the whole holds them {len(found)} times. {cure}",
+            stacklevel=5,
+        )
+
+
+def name(tensor: Tensor, words: str) -> None:
+    """What to call a tensor: a parameter by its name in the module."""
+    tensor._onecard_name = words  # type: ignore[attr-defined]  # not by weak reference: torch cannot swap what has one
+
+
+def name_of(tensor: Tensor) -> str:
+    """What a tensor was named, in words to put behind its operand's name; "" if it was not."""
+    words = getattr(tensor, "_onecard_name", "")
+    return f" ({words})" if words else ""
 
 
 def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
@@ -196,18 +258,32 @@ EQUAL = (
 )
 
 
+DTYPES = (
+    "Only the dtypes differ: give every rank the same torch.set_default_dtype(...) and autocast, and cast what each loads: "
+    "x.to(dtype)"
+)
+_DTYPE = re.compile(r"\b(?:(?:float|bfloat|int|uint|complex)\d+|bool)\b")
+
+
 def _out_of_step(found: dict[int, Entry], cure: str = ADVICE) -> str:
-    return f"ranks are out of step\n{_sides(found, str)}\n{cure}"
+    if len({_DTYPE.sub("", entry.call + entry.why) for entry in found.values()}) == 1:
+        cure = DTYPES
+    return f"ranks are out of step\n{_sides({rank: str(entry) for rank, entry in found.items()})}\n{cure}"
 
 
-def _sides(found: dict[int, Entry], text: Callable[[Entry], str]) -> str:
+def _sides(found: dict[int, str]) -> str:
     """One line for each rank, those that say the same together."""
     sides: dict[str, list[int]] = {}
-    for rank, entry in sorted(found.items()):
-        sides.setdefault(text(entry), []).append(rank)
+    for rank, words in sorted(found.items()):
+        sides.setdefault(words, []).append(rank)
     return "\n".join(
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {words}" for words, ranks in sides.items()
     )
+
+
+def plain(operand: str, x: Tensor) -> Claim:
+    """The claim of a plain tensor among distributed ones: it counts as equal on all ranks."""
+    return Claim(f"the plain tensor {operand!r}{name_of(x)} {_kind(x)}", x, "counts as Replicate", EQUAL)
 
 
 def _kind(x: Tensor) -> str:
@@ -216,17 +292,6 @@ def _kind(x: Tensor) -> str:
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-
-def _digest(x: Tensor) -> str:
-    data = x.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
-    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _first(x: Tensor) -> str:
-    values = x.detach().flatten()[:4].tolist()
-    more = ", ..." if x.numel() > 4 else ""
-    return f"[{', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in values)}{more}]"
 
 
 if os.environ.get("ONECARD_CHECK", "0") not in ("", "0"):

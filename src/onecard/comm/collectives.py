@@ -46,7 +46,9 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
         work = start()
         if work is not None:
             work.wait()
-    except CommunicationError:
+    except CommunicationError as fault:
+        if not check.on:
+            fault.add_note("To see the operator, tensor and line of each rank, run it once with ONECARD_CHECK=1")
         raise
     except RuntimeError as fault:
         raise CommunicationError(

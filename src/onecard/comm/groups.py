@@ -97,7 +97,20 @@ def forget() -> None:
 
 
 def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
-    """The torch ``DeviceMesh`` with the same ranks and axis names. Every rank of the world must call it."""
+    """The torch ``DeviceMesh`` with the same ranks and axis names. Every rank of the world must call it.
+
+    Returns:
+        A DeviceMesh on the device of this process, one and the same for equal meshes. Its groups are torch's:
+        ``to_device_mesh(mesh).get_group("tp")``.
+
+    Raises:
+        CommunicationError: the mesh names ranks that the world does not have, or the other processes cannot be reached.
+
+    Example:
+        >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+        >>> to_device_mesh(mesh)  # doctest: +SKIP
+        DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))
+    """
     check_world(mesh)
     world.init()
     return _device_mesh(mesh)
@@ -109,5 +122,15 @@ def _device_mesh(mesh: ProcessMesh) -> DeviceMesh:
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> ProcessMesh:
-    """The ProcessMesh with the ranks and axis names of a torch ``DeviceMesh``."""
+    """The ProcessMesh with the ranks and axis names of a torch ``DeviceMesh``. Nothing is sent.
+
+    Raises:
+        MeshError: axis names that do not fit.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> like = SimpleNamespace(mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp"))
+        >>> from_device_mesh(like)  # any DeviceMesh; making a real one starts a process group
+        ProcessMesh([[0, 1], [2, 3]], dim_names=['dp', 'tp'])
+    """
     return ProcessMesh.from_device_mesh(device_mesh)

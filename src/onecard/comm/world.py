@@ -22,12 +22,26 @@ TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
 
 
 def get_rank() -> int:
-    """This process's rank in the world."""
+    """This process's rank in the world: 0 without a launcher.
+
+    Source: ``paddle.distributed.get_rank``; the variable RANK that torchrun sets.
+
+    Example:
+        >>> get_rank()
+        0
+    """
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size() -> int:
-    """How many processes the program runs on."""
+    """How many processes the program runs on: 1 without a launcher.
+
+    Source: ``paddle.distributed.get_world_size``; the variable WORLD_SIZE that torchrun sets.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -29,7 +29,10 @@ Axis = str | int | None
 
 
 class ShardDataloader:
-    """The batches of a DataLoader as DistTensors; made by ``shard_dataloader``. Iterate it, or call it and iterate."""
+    """The batches of a DataLoader as DistTensors; made by ``shard_dataloader``. Iterate it, or call it and iterate.
+
+    ``len``, ``dataset`` and ``batch_size`` are the loader's.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], meshes: Sequence[ProcessMesh], axes: Sequence[Axis], keys: Sequence[str] | None

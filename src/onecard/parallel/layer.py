@@ -10,7 +10,8 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onecard.errors import LayoutError
+from onecard.comm import check
+from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
 
@@ -42,7 +43,9 @@ def shard_layer(
         The module.
 
     Raises:
-        LayoutError: shard_fn makes two of a parameter that modules share.
+        LayoutError: placements that do not fit a tensor (a note names the submodule if ``shard_fn`` asked for them);
+            ``shard_fn`` makes two of a parameter that modules share.
+        CommunicationError: the mesh names ranks that the world does not have.
 
     Source: ``paddle.distributed.shard_layer``; ``distribute_module`` of PyTorch.
 
@@ -59,9 +62,11 @@ def shard_layer(
         for key, tensor in before.items():
             if tensor is not None and id(tensor) in moved:
                 setattr(submodule, key, moved[id(tensor)])
+        _name_tensors(submodule, name)
         if shard_fn is not None:
-            shard_fn(name, submodule, mesh)
+            _run_shard_fn(shard_fn, name, submodule, mesh)
         _replicate(submodule, mesh)
+        _name_tensors(submodule, name)
         for key, tensor in before.items():
             if tensor is not None and not isinstance(tensor, DistTensor):
                 kept.append(tensor)
@@ -105,6 +110,24 @@ def _check_shared(module: nn.Module, shared: Sequence[Sequence[str]]) -> None:
                 )
 
 
+def _run_shard_fn(shard_fn: ShardFn, name: str, submodule: nn.Module, mesh: ProcessMesh) -> None:
+    try:
+        shard_fn(name, submodule, mesh)
+    except OnecardError as fault:
+        fault.add_note(f"shard_layer: in shard_fn, for submodule {name!r} ({type(submodule).__name__})")
+        raise
+
+
+def _name_tensors(module: nn.Module, prefix: str) -> None:
+    """Let the debug check call a module's own parameters and buffers by their names."""
+    if not check.on:
+        return
+    for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                check.name(tensor, f"{kind} {prefix}.{key}" if prefix else f"{kind} {key}")
+
+
 def _replicate(module: nn.Module, mesh: ProcessMesh) -> None:
     """Replicate the parameters and buffers of a module itself that are still plain."""
     everywhere = [Replicate()] * mesh.ndim
@@ -134,6 +157,9 @@ def shard_op(
         in_placements: one entry for each tensor among the positional arguments: placements, a dims mapping
             (``[None, "mp"]``), or None to leave it as it is. Left out: plain tensors are replicated.
         out_placements: likewise for the outputs.
+
+    Returns:
+        A function with the arguments and results of ``op``; differentiable.
 
     Raises:
         LayoutError: more or fewer entries than tensors.

@@ -12,8 +12,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, as_code, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor import DistTensor, from_local
+from onecard.tensor import DistTensor
 from onecard.tensor import reshard as move
+from onecard.tensor.convert import join
 from onecard.tensor.dist_tensor import describe, wrap
 from onecard.tensor.moves import ShardTensor
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -223,7 +224,8 @@ def _leave(
                 f"{_name(fn)}: an argument is cut into unequal parts, so the whole shape of output {i} cannot be told from "
                 f"one part of shape {list(value.shape)}; pass out_shapes=[...] with the whole shape of each output"
             )
-        made.append(from_local(value.contiguous(), mesh, placements, None if shape is None else shape.shape))
+        output = f"{_name(fn)}, output {i}"
+        made.append(join(output, value.contiguous(), mesh, placements, None if shape is None else shape.shape))
     if not many:
         return made[0]
     return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)

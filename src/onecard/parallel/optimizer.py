@@ -28,7 +28,8 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         The optimizer.
 
     Raises:
-        LayoutError: the optimizer was made before ``shard_layer`` and holds the parameters that this replaced.
+        LayoutError: the optimizer was made before ``shard_layer`` and holds the parameters that this replaced; at the
+            first step, if ``shard_fn`` returns something else than a tensor of the state's shape.
 
     Source: ``paddle.distributed.shard_optimizer``; buckets as in DistributedDataParallel.
 

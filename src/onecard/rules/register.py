@@ -49,6 +49,8 @@ def register_rule(
         RuleError: no such operator, a rule that cannot be read, an unknown trait, a second row; or a sample on which the
             rule is wrong, with the layouts. A wrong rule is not kept.
 
+    Source: rules as factors after Shardy (OpenXLA) and einsum; ``register_sharding`` of PyTorch lists strategies instead.
+
     Example:
         >>> @torch.library.custom_op("doctest::twice", mutates_args=())
         ... def twice(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from onecard.comm import check, groups, world
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -47,6 +47,7 @@ def shard_tensor(
     Raises:
         LayoutError: placements that do not fit the mesh or the tensor.
         CommunicationError: the mesh names ranks that the world does not have.
+        TypeError: a dtype that is not torch's.
 
     Source: ``paddle.distributed.shard_tensor``.
 
@@ -56,6 +57,8 @@ def shard_tensor(
         >>> x.shape, x.placements
         (torch.Size([2, 2]), (Shard(dim=0),))
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"shard_tensor: dtype is {dtype!r}; want one of torch's, such as dtype=torch.float32")
     if isinstance(data, DistTensor):
         return _again(data, mesh, placements, dtype, requires_grad)
     tensor = data if isinstance(data, Tensor) else torch.as_tensor(data)
@@ -64,7 +67,7 @@ def shard_tensor(
     layout = _layout("shard_tensor", tensor, mesh, placements)
     groups.check_world(mesh)
     if check.on and src is None and mesh.coordinate() is not None:
-        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [("data", tensor)], check.EQUAL)
+        check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", tensor)])
     if isinstance(data, torch.nn.Parameter):
         made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
@@ -116,15 +119,27 @@ def from_local(
         shape: the whole shape. Left out, every rank's part is taken to have this rank's shape; give it when sizes do
             not divide.
 
+    Returns:
+        A DistTensor that shares the part's memory; differentiable.
+
     Raises:
         LayoutError: the part does not have the shape that the layout gives this rank.
+
+    Source: ``paddle.distributed.dtensor_from_local``; ``DTensor.from_local``.
 
     Example:
         >>> x = from_local(torch.ones(2, 3), ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
         >>> x.shape
         torch.Size([2, 3])
     """
-    layout = _layout("from_local", local, mesh, placements)
+    return join("from_local", local, mesh, placements, shape)
+
+
+def join(
+    call: str, local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> DistTensor:
+    """``from_local`` for the call that errors shall name."""
+    layout = _layout(call, local, mesh, placements)
     groups.check_world(mesh)
     if shape is None:
         shape = [
@@ -133,15 +148,31 @@ def from_local(
         ]
     spec = Spec.make(layout, torch.Size(shape), contiguous_stride(torch.Size(shape)), local.dtype, local.device)
     if check.on and spec.here:
-        whole = f"from_local of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
+        whole = f"{call} of a part of {list(shape)} {str(local.dtype).removeprefix('torch.')} as [{layout}]"
         check.agreed(whole, mesh.process_ids, _WHOLE)
     expected = layout.local_shape(shape)
     if spec.here and tuple(local.shape) != expected:
         raise LayoutError(
-            f"from_local: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
+            f"{call}: rank {world.get_rank()} passes a part of shape {list(local.shape)}, but [{layout}] gives it "
             f"{list(expected)} of a whole of {list(shape)}; pass shape=[...] with the whole tensor's shape"
         )
+    if check.on and spec.here:
+        _check_parts(call, wrap(local.detach(), spec))
     return FromLocal.apply(local, spec)
+
+
+def _check_parts(call: str, x: DistTensor) -> None:
+    """Under the debug check: copies are equal, and parts are not all one."""
+    claim = copies_claim("the part", x)
+    check.equal(call, x.mesh.process_ids, [claim] if has_copies(x) else [])
+    if not x._spec.layout.pending:
+        check.same_parts(call, x.mesh.process_ids, x._local, claim.part, _ALL_ONE)
+
+
+_ALL_ONE = (
+    "If each rank has read the whole: onecard.shard_tensor(x, mesh, placements); if each shall read its own part: give the "
+    "loaders different samples, or use onecard.shard_dataloader"
+)
 
 
 _WHOLE = (
@@ -194,7 +225,18 @@ def unshard(x: Tensor) -> Tensor:
 
     Every rank of the world calls it, those outside the tensor's mesh included: they are sent the value.
 
+    Returns:
+        A plain tensor of the whole shape.
+
+    Raises:
+        CommunicationError: a rank did not call it.
+
     Source: ``paddle.distributed.unshard_dtensor``; ``DTensor.full_tensor``.
+
+    Example:
+        >>> x = shard_tensor([1.0, 2.0], ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
+        >>> unshard(x)
+        tensor([1., 2.])
     """
     if isinstance(x, DistTensor):
         return Unshard.apply(x)
@@ -202,7 +244,10 @@ def unshard(x: Tensor) -> Tensor:
 
 
 def to_dtensor(x: DistTensor) -> DTensor:
-    """The torch DTensor with the same local tensor (no copy).
+    """The torch DTensor with the same local tensor (no copy). Every rank of the world must call it once for each mesh.
+
+    Returns:
+        A DTensor of the same shape, placements and ranks; differentiable.
 
     Raises:
         LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
@@ -216,7 +261,19 @@ def to_dtensor(x: DistTensor) -> DTensor:
 
 
 def from_dtensor(x: DTensor) -> DistTensor:
-    """The DistTensor with the local tensor of a torch DTensor (no copy)."""
+    """The DistTensor with the local tensor of a torch DTensor (no copy); the way back from ``to_dtensor``.
+
+    Returns:
+        A DistTensor of the same shape, placements and ranks; differentiable.
+
+    Raises:
+        LayoutError: placements of its own that are none of Shard, Replicate and Partial (``_StridedShard``).
+
+    Example:
+        >>> x = shard_tensor([1.0, 2.0], ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
+        >>> from_dtensor(to_dtensor(x)).layout  # doctest: +SKIP
+        x=Shard(0)
+    """
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
     return from_local(x.to_local(), mesh, x.placements, shape=x.shape)
 

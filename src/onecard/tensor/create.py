@@ -40,6 +40,12 @@ def rand(
         dtype: floating or complex; torch's default if left out.
         generator: draws the key, on every rank alike; torch's default one if left out.
 
+    Returns:
+        A DistTensor of shape ``size``.
+
+    Raises:
+        LayoutError: placements that do not fit the mesh or the size.
+
     Source: ``torch.distributed.tensor.rand``.
 
     Example:
@@ -60,7 +66,15 @@ def randn(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> DistTensor:
-    """Standard normal numbers; as ``rand`` otherwise."""
+    """Standard normal numbers; arguments, result and errors as of ``rand``.
+
+    Source: ``torch.distributed.tensor.randn``.
+
+    Example:
+        >>> from onecard import ProcessMesh, Replicate
+        >>> randn((2, 3), ProcessMesh([0], ["x"]), [Replicate()]).shape
+        torch.Size([2, 3])
+    """
     return _empty(size, mesh, placements, dtype).normal_(generator=generator)  # type: ignore[return-value]
 
 
@@ -73,7 +87,16 @@ def randint(
     dtype: torch.dtype = torch.int64,
     generator: torch.Generator | None = None,
 ) -> DistTensor:
-    """Integers of [low, high); as ``rand`` otherwise."""
+    """Integers of [low, high); arguments, result and errors as of ``rand`` otherwise.
+
+    Source: ``torch.randint``.
+
+    Example:
+        >>> from onecard import ProcessMesh, Shard
+        >>> x = randint(3, 5, (100,), ProcessMesh([0], ["x"]), [Shard(0)])
+        >>> x.min().item(), x.max().item(), x.dtype
+        (3, 4, torch.int64)
+    """
     return _empty(size, mesh, placements, dtype).random_(low, high, generator=generator)  # type: ignore[return-value]
 
 
@@ -84,7 +107,9 @@ def randperm(
     dtype: torch.dtype = torch.int64,
     generator: torch.Generator | None = None,
 ) -> DistTensor:
-    """A random permutation of 0 ... n - 1; as ``rand`` otherwise.
+    """A random permutation of 0 ... n - 1, of shape (n,); arguments, result and errors as of ``rand`` otherwise.
+
+    Source: ``torch.randperm``; how a rank makes its part of it: docs/design/random.md.
 
     Example:
         >>> from onecard import ProcessMesh, Shard

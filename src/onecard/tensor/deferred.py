@@ -75,6 +75,11 @@ class deferred_init(TorchDispatchMode):
     it is recorded, so order and seed count as ever, also for what is done to the tensors after the ``with``, until they
     are laid out. What asks for a value (``x.max().item()``) computes the tensor in question whole, for a moment.
 
+    Raises:
+        DispatchError: a recorded tensor is used where its value is needed and it cannot be made.
+
+    Source: ``torchdistx.deferred_init``; the keys of random operators make it independent of the layout.
+
     Example:
         >>> from onecard import ProcessMesh, shard_layer
         >>> _ = torch.manual_seed(0)

@@ -15,7 +15,7 @@ from onecard.rules.call import schema_of
 from onecard.rules.register import changed
 from onecard.rules.registry import find
 from onecard.tensor.build import build
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.spec import STALE
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
@@ -131,14 +131,18 @@ def _forget_rows() -> None:
 
 
 def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """``dispatch`` under the debug check: plain operands must be equal on the ranks of the mesh (see ``comm.check``)."""
-    names = schema_of(func).arguments
-    given = [*zip(names, args, strict=False), *(kwargs or {}).items()]
+    """``dispatch`` under the debug check: ranks must hold equal copies of what is not cut (see ``comm.check``)."""
+    schema = schema_of(func)
+    given = [*zip(schema.arguments, args, strict=False), *(kwargs or {}).items()]
     values = [(name, v) for name, value in given for v in (value if isinstance(value, list | tuple) else [value])]
-    plain = [(name, v) for name, v in values if isinstance(v, Tensor) and not isinstance(v, DistTensor)]
     mesh = next((v.mesh for _, v in values if isinstance(v, DistTensor)), None)
-    if plain and mesh is not None and mesh.coordinate() is not None:
-        check.equal(schema_of(func).name, mesh.process_ids, plain, check.EQUAL)
+    if mesh is not None and mesh.coordinate() is not None:
+        plain = [check.plain(n, v) for n, v in values if isinstance(v, Tensor) and not isinstance(v, DistTensor)]
+        # Memory that nobody has written to yet differs: not what an operator only writes, renames or takes the shape of.
+        reads = not schema.views and not schema.name.endswith("_like") and not schema.name.startswith("new_")
+        read = [(n, v) for n, v in values if isinstance(v, DistTensor) and v.mesh is mesh and n not in schema.written]
+        copies = [copies_claim(f"{n!r}{check.name_of(v)}", v) for n, v in read if reads and has_copies(v)]
+        check.equal(schema.name, mesh.process_ids, plain + copies)
     return dispatch(cls, func, types, args, kwargs)
 
 

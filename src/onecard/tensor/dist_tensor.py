@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from onecard import resharding as planner
 from onecard.comm import record
+from onecard.comm.claims import Claim
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
@@ -31,6 +32,15 @@ class DistTensor(Tensor):
 
     Make one with ``shard_tensor`` or ``from_local``. ``shape`` is the whole shape; ``placements``, ``mesh`` and
     ``layout`` say where the parts are; ``to_local()`` is this rank's part, ``full_tensor()`` the whole.
+
+    Source: ``DTensor`` of PyTorch and the distributed tensor of Paddle's auto-parallel.
+
+    Example:
+        >>> from onecard import ProcessMesh, Shard, shard_tensor
+        >>> x = shard_tensor([1.0, 2.0, 3.0], ProcessMesh([0], ["x"]), [Shard(0)])
+        >>> x * 2
+        DistTensor([3] float32 [x=Shard(0)] on ProcessMesh([0], dim_names=['x'])
+          local [3]: [2., 4., 6.])
     """
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
@@ -177,11 +187,12 @@ class DistTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         values = self._local if self._local.numel() <= 24 else self._local.flatten()[:6]
+        part = "local summand" if self._spec.layout.pending else "local"
         text = repr(values.detach()).removeprefix("tensor(").removesuffix(")").split(", dtype")[0]
         more = " ..." if self._local.numel() > 24 else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         kind = "DistParameter" if getattr(self, "_is_param", False) else "DistTensor"
-        return f"{kind}({self._spec!r} on {self.mesh!r}{grad}\n  local {list(self._local.shape)}: {text}{more})"
+        return f"{kind}({self._spec!r} on {self.mesh!r}{grad}\n  {part} {list(self._local.shape)}: {text}{more})"
 
     __str__ = __repr__
 
@@ -253,6 +264,31 @@ def wrap_view(local: Tensor, spec: Spec) -> DistTensor:
         with torch.inference_mode(False):
             return wrap(local, spec)
     return wrap(local, spec)
+
+
+def copies_claim(name: str, x: DistTensor) -> Claim:
+    """What the layout of a tensor promises: equal copies on the ranks of each axis that neither cuts it nor is pending."""
+    spec, place = x._spec, x.mesh.coordinate()
+    part = tuple(i for axis, i in enumerate(place or ()) if not _is_copied(spec.layout, axis))
+    offset = spec.layout.local_offset(spec.shape)
+    return Claim(f"{name} {spec!r}", x._local, "promises equal copies", _COPIES, part, offset)
+
+
+_COPIES = (
+    "Something changed a copy, or it never was one: a write on one rank to x.data or x.to_local(), a random number drawn on "
+    "one rank only, or a from_local or local_map that says Replicate() of what is a summand, Partial(), or a part, Shard(d). "
+    "The lines before this one have passed the check"
+)
+
+
+def has_copies(x: DistTensor) -> bool:
+    """Whether several ranks hold the same part of a tensor."""
+    layout = x._spec.layout
+    return any(size > 1 and _is_copied(layout, axis) for axis, size in enumerate(layout.mesh.shape))
+
+
+def _is_copied(layout: Layout, axis: int) -> bool:
+    return layout.dim_of(axis) is None and all(axis != pending for pending, _ in layout.pending)
 
 
 def announce(
