@@ -295,7 +295,7 @@ def shard_dataloader(
     Source: ``paddle.distributed.shard_dataloader``.
 
     Example:
-        >>> from torch.utils.data import DataLoader, default_collate
+        >>> from torch.utils.data import DataLoader
         >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
         >>> [batch.shape[0] for batch in batches]
         [4, 2]
