@@ -225,14 +225,16 @@ def test_states_of_one_card_are_taken_over() -> None:
 
 def test_an_optimizer_of_parameters_that_were_replaced() -> None:
     """Made before ``shard_layer`` it would train nothing, in silence."""
-    alone = oc.ProcessMesh([0], ["x"])
     model = make_model()
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    early_too = oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    oc.shard_layer(model, alone)
-    with pytest.raises(LayoutError, match=r"holds the plain parameter '0.weight' \[7, 6\].* after shard_layer"):
-        oc.shard_optimizer(early)
+    early = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(3)]
+    oc.shard_optimizer(early[1])
     loss_of(model, batch(0)).backward()
-    with pytest.raises(LayoutError, match="would train nothing"):
-        early_too.step()
+    early[2].step()  # nothing is replaced yet
+    oc.shard_layer(model, oc.ProcessMesh([0], ["x"]))
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(LayoutError, match=r"holds the plain parameter '0.weight' \[7, 6\].* after shard_layer"):
+        oc.shard_optimizer(early[0])
+    for optimizer in early[1:]:
+        with pytest.raises(LayoutError, match="would train nothing"):
+            optimizer.step()
     oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()

@@ -1,4 +1,4 @@
-"""Recurrent layers on a batch that is cut: torch's kernels on each rank's part, values and gradients of one card."""
+"""Recurrent layers and CTC loss on a batch that is cut: torch's kernels on each rank's part, numbers of one card."""
 
 from __future__ import annotations
 
@@ -102,3 +102,33 @@ def test_packed_sequences_train_as_on_one_card():
         for found in results[1:]:
             for ours, theirs in zip(found, results[0], strict=True):
                 assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@multirank(2)
+def test_ctc_loss():
+    """Of a cut batch nothing but the loss is sent. Sequence 1 has no path: its loss is infinite, or zero if asked for."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    generator = torch.Generator().manual_seed(2)
+    x, targets = torch.randn(TIME, BATCH, 5, generator=generator), torch.randint(1, 5, (BATCH, 4), generator=generator)
+    lengths, wanted = torch.tensor([6, 2, 6, 5, 4]), torch.tensor([3, 4, 0, 2, 1])
+    dense = torch.cat([t[:n] for t, n in zip(targets, wanted, strict=True)])
+    for reduction in ("none", "mean", "sum"):
+        for as_given in (lambda t: t, lambda t: t.tolist(), lambda t: oc.shard_tensor(t, mesh, [oc.Shard(0)])):
+            results = []
+            for place in (None, oc.Shard(1), oc.Shard(2), oc.Replicate()):
+                data = (x.clone() if place is None else oc.shard_tensor(x, mesh, [place])).requires_grad_()
+                sizes = [as_given(t) if place else t for t in (lengths, wanted)]
+                labels = oc.shard_tensor(targets, mesh, [oc.Shard(0)]) if place == oc.Shard(1) else targets
+                losses = []
+                with oc.explain() as report:
+                    for aim in (labels, dense):
+                        for options in ({}, {"zero_infinity": True}):
+                            call = {"reduction": reduction, **options}
+                            losses.append(nn.functional.ctc_loss(data.log_softmax(2), aim, *sizes, **call))
+                            if place == oc.Shard(1) and aim is labels:
+                                assert all(m.step.bytes <= 40 for m in report.messages), str(report)
+                losses[1].sum().backward()
+                results.append([*losses, data.grad])
+            for found in results[1:]:
+                for ours, theirs in zip(found, results[0], strict=True):
+                    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
@@ -42,9 +44,6 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     _check_current(optimizer)
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not opt.state:
-            _check_current(opt)  # again before the first step, for a model laid out in between
-
         def settle() -> None:
             settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
@@ -57,16 +56,27 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     return optimizer
 
 
-def _check_current(optimizer: Optimizer) -> None:
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameters had been replaced by then
+
+
+def _check_current(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """Refuse an optimizer of parameters that ``shard_layer`` has replaced; asked again only when it replaces more."""
+    if _checked.get(optimizer, 0) == len(replaced):
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in replaced:
+                kind = type(optimizer).__name__
                 raise LayoutError(
-                    f"shard_optimizer: the optimizer holds the plain parameter {replaced[param]!r} {list(param.shape)}, whose "
-                    "place in the model shard_layer has given to a distributed one, so it would train nothing. Make the "
-                    "optimizer after shard_layer: oc.shard_layer(model, mesh); "
-                    f"optimizer = oc.shard_optimizer(torch.optim.{type(optimizer).__name__}(model.parameters(), ...))"
+                    f"{kind}: the optimizer holds the plain parameter {replaced[param]!r} {list(param.shape)}, whose place in "
+                    "the model shard_layer has given to a distributed one, so it would train nothing. Make the optimizer "
+                    "after shard_layer: onecard.shard_layer(model, mesh); "
+                    f"optimizer = onecard.shard_optimizer(torch.optim.{kind}(model.parameters(), ...))"
                 )
+    _checked[optimizer] = len(replaced)
+
+
+register_optimizer_step_pre_hook(_check_current)  # also of those that no shard_optimizer has seen
 
 
 def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[Any, Any]:

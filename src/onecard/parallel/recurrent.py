@@ -33,7 +33,7 @@ def _padded(op: Any) -> Callable[..., Any]:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         outputs = input.transpose(0, 1) if batch_first else input
         mesh = _mesh_of(input, hx, params)
-        placements = _batch_placements(mesh, outputs)
+        placements = batch_placements(mesh, outputs)
 
         def run(x: Tensor, states: Any, weights: list[Tensor], layers: int) -> tuple[Tensor, ...]:
             return op(x, states, weights, has_biases, layers, 0.0, train, bidirectional, False)
@@ -97,7 +97,7 @@ def _in_turn(
     return (outputs, *ends)
 
 
-def _batch_placements(mesh: ProcessMesh, x: Tensor) -> tuple[Placement, ...]:
+def batch_placements(mesh: ProcessMesh, x: Tensor) -> tuple[Placement, ...]:
     """The cuts of the batch, dim 1, that leave every rank a part; other axes have everything."""
     if not isinstance(x, DistTensor):
         return (Replicate(),) * mesh.ndim

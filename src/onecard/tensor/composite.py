@@ -185,7 +185,6 @@ def _replicated(value: Any) -> Any:
 
 _READ = {
     aten.tensor_split.tensor_indices_or_sections: ("tensor_indices_or_sections",),
-    aten.ctc_loss.Tensor: ("input_lengths", "target_lengths"),
     aten._pad_packed_sequence.default: ("batch_sizes",),
 }
 

@@ -181,7 +181,7 @@ class _NoRule(Exception):
 def without_rule(func: Any, call: Call) -> Callable[..., Any]:
     """Run an operator that has no row: by its decomposition, else on gathered operands."""
     composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    decomposition = func.decompose if composite else decomposition_table.get(func)
+    decomposition = func.decompose if composite else _OURS.get(func) or decomposition_table.get(func)
     if schema_of(func).written:
         decomposition = None
     checked = composite
@@ -207,6 +207,19 @@ def without_rule(func: Any, call: Call) -> Callable[..., Any]:
         return gather(func, args, kwargs)
 
     return expand
+
+
+def _weight_norm_backward(
+    grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """w = v * g / |v|, with norms over all dims but one; torch decomposes the forward operator only."""
+    others = [d for d in range(saved_v.dim()) if d != dim % saved_v.dim()]
+    along = (grad_w * saved_v).sum(others, keepdim=True)
+    return saved_g / saved_norms * (grad_w - saved_v * (along / saved_norms**2)), along / saved_norms
+
+
+# Decompositions that torch's table lacks.
+_OURS: dict[Any, Callable[..., Any]] = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
 
 
 def _decompose(decomposition: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -268,7 +281,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         if value.layout is not torch.strided:
             raise DispatchError(
                 f"{func} makes a {str(value.layout).removeprefix('torch.')} tensor, which cannot be distributed. Compute it on "
-                "every rank from the whole: x.full_tensor()"
+                "every rank from the whole: x.full_tensor(). If an embedding's gradient does: nn.Embedding(..., sparse=False)"
             )
         return wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
 

@@ -18,6 +18,7 @@ from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
+_included = torch._C._SetExcludeDispatchKeyGuard
 
 
 def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
@@ -36,7 +37,7 @@ def _number(name: str) -> Callable[[DistTensor], Any]:
     ordinary = getattr(torch.Tensor, name)
 
     def read(x: DistTensor) -> Any:
-        with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.Python, False):
+        with _included(DispatchKey.PythonTLSSnapshot, False), _included(DispatchKey.Python, False):
             return ordinary(x)
 
     return read
