@@ -364,6 +364,29 @@ def test_parts_that_are_all_the_whole_batch_are_warned_of():
     oc.from_local(torch.ones(8), pair(), [oc.Shard(0)])  # a constant
 
 
+@torch.library.custom_op("mistakes::centre", mutates_args=())
+def centre(x: torch.Tensor) -> torch.Tensor:
+    """Its rule, below, is wrong: the mean needs all rows."""
+    return x - x.mean(0)
+
+
+@centre.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@multirank(2, timeout=20)
+def test_a_rule_that_nobody_has_proved_is_told_once():
+    check.enable()
+    oc.register_rule(centre, "n d -> n d")
+    x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
+    with pytest.warns(
+        UserWarning, match=r"mistakes::centre at .*test_mistakes.py:\d+ runs by a rule .* without verify="
+    ):
+        centre(x)
+    centre(x)  # a second warning would be an error
+
+
 @multirank(2, timeout=20)
 def test_a_mismatch_without_the_check_says_how_to_see_more():
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
