@@ -444,6 +444,35 @@ def test_shared_memory_names_both_collectives_by_itself(tmp_path):
     )
 
 
+BEFORE = """
+import torch
+from torch.utils.data import DataLoader
+
+import onecard as oc
+
+mesh = oc.ProcessMesh([0, 1], dim_names=["dp"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("oc.manual_seed(oc.get_rank())\n", "onecard.manual_seed(1) on rank 1, but rank 0 gave 0"),
+        ("torch.manual_seed(oc.get_rank())\n", "begins with samples ["),
+    ],
+)
+def test_what_ranks_said_before_they_met_is_compared_at_the_first_message(program, said, tmp_path):
+    """Under the launcher there is no process group yet when a program seeds and reads its first batch."""
+    loop = """
+for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), mesh, "dp"):
+    x.sum().item()
+    print("trained")
+"""
+    printed = launch(tmp_path, BEFORE + program + loop)
+    has(printed, said)
+    assert "\ntrained" not in printed
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
     assert len(programs_of_the_page()) == 3
