@@ -130,6 +130,14 @@ def summand(part):
     return part.sum(0)
 
 
+def load_on_one_rank(mesh: oc.ProcessMesh) -> None:
+    """Weights that only one rank loads."""
+    layer = oc.shard_layer(nn.Linear(2, 3, bias=False, dtype=torch.float64).requires_grad_(False), mesh)
+    if oc.get_rank() == 0:
+        layer.weight.copy_(torch.ones(3, 2))
+    layer(torch.ones(1, 2, dtype=torch.float64))
+
+
 def drift(mesh: oc.ProcessMesh) -> None:
     """A weight cut along an axis of one rank: the other axis holds copies, of which rank 1 changes one."""
     w = oc.shard_tensor(torch.zeros(4, 6), mesh, [oc.Shard(1), oc.Replicate()])
@@ -142,7 +150,7 @@ def disagree(kind: str) -> str:
     check.enable()
     rank, mesh = oc.get_rank(), pair()
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), mesh, [oc.Shard(0)])
-    torch.manual_seed(rank)
+    torch.manual_seed(0 if kind == "loads" else rank)
     far = torch.zeros(30, 100)
     far[29, 98] = rank
     programs: dict[str, Callable[[], Any]] = {
@@ -155,6 +163,7 @@ def disagree(kind: str) -> str:
         "far": lambda: x.sum() + far,
         "seeds": lambda: oc.shard_layer(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)), mesh),
         "local": lambda: oc.from_local(torch.full((2, 2), float(rank)), mesh, [oc.Replicate()]),
+        "loads": lambda: load_on_one_rank(mesh),
         "map": lambda: oc.local_map(summand, [[oc.Shard(0)]], [oc.Replicate()])(x),
         "grid": lambda: drift(oc.ProcessMesh([[0, 1]], ["dp", "tp"])),
     }
@@ -312,6 +321,14 @@ def test_parameters_are_called_by_their_names():
         has(
             text, "the plain tensor 'data' (parameter 1.weight) [3, 2] float32 counts as Replicate", "torch.manual_seed"
         )
+
+
+def test_weights_that_one_rank_loads_are_named():
+    for text in run_ranks(disagree, 2, "loads", timeout=20):
+        has(
+            text, "ranks are out of step", "rank 0: copy_ (parameter weight) with the plain tensor 'src' [3, 2] float32"
+        )
+        has(text, "rank 1: linear with the plain tensor 'input' [1, 2] float64", "'weight' (parameter weight) [3, 2]")
 
 
 @pytest.mark.parametrize(
