@@ -130,6 +130,14 @@ def summand(part):
     return part.sum(0)
 
 
+def load_on_one_rank(mesh: oc.ProcessMesh) -> None:
+    """Weights that only one rank loads."""
+    layer = oc.shard_layer(nn.Linear(2, 3, bias=False, dtype=torch.float64).requires_grad_(False), mesh)
+    if oc.get_rank() == 0:
+        layer.weight.copy_(torch.ones(3, 2))
+    layer(torch.ones(1, 2, dtype=torch.float64))
+
+
 def drift(mesh: oc.ProcessMesh) -> None:
     """A weight cut along an axis of one rank: the other axis holds copies, of which rank 1 changes one."""
     w = oc.shard_tensor(torch.zeros(4, 6), mesh, [oc.Shard(1), oc.Replicate()])
@@ -142,7 +150,7 @@ def disagree(kind: str) -> str:
     check.enable()
     rank, mesh = oc.get_rank(), pair()
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), mesh, [oc.Shard(0)])
-    torch.manual_seed(rank)
+    torch.manual_seed(0 if kind == "loads" else rank)
     far = torch.zeros(30, 100)
     far[29, 98] = rank
     programs: dict[str, Callable[[], Any]] = {
@@ -155,6 +163,7 @@ def disagree(kind: str) -> str:
         "far": lambda: x.sum() + far,
         "seeds": lambda: oc.shard_layer(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)), mesh),
         "local": lambda: oc.from_local(torch.full((2, 2), float(rank)), mesh, [oc.Replicate()]),
+        "loads": lambda: load_on_one_rank(mesh),
         "map": lambda: oc.local_map(summand, [[oc.Shard(0)]], [oc.Replicate()])(x),
         "grid": lambda: drift(oc.ProcessMesh([[0, 1]], ["dp", "tp"])),
     }
@@ -314,6 +323,14 @@ def test_parameters_are_called_by_their_names():
         )
 
 
+def test_weights_that_one_rank_loads_are_named():
+    for text in run_ranks(disagree, 2, "loads", timeout=20):
+        has(
+            text, "ranks are out of step", "rank 0: copy_ (parameter weight) with the plain tensor 'src' [3, 2] float32"
+        )
+        has(text, "rank 1: linear with the plain tensor 'input' [1, 2] float64", "'weight' (parameter weight) [3, 2]")
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -338,7 +355,7 @@ def test_copies_are_compared_between_the_ranks_that_hold_the_same_part():
         w.to_local()[1, 1] = -1
     text = message(lambda: w * 2, CommunicationError)
     has(text, "mul at ", "'self' [2, 4] float32 [dp=Replicate, tp=Shard(1)] promises equal copies")
-    has(text, "first at [1, 3]" if oc.get_rank() % 2 else "between ranks [1, 3]")
+    has(text, "first at [1, 3]" if oc.get_rank() % 2 else "but it differs between ranks 1, 3\n")
     has(text, "  rank 1: [2, 3, 6, 7]", "  rank 3: [2, 3, 6, -1]")
 
 
@@ -362,6 +379,29 @@ def test_parts_that_are_all_the_whole_batch_are_warned_of():
     oc.from_local(batch + oc.get_rank(), pair(), [oc.Shard(0)])  # parts
     oc.from_local(batch, pair(), [oc.Partial()])  # summands
     oc.from_local(torch.ones(8), pair(), [oc.Shard(0)])  # a constant
+
+
+@torch.library.custom_op("mistakes::centre", mutates_args=())
+def centre(x: torch.Tensor) -> torch.Tensor:
+    """Its rule, below, is wrong: the mean needs all rows."""
+    return x - x.mean(0)
+
+
+@centre.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@multirank(2, timeout=20)
+def test_a_rule_that_nobody_has_proved_is_told_once():
+    check.enable()
+    oc.register_rule(centre, "n d -> n d")
+    x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
+    with pytest.warns(UserWarning) as warned:
+        centre(x)
+        centre(x)
+    (said,) = [str(w.message) for w in warned]
+    assert re.match(r"mistakes::centre at .*test_mistakes.py:\d+ runs by a rule .* without verify=", said)
 
 
 @multirank(2, timeout=20)
@@ -419,6 +459,35 @@ def test_shared_memory_names_both_collectives_by_itself(tmp_path):
     has(
         printed, "the ranks call different collectives", "all_reduce(sum) #1 of 1 float32", "all_gather #1 of 8 float32"
     )
+
+
+BEFORE = """
+import torch
+from torch.utils.data import DataLoader
+
+import onecard as oc
+
+mesh = oc.ProcessMesh([0, 1], dim_names=["dp"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("oc.manual_seed(oc.get_rank())\n", "onecard.manual_seed(1) on rank 1, but rank 0 gave 0"),
+        ("torch.manual_seed(oc.get_rank())\n", "begins with samples ["),
+    ],
+)
+def test_what_ranks_said_before_they_met_is_compared_at_the_first_message(program, said, tmp_path):
+    """Under the launcher there is no process group yet when a program seeds and reads its first batch."""
+    loop = """
+for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), mesh, "dp"):
+    x.sum().item()
+    print("trained")
+"""
+    printed = launch(tmp_path, BEFORE + program + loop)
+    has(printed, said)
+    assert "\ntrained" not in printed
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -129,8 +129,8 @@ def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> s
     shown = {
         rank: claims.around(side, element, exact, block == 0, ends) for rank, side in zip(holders, sides, strict=True)
     }
-    where = f"first at {claims.place(claim, block, element)}" if mine else f"between ranks {holders}"
-    return f"{claim.name} {claim.belief}, but it differs between ranks, {where}\n{_sides(shown)}\n{claim.cure}"
+    where = f", first at {claims.place(claim, block, element)}" if mine else f" {', '.join(map(str, holders))}"
+    return f"{claim.name} {claim.belief}, but it differs between ranks{where}\n{_sides(shown)}\n{claim.cure}"
 
 
 def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, ...], cure: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -73,8 +74,17 @@ def init() -> None:
     Raises:
         CommunicationError: WORLD_SIZE says more than one, but the rendezvous cannot be reached.
     """
-    if dist.is_initialized() or get_world_size() == 1:
-        return
+    if not dist.is_initialized() and get_world_size() > 1:
+        _join()
+    while waiting and dist.is_initialized():
+        waiting.pop(0)()
+
+
+# What the ranks said before they met, to be compared as soon as they have (see ``agree``).
+waiting: list[Callable[[], None]] = []
+
+
+def _join() -> None:
     place = device()
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from onecard.comm import collectives, groups, record, world
-from onecard.comm.agree import first_to_say
+from onecard.comm.agree import first_to_say, when_met
 from onecard.cost import MACHINE
 from onecard.errors import CommunicationError, LayoutError
 from onecard.layout import Layout
@@ -48,7 +48,8 @@ class LoaderOrder:
             state = torch.get_rng_state() if sampler.generator is None else sampler.generator.get_state()
             digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
             words = f"shuffles with a generator in another state (seed {_seed(self.loader)})"
-            self.compare(self.passes, "generator", digest, words)
+            number = self.passes
+            when_met(lambda: self.compare(number, "generator", digest, words))
 
     def compare(self, number: int, what: str, digest: str, words: str) -> None:
         """Leave this rank's word for the others.
@@ -93,7 +94,8 @@ class PassOrder:
             self._compare("whole pass", f"has read {self.batches} batches in another order")
 
     def _compare(self, what: str, words: str) -> None:
-        self.loader.compare(self.number, what, f"{self.digest:08x}", f"{words} (seed {self.seed})")
+        digest, said = f"{self.digest:08x}", f"{words} (seed {self.seed})"
+        when_met(lambda: self.loader.compare(self.number, what, digest, said))
 
 
 def _seed(loader: DataLoader[Any]) -> int:

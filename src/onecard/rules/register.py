@@ -20,6 +20,9 @@ _OPTIONS = sorted(({f.name for f in fields(Form)} | {f.name for f in fields(Row)
 # Called when a row is added or taken away: decisions made before are void.
 changed: list[Callable[[], None]] = []
 
+# Names of rows that were registered without a sample: the debug check warns of them.
+unproved: set[str] = set()
+
 
 def register_rule(
     op: Any,
@@ -67,6 +70,7 @@ def register_rule(
             row(name, form, **traits) if isinstance(form, str) else row(name, **traits)(form)
             _tell()
             _prove(name, verify, mesh_shapes)
+            (unproved.discard if verify else unproved.add)(name)
         except BaseException:
             rows.pop(name, None)
             if before is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onecard import random
 from onecard.comm import world
-from onecard.comm.agree import first_to_say
+from onecard.comm.agree import first_to_say, when_met
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
@@ -53,7 +53,8 @@ def key_for(func: Any, like: Any, generator: Any) -> Key:
         _draws[like.mesh] += 1
         count = _draws[like.mesh]
         if count & (count - 1) == 0 and like._spec.here:
-            _compare(f"{like.mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(like.shape)}")
+            label, word = f"{like.mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(like.shape)}"
+            when_met(lambda: _compare(label, word))
     return key
 
 

@@ -165,7 +165,7 @@ def _check_parts(call: str, x: DistTensor) -> None:
     """Under the debug check: copies are equal, and parts are not all one."""
     claim = copies_claim("the part", x)
     check.equal(call, x.mesh.process_ids, [claim] if has_copies(x) else [])
-    if not x._spec.layout.pending:
+    if any(x._spec.layout.dims) and not x._spec.layout.pending:
         check.same_parts(call, x.mesh.process_ids, x._local, claim.part, _ALL_ONE)
 
 

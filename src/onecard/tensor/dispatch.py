@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from onecard.comm import check
+from onecard.comm import check, record
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
-from onecard.rules.register import changed
-from onecard.rules.registry import find
+from onecard.rules.register import changed, unproved
+from onecard.rules.registry import find, row_name
 from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.spec import STALE
@@ -136,14 +137,29 @@ def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
     given = [*zip(schema.arguments, args, strict=False), *(kwargs or {}).items()]
     values = [(name, v) for name, value in given for v in (value if isinstance(value, list | tuple) else [value])]
     mesh = next((v.mesh for _, v in values if isinstance(v, DistTensor)), None)
+    if unproved:
+        _tell_unproved(func)
     if mesh is not None and mesh.coordinate() is not None:
         plain = [check.plain(n, v) for n, v in values if isinstance(v, Tensor) and not isinstance(v, DistTensor)]
         # Memory that nobody has written to yet differs: not what an operator only writes, renames or takes the shape of.
         reads = not schema.views and not schema.name.endswith("_like") and not schema.name.startswith("new_")
         read = [(n, v) for n, v in values if isinstance(v, DistTensor) and v.mesh is mesh and n not in schema.written]
         copies = [copies_claim(f"{n!r}{check.name_of(v)}", v) for n, v in read if reads and has_copies(v)]
-        check.equal(schema.name, mesh.process_ids, plain + copies)
+        written = next((check.name_of(v) for n, v in values if n in schema.written), "")
+        check.equal(f"{schema.name}{written}", mesh.process_ids, plain + copies)
     return dispatch(cls, func, types, args, kwargs)
+
+
+def _tell_unproved(func: Any) -> None:
+    """Warn once of a rule of the user's that was never proved: if a value is wrong, it is the first suspect."""
+    name = row_name(func)
+    if name in unproved:
+        unproved.discard(name)
+        warnings.warn(
+            f"{name} at {record.user_line()} runs by a rule that was registered without verify=, so that nobody has proved "
+            f"it. If a value is wrong, suspect it first: onecard.register_rule({name!r}, ..., verify=[a sample call])",
+            stacklevel=3,
+        )
 
 
 def _check() -> None:

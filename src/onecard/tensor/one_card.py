@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecard.comm import world
-from onecard.comm.agree import first_to_say
+from onecard.comm.agree import first_to_say, when_met
 from onecard.errors import DispatchError
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
@@ -27,7 +27,7 @@ def manual_seed(seed: int) -> torch.Generator:
     distributed tensors: ``torch.get_rng_state()`` and ``set_rng_state`` save and restore it.
 
     Raises:
-        DispatchError: another rank gave another seed.
+        DispatchError: another rank gave another seed; where the ranks have not met yet, at the first message.
 
     Source: ``paddle.seed``, ``torch.manual_seed``.
 
@@ -37,13 +37,19 @@ def manual_seed(seed: int) -> torch.Generator:
         3
     """
     _seedings["seed"] += 1
-    first = first_to_say(f"seed/{_seedings['seed']}", str(seed))
+    number = _seedings["seed"]
+    when_met(lambda: _compare(number, seed))
+    return torch.manual_seed(seed)
+
+
+def _compare(number: int, seed: int) -> None:
+    """Whether the ranks gave the same seed in their ``number``-th seeding."""
+    first = first_to_say(f"seed/{number}", str(seed))
     if first is not None and first[1] != str(seed):
         raise DispatchError(
             f"onecard.manual_seed({seed}) on rank {world.get_rank()}, but rank {first[0]} gave {first[1]}: "
             "give the same seed on every rank. What one card draws may not depend on the rank"
         )
-    return torch.manual_seed(seed)
 
 
 class _Dispatch(TorchDispatchMode):
