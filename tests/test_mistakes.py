@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import onecard as oc
-from onecard.comm import check
+from onecard.comm import check, shm
 from onecard.errors import CommunicationError, DispatchError, LayoutError, OnecardError
 from onecard.testing import RankError, assert_close, multirank, run_ranks
 
@@ -404,7 +404,8 @@ def test_a_rule_that_nobody_has_proved_is_told_once():
     assert re.match(r"mistakes::centre at .*test_mistakes.py:\d+ runs by a rule .* without verify=", said)
 
 
-@multirank(2, timeout=20)
+@pytest.mark.skipif(not shm.available(), reason="needs Linux; Gloo does not compare, and waits")
+@multirank(2, backend="shm", timeout=20)
 def test_a_mismatch_without_the_check_says_how_to_see_more():
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
     with pytest.raises(CommunicationError) as caught:

@@ -21,9 +21,6 @@ BLOCK = 128 * 1024
 CHUNK = 512 * 1024
 """Bytes of a running total."""
 
-CALL = 2
-"""Positions after which those who sleep are woken; less than the lag, so that a call follows the last chunk."""
-
 _move = np.copyto
 
 
@@ -49,8 +46,8 @@ class _Relay:
         kind = np.dtype(numbers.fold.total)
         self.most = CHUNK // kind.itemsize
         self.chunks = -(-numbers.count // self.most)
-        # As many chunks under way as there are ranks, so that all have work, and two that make up for uneven paces.
-        self.lag = channel.size + 2
+        # As many chunks under way as there are ranks, so that all have work, and as many that make up for uneven paces.
+        self.lag = 2 * channel.size
         places = channel.buffers(2 * self.lag, CHUNK)
         self.totals = [view(place, self.most, kind) for place in places]
         self.results = [view(place, self.most, numbers.kind) for place in places]
@@ -68,7 +65,9 @@ class _Relay:
                 self._copy(position - self.lag)
             if position < self.chunks:
                 self._add(position)
-            channel.advance(position + 1, call=position % CALL == 0)
+            # Those who sleep are woken now and then, so that they find work for a while; the last chunk is no special
+            # case, as positions go on for longer than that.
+            channel.advance(position + 1, call=position % channel.size == 0)
         channel.cross(deadline)
 
     def _ready(self) -> bool:
