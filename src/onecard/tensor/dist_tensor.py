@@ -23,6 +23,8 @@ from onecard.tensor.intercept import KEYS
 from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
+# C code that asks a tensor for its memory, past all dispatch (``to_dlpack``), raises; it would read at address 0.
+_has_no_memory = torch._C._set_throw_on_mutable_data_ptr
 
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
@@ -68,6 +70,7 @@ class DistTensor(Tensor):
             requires_grad=requires_grad,
             _extra_dispatch_keys=KEYS,
         )
+        _has_no_memory(self)
         self._local, self._spec = local, spec
         return self
 
@@ -254,6 +257,7 @@ class DistTensor(Tensor):
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """A DistTensor outside autograd, as fast as can be."""
     self = _make(DistTensor, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, _extra_dispatch_keys=KEYS)
+    _has_no_memory(self)
     self._local, self._spec = local, spec
     return self
 
