@@ -46,9 +46,9 @@ def test_memory_of_a_part_is_not_that_of_the_whole():
     assert_close(whole, torch.zeros(6, 4))
     assert isinstance(copy.copy(torch.nn.Parameter(x)), torch.nn.Parameter)
     assert_close(torch.from_dlpack(x.__dlpack__()), matrix())
-    for x in (x, x.view(-1), x + 1):
+    for given in (x, x.view(-1), x + 1):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-            torch.utils.dlpack.to_dlpack(x)
+            torch.utils.dlpack.to_dlpack(given)
     assert_close(cut(matrix()).apply_(abs), matrix().abs())
 
 
