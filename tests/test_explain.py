@@ -234,6 +234,18 @@ def test_backward_and_optimizers_are_watched_too() -> None:
 
 
 @multirank(2)
+def test_parameters_have_their_names() -> None:
+    def cut(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
+        if name == "0":
+            layer.weight = oc.shard_tensor(layer.weight, mesh, [oc.Shard(0)])  # type: ignore[arg-type]
+
+    net = oc.shard_layer(nn.Sequential(nn.Linear(2, 4, bias=False)), MESH, cut)
+    with oc.explain() as report:
+        net(oc.shard_tensor(torch.ones(6, 2), MESH, [oc.Shard(0)]))
+    assert [m.operand for m in report.messages] == ["weight (parameter 0.weight)"]
+
+
+@multirank(2)
 def test_messages_outside_operators_are_listed() -> None:
     """What a GradScaler asks of all ranks, and the data that one rank reads for others."""
     weight = oc.shard_tensor(torch.ones(2, 2), MESH, [oc.Shard(0)], requires_grad=True)

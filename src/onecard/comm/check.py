@@ -146,17 +146,6 @@ def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, 
         )
 
 
-def name(tensor: Tensor, words: str) -> None:
-    """What to call a tensor: a parameter by its name in the module."""
-    tensor._onecard_name = words  # type: ignore[attr-defined]  # not by weak reference: torch cannot swap what has one
-
-
-def name_of(tensor: Tensor) -> str:
-    """What a tensor was named, in words to put behind its operand's name; "" if it was not."""
-    words = getattr(tensor, "_onecard_name", "")
-    return f" ({words})" if words else ""
-
-
 def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
     """Compare what a call says of a whole tensor, such as its shape."""
     found = _exchange(tuple(sorted(ranks)), Entry(call, record.user_line()))
@@ -283,7 +272,7 @@ def _sides(found: dict[int, str]) -> str:
 
 def plain(operand: str, x: Tensor) -> Claim:
     """The claim of a plain tensor among distributed ones: it counts as equal on all ranks."""
-    return Claim(f"the plain tensor {operand!r}{name_of(x)} {_kind(x)}", x, "counts as Replicate", EQUAL)
+    return Claim(f"the plain tensor {operand!r}{record.name_of(x)} {_kind(x)}", x, "counts as Replicate", EQUAL)
 
 
 def _kind(x: Tensor) -> str:

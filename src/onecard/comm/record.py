@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import Tensor
 
 from onecard.resharding import Step
 
@@ -61,3 +62,14 @@ def tell(message: Message) -> None:
     """Show a message to every observer; one may raise to forbid it."""
     for observer in list(observers):
         observer(message)
+
+
+def name(tensor: Tensor, words: str) -> None:
+    """What to call a tensor: a parameter by its name in the module."""
+    tensor._onecard_name = words  # type: ignore[attr-defined]  # not by weak reference: torch cannot swap what has one
+
+
+def name_of(tensor: Tensor) -> str:
+    """What a tensor was named, in words to put behind its operand's name; "" if it was not."""
+    words = getattr(tensor, "_onecard_name", "")
+    return f" ({words})" if words else ""

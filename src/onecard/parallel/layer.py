@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onecard.comm import check
+from onecard.comm import record
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
 from onecard.parallel.attention import keep_dims_apart
@@ -121,13 +121,11 @@ def _run_shard_fn(shard_fn: ShardFn, name: str, submodule: nn.Module, mesh: Proc
 
 
 def _name_tensors(module: nn.Module, prefix: str) -> None:
-    """Let the debug check call a module's own parameters and buffers by their names."""
-    if not check.on:
-        return
+    """Let messages and the debug check call a module's own parameters and buffers by their names."""
     for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
         for key, tensor in tensors.items():
             if tensor is not None:
-                check.name(tensor, f"{kind} {prefix}.{key}" if prefix else f"{kind} {key}")
+                record.name(tensor, f"{kind} {prefix}.{key}" if prefix else f"{kind} {key}")
 
 
 def _replicate(module: nn.Module, mesh: ProcessMesh) -> None:

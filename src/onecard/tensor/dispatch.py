@@ -144,8 +144,8 @@ def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
         # Memory that nobody has written to yet differs: not what an operator only writes, renames or takes the shape of.
         reads = not schema.views and not schema.name.endswith("_like") and not schema.name.startswith("new_")
         read = [(n, v) for n, v in values if isinstance(v, DistTensor) and v.mesh is mesh and n not in schema.written]
-        copies = [copies_claim(f"{n!r}{check.name_of(v)}", v) for n, v in read if reads and has_copies(v)]
-        written = next((check.name_of(v) for n, v in values if n in schema.written), "")
+        copies = [copies_claim(f"{n!r}{record.name_of(v)}", v) for n, v in read if reads and has_copies(v)]
+        written = next((record.name_of(v) for n, v in values if n in schema.written), "")
         check.equal(f"{schema.name}{written}", mesh.process_ids, plain + copies)
     return dispatch(cls, func, types, args, kwargs)
 

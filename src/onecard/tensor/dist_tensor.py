@@ -144,7 +144,7 @@ class DistTensor(Tensor):
         source, shape = spec.layout, tuple(spec.shape)
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
         if record.observers and spec.here:
-            announce(steps, op, operand, shape, reason, explicit)
+            announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
         settles = bool(source.pending) and target is source.settled()
         if not spec.here:
             if settles:
