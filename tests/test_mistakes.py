@@ -475,8 +475,9 @@ mesh = oc.ProcessMesh([0, 1], dim_names=["dp"])
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("oc.manual_seed(oc.get_rank())\n", "onecard.manual_seed(1) on rank 1, but rank 0 gave 0"),
-        ("torch.manual_seed(oc.get_rank())\n", "begins with samples ["),
+        # The rank that is asked first is right; either may be.
+        ("oc.manual_seed(oc.get_rank())\n", r"onecard\.manual_seed\((\d)\) on rank \1, but rank (?!\1)(\d) gave \2"),
+        ("torch.manual_seed(oc.get_rank())\n", r"begins with samples \["),
     ],
 )
 def test_what_ranks_said_before_they_met_is_compared_at_the_first_message(program, said, tmp_path):
@@ -487,7 +488,7 @@ for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), me
     print("trained")
 """
     printed = launch(tmp_path, BEFORE + program + loop)
-    has(printed, said)
+    assert re.search(said, re.sub(r"[\s│]+", " ", printed)), printed
     assert "\ntrained" not in printed
 
 
