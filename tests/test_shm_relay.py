@@ -1,14 +1,22 @@
 """The rule by which the ranks of a large all-reduce follow each other, at every pace that a scheduler may give them."""
 
+import ctypes
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from onecard.comm import shm
+from onecard.comm.shm import futex
+from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.reduction import Numbers, fold
-from onecard.comm.shm.relay import CHUNK, _Relay
+from onecard.comm.shm.relay import CHUNK, _Relay, relay
+from onecard.comm.shm.segment import Plan, Segment
+from onecard.comm.shm.signature import Signature
 
 
 class Wrong(Exception):
@@ -20,8 +28,10 @@ def parts(size, chunks, progress, fewer):
     numbers = Numbers(0, chunks * CHUNK // 4, np.float32, 4, fold(torch.float32, "sum"))
     for rank in range(size):
         channel = SimpleNamespace(rank=rank, size=size, progress=progress.__getitem__)
-        channel.buffers = lambda count, _: [0] * (count - fewer)
-        yield _Relay(channel, numbers, True)
+        channel.buffers = lambda count, _: [0] * count
+        part = _Relay(channel, numbers, True)
+        del part.totals[len(part.totals) - fewer :]
+        yield part
 
 
 def play(size, chunks, seed, fewer=0):
@@ -55,7 +65,7 @@ def play(size, chunks, seed, fewer=0):
         busy[rank] = not busy[rank]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_no_total_is_lost_and_nobody_waits_for_ever(size):
     for seed in range(30):
         play(size, chunks=seed + 1, seed=seed)
@@ -66,3 +76,34 @@ def test_one_buffer_less_is_seen():
     with pytest.raises(Wrong, match="wants chunk"):
         for seed in range(200):
             play(3, 30, seed, fewer=1)
+
+
+@pytest.mark.skipif(not shm.available(), reason="needs Linux")
+def test_nobody_sleeps_through_a_call(monkeypatch):
+    """Five ranks in one process, which look only when they are woken: here a sleep that nobody ends is an error."""
+    long = futex._Timespec(5, 0)
+
+    def wait(address, value, seconds):
+        begin = time.monotonic()
+        futex._call(futex._NUMBER, address, futex._WAIT, value, ctypes.addressof(long), None, 0)
+        if time.monotonic() - begin >= 5:
+            raise Wrong("nobody woke a rank that sleeps")
+
+    monkeypatch.setattr(futex, "wait", wait)
+    size, count = 5, 40 * CHUNK // 4
+    segment = Segment.private(Plan(size))
+    channels = [Channel(segment, rank, range(size)) for rank in range(size)]
+    data = [np.full(count, 1.0 + rank, np.float32) for rank in range(size)]
+    for channel in channels:
+        channel.enter()
+        channel._spin = 0
+
+    def reduce(rank):
+        numbers = Numbers(data[rank].ctypes.data, count, np.float32, 4, fold(torch.float32, "sum"))
+        for number in range(3):
+            signature = Signature(number + 1, "all_reduce", count, torch.float32, "sum")
+            relay(channels[rank], signature, time.monotonic() + 60, numbers, True)
+
+    with ThreadPoolExecutor(size) as ranks:
+        list(ranks.map(reduce, range(size)))
+    assert all((x == 15 * 5 * 5).all() for x in data)

@@ -68,7 +68,7 @@ class Channel:
         return self._slots[turn]
 
     def buffers(self, count: int, size: int) -> list[int]:
-        """The addresses of `count` parts of the slots, of `size` bytes, for those who meet before they touch them and after."""
+        """The addresses of up to `count` parts of the slots, of `size` bytes, for those who meet before and after using them."""
         self.segment.use_large_pages()
         starts = range(0, self.segment.plan.chunk - size + 1, size)
         return [slot + start for slots in self._slots for slot in slots for start in starts][:count]

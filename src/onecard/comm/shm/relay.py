@@ -47,11 +47,12 @@ class _Relay:
         self.most = CHUNK // kind.itemsize
         self.chunks = -(-numbers.count // self.most)
         # As many chunks under way as there are ranks, so that all have work, and as many that make up for uneven paces.
-        self.lag = 2 * channel.size
-        places = channel.buffers(2 * self.lag, CHUNK)
+        places = channel.buffers(4 * channel.size, CHUNK)
+        self.lag = len(places) // 2
         self.totals = [view(place, self.most, kind) for place in places]
         self.results = [view(place, self.most, numbers.kind) for place in places]
         self.mine = view(numbers.address, numbers.count, numbers.kind)
+        self.fold_in = numbers.fold.add if self.rank else numbers.fold.begin
         self.position = 0
 
     def run(self, signature: Signature, deadline: float) -> None:
@@ -93,10 +94,8 @@ class _Relay:
         total, mine = self._find(self.totals, chunk)
         if self.rank == self.last:
             self._end(total, mine)
-        elif self.rank:
-            self.numbers.fold.add(total, mine)
         else:
-            self.numbers.fold.begin(total, mine)
+            self.fold_in(total, mine)
 
     def _end(self, total: Array, mine: Array) -> None:
         """The last rank's part. It copies the result out at once, block by block, while it has it in its cache."""
@@ -105,7 +104,7 @@ class _Relay:
         block = len(mine) if packs else BLOCK // mine.itemsize
         for start in range(0, len(mine), block):
             here, part = total[start : start + block], mine[start : start + block]
-            fold.add(here, part)
+            self.fold_in(here, part)
             fold.finish(here, ranks)
             if self.receive:
                 _move(part, here.view(part.dtype)[: len(part)])
