@@ -148,6 +148,19 @@ def test_every_collective_and_size():
             assert torch.equal(got, want), call
 
 
+@multirank(2, backend="shm")
+def test_groups_of_one_at_every_size():
+    rank = dist.get_rank()
+    alone = [dist.new_group([member], backend="shm") for member in range(2)][rank]
+    kinds = [("sum", kind) for kind in COPIES] + [(op, kind) for kind in REDUCTIONS for op in ("sum", "max")]
+    for (op, kind), dtype in itertools.product(kinds, (torch.float32, torch.bfloat16)):
+        for count in (0, 7, 50_021, SIZES[-1]):
+            if count < SIZES[-1] or kind in ("all_reduce", "reduce"):
+                call = Call(kind, (rank,), (count,), dtype, op)
+                for got, want in zip(run(call, alone, 0), meaning(call, 0), strict=True):
+                    assert torch.equal(got, want), call
+
+
 SIZES = (100, 200_003, 5_000_011)  # the three ways of an all-reduce: at once, through slots, from rank to rank
 
 
