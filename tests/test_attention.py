@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -100,6 +101,21 @@ def test_a_transformer_with_a_cut_batch_sends_nothing_but_gradients() -> None:
         gathers = [m for m in report.messages if m.step.bytes and m.step.kind != "all_reduce"]
         assert not gathers, str(report)
     assert_close(torch.tensor(losses[3:]), torch.tensor(losses[:3]))
+
+
+@multirank(2)
+def test_shapes_that_torch_refuses_are_refused() -> None:
+    """Sums and products would broadcast them."""
+    layer = oc.shard_layer(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), MESH)
+    x = oc.shard_tensor(normal(BATCH, TIME, WIDTH), MESH, [oc.Shard(0)])
+    one = oc.shard_tensor(normal(1, OTHER, WIDTH), MESH, [oc.Replicate()])
+    for operands, masks in (
+        ((x, x, x), {"attn_mask": torch.zeros(1, TIME)}),
+        ((x, x, x), {"key_padding_mask": torch.zeros(1, TIME)}),
+        ((x, one, one), {}),
+    ):
+        with pytest.raises((RuntimeError, AssertionError, ValueError)):
+            layer(*operands, need_weights=True, **masks)
 
 
 @multirank(2)

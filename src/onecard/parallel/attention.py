@@ -25,10 +25,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         given = (query, key, value)
-        if not self._is_ours(given) or (is_causal and attn_mask is None):  # which is an error, and torch's to tell
-            return super().forward(
-                *given, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )  # fmt: skip
+        wrong = (is_causal and attn_mask is None) or not self._fit(*given, key_padding_mask, attn_mask)
+        if wrong or not self._is_ours(given):  # what is wrong is torch's to tell
+            options: Any = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(*given, *options)
         mask = self._mask(query, key_padding_mask, None if is_causal and not need_weights else attn_mask)
         if not self.batch_first:
             same = query is key and key is value
@@ -48,10 +48,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _is_ours(self, given: tuple[Tensor, ...]) -> bool:
-        """Whether this call merges dims in torch's code; not in evaluation, see transformer.py, nor without a batch."""
+        """Whether this call merges dims in torch's code; not in evaluation, see transformer.py."""
         plain = self.bias_k is None and self.bias_v is None and not self.add_zero_attn
         distributed = any(isinstance(x, DistTensor) for x in (*given, self.out_proj.weight))
-        return distributed and plain and given[0].dim() == 3 and (self.training or torch.is_grad_enabled())
+        return distributed and plain and (self.training or torch.is_grad_enabled())
+
+    def _fit(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None) -> bool:
+        """Whether shapes are as torch wants them; products and sums would broadcast some that it refuses."""
+        if not query.dim() == key.dim() == value.dim() == 3:
+            return False
+        (batch, time), (batch_of_key, keys) = (
+            x.shape[:2] if self.batch_first else x.shape[1::-1] for x in (query, key)
+        )
+        masks = ((time, keys), (batch * self.num_heads, time, keys))
+        return (
+            batch == batch_of_key
+            and key.shape[:2] == value.shape[:2]
+            and (mask is None or tuple(mask.shape) in masks)
+            and (padding is None or tuple(padding.shape) == (batch, keys))
+        )
 
     def _mask(self, query: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Both masks as one to add to the scores of (batch, heads, queries, keys)."""
