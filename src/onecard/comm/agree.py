@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,9 +33,23 @@ def first_to_say(label: str, word: str) -> tuple[int, str] | None:
         >>> first_to_say("seed", "0") is None
         True
     """
-    if world.get_world_size() == 1 or not dist.is_initialized() or pretend.rehearsing or dist.get_backend() == "fake":
+    found = exchange(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}")
+    if not found:
         return None
-    store = dist.distributed_c10d._get_default_store()
-    found = store.compare_set(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}").decode()
     rank, _, said = found.partition(" ")
     return int(rank), said
+
+
+def exchange(key: str, expected: str, word: str) -> str:
+    """Put a word in the place of the one that all ranks saw there before; what is there now: this word, or another rank's.
+
+    "" in a world of one, before there is a process group, and where nothing is sent.
+    """
+    if world.get_world_size() == 1 or not dist.is_initialized() or pretend.rehearsing or dist.get_backend() == "fake":
+        return ""
+    return store().compare_set(key, expected, word).decode()
+
+
+def store() -> Any:
+    """The store of the rendezvous."""
+    return dist.distributed_c10d._get_default_store()

@@ -130,7 +130,7 @@ def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> s
         rank: claims.around(side, element, exact, block == 0, ends) for rank, side in zip(holders, sides, strict=True)
     }
     where = f", first at {claims.place(claim, block, element)}" if mine else f" {', '.join(map(str, holders))}"
-    return f"{claim.name} {claim.belief}, but it differs between ranks{where}\n{_sides(shown)}\n{claim.cure}"
+    return f"{claim.name} {claim.belief}, but it differs between ranks{where}\n{listed(shown)}\n{claim.cure}"
 
 
 def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, ...], cure: str) -> None:
@@ -257,10 +257,10 @@ _DTYPE = re.compile(r"\b(?:(?:float|bfloat|int|uint|complex)\d+|bool)\b")
 def _out_of_step(found: dict[int, Entry], cure: str = ADVICE) -> str:
     if len({_DTYPE.sub("", entry.call + entry.why) for entry in found.values()}) == 1:
         cure = DTYPES
-    return f"ranks are out of step\n{_sides({rank: str(entry) for rank, entry in found.items()})}\n{cure}"
+    return f"ranks are out of step\n{listed({rank: str(entry) for rank, entry in found.items()})}\n{cure}"
 
 
-def _sides(found: dict[int, str]) -> str:
+def listed(found: dict[int, str]) -> str:
     """One line for each rank, those that say the same together."""
     sides: dict[str, list[int]] = {}
     for rank, words in sorted(found.items()):

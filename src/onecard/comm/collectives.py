@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from onecard.comm import check, flight
+from onecard.comm import check, flight, sparse_check
 from onecard.comm.groups import Group
+from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
 
 _REDUCE = {
@@ -33,10 +34,12 @@ _REDUCE = {
 }
 
 
-def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]) -> None:
+def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any], op: str = "") -> None:
     """Run one collective; a fault says which, among whom, and where this rank stands."""
     if sent is not None and sent.is_meta:
         return  # a rehearsal: shapes without data
+    if group.clock is not None:
+        group.clock.tick(f"{name}({op})" if op else name, None if sent is None else sent.dtype)
     board, nbytes = flight.board, 0 if sent is None else sent.nbytes
     if board is not None:
         board.enter(name, tuple(sorted(group.ranks)), nbytes)
@@ -47,17 +50,30 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
         if work is not None:
             work.wait()
     except CommunicationError as fault:
-        if not check.on:
-            fault.add_note("To see the operator, tensor and line of each rank, run it once with ONECARD_CHECK=1")
+        _explain(fault, group)
         raise
     except RuntimeError as fault:
-        raise CommunicationError(
+        failed = CommunicationError(
             f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
             f"{fault}. A rank that is gone, or that runs another program than the others, shows as this."
-        ) from fault
+        )
+        _explain(failed, group)
+        raise failed from fault
     finally:
         if board is not None:
             board.leave()
+
+
+def _explain(fault: CommunicationError, group: Group) -> None:
+    """Add what is known of the other ranks: what they were about to send, or why one has stopped."""
+    if check.on:
+        return
+    apart = group.clock is not None and MISMATCH in str(fault)
+    found = group.clock.sides() if apart and group.clock is not None else sparse_check.stopped()
+    if found and found not in str(fault):
+        fault.add_note(found)
+    elif not found:
+        fault.add_note("To see the operator, tensor and line of each rank, run it once with ONECARD_CHECK=1")
 
 
 def _at_once(options: Any) -> Any:
@@ -111,7 +127,7 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
     if pg is not None and result.numel():
-        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]))
+        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]), op)
     return result.div_(group.size) if op == "avg" else result
 
 

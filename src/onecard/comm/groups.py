@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecard.comm import check, hosts, world
+from onecard.comm import check, hosts, sparse_check, world
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -23,13 +23,15 @@ class Group:
     """The ranks along one mesh axis through this process; ``index`` is this process's place among them.
 
     ``process_group`` is None in a group of one, which never sends anything. It counts its ranks in ascending order,
-    whatever the mesh says: ``order`` has, for each of its ranks, the place in ``ranks``; None if they agree.
+    whatever the mesh says: ``order`` has, for each of its ranks, the place in ``ranks``; None if they agree. ``clock`` counts
+    its messages, for the sparse check; None where that is off.
     """
 
     ranks: tuple[int, ...]
     index: int
     process_group: Any
     order: tuple[int, ...] | None = None
+    clock: sparse_check.Clock | None = None
 
     @property
     def size(self) -> int:
@@ -52,6 +54,12 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
+@cache
+def _clock(ranks: tuple[int, ...]) -> sparse_check.Clock | None:
+    made = _process_group(ranks)
+    return sparse_check.Clock(ranks, made) if sparse_check.on and made is not None else None
+
+
 _groups: dict[tuple[ProcessMesh, int], Group] = {}
 
 
@@ -68,7 +76,7 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ranks = tuple(mesh.neighbours(axis))
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
-        found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order)
+        found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order, _clock(ascending))
         if not _groups:
             # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
             atexit.register(forget)
@@ -91,7 +99,9 @@ def check_world(mesh: ProcessMesh) -> None:
 def forget() -> None:
     """Forget every cached group (after the process group is destroyed, as tests do)."""
     hosts.forget()
+    sparse_check.forget()
     _groups.clear()
+    _clock.cache_clear()
     _process_group.cache_clear()
     _device_mesh.cache_clear()
 

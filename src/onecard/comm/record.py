@@ -46,6 +46,9 @@ class Message:
 
 observers: list[Callable[[Message], None]] = []
 
+serving: tuple[str, str, tuple[int, ...]] = ("", "", ())
+"""What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
+
 
 def user_line() -> str:
     """The innermost line on the stack that is neither onecard's nor PyTorch's."""

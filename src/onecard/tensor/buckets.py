@@ -59,6 +59,7 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
         steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled())
         announce(steps, name, "self", tuple(flat.shape), "summed once, in a bucket", explicit, len(bucket))
+    record.serving = (name, "self", tuple(flat.shape))
     for axis, op in layout.pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
     for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):

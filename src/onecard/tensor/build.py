@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard import resharding as planner
+from onecard.comm import sparse_check
 from onecard.comm.groups import check_world
 from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
@@ -23,6 +24,7 @@ from onecard.tensor.buckets import settle_first
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.program import Program, own_result
 from onecard.tensor.spec import OWN, Spec
+from onecard.tensor.watched import Operands
 
 
 def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
@@ -65,6 +67,10 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if row.note is not None and not noted:
         _note(program, call, bound, decision, row.note)
     _localise(program, call, row, bound, layouts, decision, device)
+    if sparse_check.on and mesh.size > 1:
+        named = zip(call.names, call.paths, values, strict=True)
+        plain = [(n, p) for i, (n, p, v) in enumerate(named) if i not in bound.unread and not isinstance(v, DistTensor)]
+        program.plain = Operands(program.name, plain, mesh) if plain else None
     if program.view:
         _share(program, call, values[0])
     _shorten(program, call, len(args))
@@ -110,7 +116,7 @@ def _decision(
     aliases = _aliases(call)
     program.aliases = aliases if any(aliases) else ()
     kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
-    program.writes = tuple(call.paths[i] for i in kept)
+    program.writes, program.combines = tuple(call.paths[i] for i in kept), len(call.operands) > 1
     return decide(
         bound,
         layouts,
@@ -228,7 +234,15 @@ def _shorten(program: Program, call: Call, given: int) -> None:
         return
     program.spec = program.specs[0]
     program.swaps = tuple((at, value) for at, _, value in program.replace)
-    busy = program.moves or program.aliases or program.writes or program.note or program.shares or program.copies
+    busy = (
+        program.plain
+        or program.moves
+        or program.aliases
+        or program.writes
+        or program.note
+        or program.shares
+        or program.copies
+    )
     plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
     in_place = all(at < given for at, _, _ in program.replace)
     program.simple = bool(not busy and plain and in_place and program.spec.here)

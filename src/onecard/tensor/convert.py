@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from onecard.comm import check, groups, world
+from onecard.comm import check, groups, sparse_check, world
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.tensor import watched
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -68,6 +69,8 @@ def shard_tensor(
     groups.check_world(mesh)
     if check.on and src is None and mesh.coordinate() is not None:
         check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", tensor)])
+    elif sparse_check.on and src is None and mesh.size > 1 and mesh.coordinate() is not None:
+        watched.whole("shard_tensor", tensor, layout)
     if isinstance(data, torch.nn.Parameter):
         made = distribute(tensor.detach(), layout, src)
         return torch.nn.Parameter(made, data.requires_grad if requires_grad is None else requires_grad)  # type: ignore[return-value]
@@ -158,6 +161,8 @@ def join(
         )
     if check.on and spec.here:
         _check_parts(call, wrap(local.detach(), spec))
+    elif sparse_check.on and mesh.size > 1 and spec.here:
+        watched.part(call, local.detach(), layout, _ALL_ONE)
     return FromLocal.apply(local, spec)
 
 

@@ -145,6 +145,7 @@ class DistTensor(Tensor):
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
         if record.observers and spec.here:
             announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
+        record.serving = (op, operand, shape)
         settles = bool(source.pending) and target is source.settled()
         if not spec.here:
             if settles:
@@ -275,10 +276,10 @@ def copies_claim(name: str, x: DistTensor) -> Claim:
     spec, place = x._spec, x.mesh.coordinate()
     part = tuple(i for axis, i in enumerate(place or ()) if not _is_copied(spec.layout, axis))
     offset = spec.layout.local_offset(spec.shape)
-    return Claim(f"{name} {spec!r}", x._local, "promises equal copies", _COPIES, part, offset)
+    return Claim(f"{name} {spec!r}", x._local, "promises equal copies", COPIES, part, offset)
 
 
-_COPIES = (
+COPIES = (
     "Something changed a copy, or it never was one: a write on one rank to x.data or x.to_local(), a random number drawn on "
     "one rank only, or a from_local or local_map that says Replicate() of what is a summand, Partial(), or a part, Shard(d). "
     "The lines before this one have passed the check"
@@ -287,8 +288,12 @@ _COPIES = (
 
 def has_copies(x: DistTensor) -> bool:
     """Whether several ranks hold the same part of a tensor."""
-    layout = x._spec.layout
-    return any(size > 1 and _is_copied(layout, axis) for axis, size in enumerate(layout.mesh.shape))
+    return bool(copied_axes(x._spec.layout))
+
+
+def copied_axes(layout: Layout) -> tuple[int, ...]:
+    """The axes along which several ranks hold the same."""
+    return tuple(a for a, size in enumerate(layout.mesh.shape) if size > 1 and _is_copied(layout, a))
 
 
 def _is_copied(layout: Layout, axis: int) -> bool:

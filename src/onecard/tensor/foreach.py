@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 from onecard import resharding as planner
-from onecard.comm import record
+from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
@@ -27,6 +27,7 @@ from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.program import Program
 from onecard.tensor.spec import OWN
+from onecard.tensor.watched import written
 
 aten = torch.ops.aten
 
@@ -172,6 +173,8 @@ def _local(value: Any) -> Any:
 
 def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Tell the copies that stand for views of what a kernel has just written to."""
+    if sparse_check.on:
+        written(schema_of(func).name, args[0], len(args) > 1 and isinstance(args[1], list | tuple))
     if memory.copies:
         for name, value in [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]:
             if name in schema_of(func).written:
@@ -272,6 +275,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
         steps = planner.plan(shape, found.element_size(), seen, seen.settled())
+        record.serving = ("unscale", "found_inf", shape)
         if record.observers:
             announce(
                 steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from onecard import resharding as planner
-from onecard.comm import record
+from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
 from onecard.tensor import memory
 from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
+from onecard.tensor.watched import Operands, written
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
 
@@ -37,16 +38,18 @@ class Program:
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
         note: axes to note on an operand for its backward operator.
         view: the result shares memory with the first argument.
+        combines: it reads several tensors.
         copies: this is a view on one card, but here its result is a copy.
         shares: this is a view of memory that must know of it (see ``memory``).
         writes: operands that are written to.
+        plain: the plain operands, for the sparse check; None where there are none, or it is off.
         wrap: makes the result's DistTensor.
         expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
     """
 
     __slots__ = (
-        "aliases", "call", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "pointwise", "reason",
-        "replace", "shares", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
+        "aliases", "call", "combines", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "plain",
+        "pointwise", "reason", "replace", "shares", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -65,9 +68,11 @@ class Program:
         self.replace: tuple[tuple[int, str, Any], ...] = ()
         self.aliases: tuple[Path | None, ...] = ()
         self.writes: tuple[Path, ...] = ()
+        self.combines = False
         self.copies = False
         self.shares = False
         self.note: tuple[Path, tuple[int, ...]] | None = None
+        self.plain: Operands | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.pointwise = torch.Tag.pointwise in func.tags
         self.call: Callable[..., Any] = func
@@ -78,6 +83,8 @@ class Program:
             return self.expand(*args, **kwargs)
         if self.specs and not self.specs[0].here:
             return self._elsewhere(args, kwargs)
+        if self.plain is not None:
+            self.plain.compare(lambda path: _at(path, args, kwargs))
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
         keywords = {name: _local(value) for name, value in kwargs.items()}
         for path, target, name in self.moves:
@@ -109,6 +116,8 @@ class Program:
         elif memory.copies:
             for path in self.writes:
                 memory.wrote(_at(path, args, kwargs))
+        if self.writes and sparse_check.on:
+            written(self.name, [_at(path, args, kwargs) for path in self.writes], self.combines)
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
@@ -128,6 +137,7 @@ class Program:
         steps = planner.plan(tuple(value.shape), value.element_size(), whole, target)
         if record.observers:
             announce(steps, self.name, name, tuple(value.shape), self.reason, explicit=False)
+        record.serving = (self.name, name, tuple(value.shape))
         return run_steps(steps, value, value.shape)
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -54,6 +54,8 @@ class Collectives(OtherDevices):
         self._timeout = timeout.total_seconds()
         self._queue = WorkQueue(f"shm-{channel.rank}")
         self._seq = 0
+        # What the caller's next message is for, as a number: ranks that give different ones are out of step.
+        self.stamp = 0
 
     def _start(self, body: Body, filled: list[Tensor], options: Any) -> ShmWork:
         work = ShmWork(self._guarded(body), filled, self._limit(options), self._queue.finish)
@@ -86,4 +88,6 @@ class Collectives(OtherDevices):
 
     def _sign(self, kind: str, count: int = 0, like: Tensor | None = None, op: str = "", root: int = -1) -> Signature:
         self._seq += 1
-        return Signature(self._seq, kind, count, torch.uint8 if like is None else like.dtype, op, root)
+        return Signature(
+            self._seq, kind, count, torch.uint8 if like is None else like.dtype, op, root, stamp=self.stamp
+        )

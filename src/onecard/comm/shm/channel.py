@@ -29,6 +29,8 @@ from onecard.comm.shm.segment import (
 from onecard.comm.shm.signature import SIZE, Signature, describe, number
 from onecard.errors import CommunicationError
 
+MISMATCH = "the ranks call different collectives"
+
 _MASK, _HALF = 0xFFFFFFFF, 0x80000000
 _SPIN = 40  # looks before sleeping, where every rank has a core of its own: 10 to 20 us, about a sleep and a wake
 
@@ -207,8 +209,8 @@ class Channel:
 
     def _mismatch(self, rank: int, mine: bytes, theirs: bytes) -> None:
         self.fail(
-            f"the ranks call different collectives: rank {self.ranks[self.rank]} {describe(mine)}, "
-            f"rank {self.ranks[rank]} {describe(theirs)}"
+            f"{MISMATCH}: rank {self.ranks[self.rank]} {describe(mine)}, rank {self.ranks[rank]} {describe(theirs)}"
+            + (", but not for the same" if describe(mine) == describe(theirs) else "")
         )
 
     def what(self) -> str:

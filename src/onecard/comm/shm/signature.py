@@ -14,7 +14,7 @@ KINDS = (
 OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 
-_CARD = struct.Struct("<QqqiBBB5x")
+_CARD = struct.Struct("<QqqiBBBxI")
 SIZE = _CARD.size
 _KIND = {name: index for index, name in enumerate(KINDS)}
 _OP = {name: index for index, name in enumerate(OPS)}
@@ -26,7 +26,7 @@ class Signature(NamedTuple):
     """A collective: its number in the group, what it does, and on how many elements of what.
 
     `elements` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other
-    fields do not: the sizes of tensors that travel together.
+    fields do not: the sizes of tensors that travel together. `stamp` says what the collective is for, and what was before.
     """
 
     seq: int
@@ -36,11 +36,13 @@ class Signature(NamedTuple):
     op: str = ""
     root: int = -1
     extra: int = 0
+    stamp: int = 0
 
     def pack(self) -> bytes:
         """The card's bytes, equal if and only if the signatures are."""
         return _CARD.pack(
-            self.seq, self.elements, self.extra, self.root, _KIND[self.kind], _OP[self.op], _DTYPE[self.dtype]
+            *(self.seq, self.elements, self.extra, self.root),
+            *(_KIND[self.kind], _OP[self.op], _DTYPE[self.dtype], self.stamp),
         )
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ def describe(card: bytes) -> str:
     >>> describe(Signature(3, "all_reduce", 8, torch.float32, "sum").pack())
     'all_reduce(sum) #3 of 8 float32'
     """
-    seq, count, extra, root, kind, op, dtype = _CARD.unpack_from(card)
+    seq, count, extra, root, kind, op, dtype, _ = _CARD.unpack_from(card)
     what = f"{KINDS[kind]}({OPS[op]})" if op else KINDS[kind]
     size = f" of {count} {_NAMES[dtype]}" if count > 0 else (f" of {_NAMES[dtype]}" if count < 0 else "")
     together = f" in tensors of sizes with checksum {extra:08x}" if extra else ""

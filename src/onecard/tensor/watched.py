@@ -1,0 +1,116 @@
+"""What the sparse check looks at: plain operands, what becomes distributed, parameters just written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.comm import check, record, sparse_check
+from onecard.comm.sparse_check import Site, Subject
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+from onecard.rules.call import Path
+from onecard.tensor.dist_tensor import COPIES, DistTensor, copied_axes
+
+READ_APART = (
+    ". If each rank reads its own part of the data (a DistributedSampler): take the sampler away, onecard.shard_dataloader("
+    'loader, mesh, "dp") gives each rank its part'
+)
+
+
+class Operands:
+    """The plain operands of one kind of call: they count as Replicate, so that every rank must hold the same.
+
+    Calls outside autograd are counted apart: one rank may evaluate on its own.
+    """
+
+    def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
+        self.operator, self.paths = operator, paths
+        label = f"{mesh.process_ids}/{operator}/{','.join(name for name, _ in paths)}"
+        self.sites: tuple[Site, Site] = (
+            sparse_check.site(f"{label}/no_grad"),
+            sparse_check.site(label),
+        )
+
+    def compare(self, at: Callable[[Path], Any]) -> None:
+        """Compare them, if it is time to."""
+        site = self.sites[torch.is_grad_enabled()]
+        if site.tick():
+            found = [(name, at(path)) for name, path in self.paths]
+            sparse_check.equal(site, self.operator, [_plain(n, x) for n, x in found if isinstance(x, Tensor)])
+
+
+def _plain(name: str, x: Tensor) -> Subject:
+    claim = check.plain(name, x)
+    return Subject(claim.name, x, claim.belief, claim.cure + READ_APART)
+
+
+def whole(call: str, x: Tensor, layout: Layout) -> None:
+    """Compare a whole value that each rank gives to be laid out."""
+    site = sparse_check.site(f"{layout.mesh.process_ids}/{call}/{layout}/{x.dim()}")
+    if site.tick():
+        sparse_check.equal(site, f"{call} as [{layout}]", [_plain("data", x)])
+
+
+def part(call: str, local: Tensor, layout: Layout, cure: str) -> None:
+    """Compare the part that each rank gives with those that should be equal to it; warn where different parts are equal."""
+    label = f"{layout.mesh.process_ids}/{call}/{layout}/{local.dim()}"
+    here = layout.mesh.coordinate() or ()
+    copied = copied_axes(layout)
+    mine = tuple(i for axis, i in enumerate(here) if axis not in copied)
+    if copied:
+        site = sparse_check.site(f"{label}/copies/{mine}")
+        if site.tick():
+            name = f"the part {list(local.shape)} {str(local.dtype).removeprefix('torch.')} [{layout}]"
+            sparse_check.equal(site, call, [Subject(name, local, "promises equal copies", COPIES)])
+    if any(layout.dims) and not layout.pending:
+        site = sparse_check.site(f"{label}/parts")
+        if site.tick():
+            sparse_check.parts(site, call, local, mine, cure)
+
+
+def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
+    """Compare the copies of parameters that an operator has just written to, and note writes to sums that are pending.
+
+    Only what another tensor is brought into is compared: an optimizer does that once a step.
+    """
+    first = next((x for x in tensors if isinstance(x, DistTensor)), None)
+    if first is None or not first._spec.here:
+        return
+    layout = first._spec.layout
+    if layout.pending:
+        # One rank's write to its summand is in the sum, and looks like any other summand there.
+        sparse_check.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
+    elif combines and first.requires_grad and first.is_leaf:
+        site = sparse_check.site(f"{layout.mesh.process_ids}/{operator}/{len(tensors)}/{_number(first)}")
+        if site.tick():
+            _compare_copies(site, operator, tensors)
+
+
+def _compare_copies(site: Site, operator: str, tensors: Sequence[Any]) -> None:
+    groups: dict[Any, list[DistTensor]] = {}
+    for x in tensors:
+        if isinstance(x, DistTensor) and x._spec.here:
+            groups.setdefault((x.mesh, copied_axes(x._spec.layout)), []).append(x)
+    for (mesh, copied), members in groups.items():
+        if copied:
+            here = mesh.coordinate() or ()
+            mine = tuple(i for axis, i in enumerate(here) if axis not in copied)
+            where = sparse_check.site(f"{site.label}/{mesh.process_ids}/{copied}/{mine}")
+            where.count, where.due = site.count, site.due
+            sparse_check.equal(where, operator, [_copy(x) for x in members])
+
+
+def _copy(x: DistTensor) -> Subject:
+    name = f"the parameter{record.name_of(x)} {x._spec!r}"
+    return Subject(name, x._local, "promises equal copies", COPIES)
+
+
+def _number(x: Any) -> int:
+    found = getattr(x, "_onecard_number", None)
+    if found is None:
+        found = x._onecard_number = sparse_check.serial()
+    return found
