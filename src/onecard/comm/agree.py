@@ -1,4 +1,4 @@
-"""Whether ranks say the same: a word left in the world's store, compared without waiting for anybody."""
+"""Whether ranks say the same: a word left in the attempt's store, compared without waiting for anybody."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from onecard.comm import pretend, world
+from onecard.comm import attempt, pretend, world
 
 
 def when_met(compare: Callable[[], None]) -> None:
@@ -34,7 +34,6 @@ def first_to_say(label: str, word: str) -> tuple[int, str] | None:
     """
     if world.get_world_size() == 1 or not dist.is_initialized() or pretend.rehearsing or dist.get_backend() == "fake":
         return None
-    store = dist.distributed_c10d._get_default_store()
-    found = store.compare_set(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}").decode()
+    found = attempt.store().compare_set(f"agree/{label}", "", f"{world.get_rank()} {word}").decode()
     rank, _, said = found.partition(" ")
     return int(rank), said
