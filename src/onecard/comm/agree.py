@@ -1,13 +1,12 @@
-"""Whether ranks say the same: a word left in the world's store, compared without waiting for anybody."""
+"""Whether ranks say the same: a word left in the attempt's store, compared without waiting for anybody."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
-from onecard.comm import pretend, world
+from onecard.comm import attempt, pretend, world
 
 
 def when_met(compare: Callable[[], None]) -> None:
@@ -33,7 +32,7 @@ def first_to_say(label: str, word: str) -> tuple[int, str] | None:
         >>> first_to_say("seed", "0") is None
         True
     """
-    found = exchange(f"onecard/agree/{label}", "", f"{world.get_rank()} {word}")
+    found = exchange(f"agree/{label}", "", f"{world.get_rank()} {word}")
     if not found:
         return None
     rank, _, said = found.partition(" ")
@@ -47,9 +46,4 @@ def exchange(key: str, expected: str, word: str) -> str:
     """
     if world.get_world_size() == 1 or not dist.is_initialized() or pretend.rehearsing or dist.get_backend() == "fake":
         return ""
-    return store().compare_set(key, expected, word).decode()
-
-
-def store() -> Any:
-    """The store of the rendezvous."""
-    return dist.distributed_c10d._get_default_store()
+    return attempt.store().compare_set(key, expected, word).decode()

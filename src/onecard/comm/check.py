@@ -24,14 +24,14 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import claims, record, world
+from onecard.comm import attempt, claims, record, world
 from onecard.comm.claims import Claim
 from onecard.errors import CommunicationError
 
 on = False
 LOOK = 0.5  # seconds to wait before asking where the others are
 _SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_AT = "onecard/check/at"
+_AT = "check/at"
 
 _counts: dict[tuple[int, ...], int] = {}
 _said: list[record.Message] = []
@@ -171,9 +171,9 @@ def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
     if len(ranks) == 1:
         return {ranks[0]: entry}
     world.init()
-    me, store = world.get_rank(), dist.distributed_c10d._get_default_store()
+    me, store = world.get_rank(), attempt.store()
     number = _counts[ranks] = _counts.get(ranks, 0) + 1
-    key, before = f"onecard/check/{ranks}/{number}", f"onecard/check/{ranks}/{number - 1}"
+    key, before = f"check/{ranks}/{number}", f"check/{ranks}/{number - 1}"
     try:
         store.set(f"{key}/{me}", json.dumps(asdict(entry)))
         store.set(f"{_AT}/{me}", json.dumps({"ranks": ranks, "number": number, "text": str(entry)}))
@@ -229,7 +229,7 @@ def _leave() -> None:
 def _tell(text: str) -> None:
     """Tell the others that this rank comes no more, so that nobody waits for it."""
     with suppress(RuntimeError, ValueError, dist.DistError):
-        store = dist.distributed_c10d._get_default_store()
+        store = attempt.store()
         store.set(f"{_AT}/{world.get_rank()}", json.dumps({"ranks": None, "text": text}))
 
 

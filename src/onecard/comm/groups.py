@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecard.comm import check, hosts, sparse_check, world
+from onecard.comm import attempt, check, hosts, sparse_check, world
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -49,7 +49,7 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         check.agreed(f"the first message among ranks {list(ranks)}", ranks, check.ADVICE)
     # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
     # how many groups this process has made before, which the members need not have in common: then they wait for ever.
-    name = "onecard_" + "_".join(map(str, ranks))
+    name = f"onecard{attempt.number()}_" + "_".join(map(str, ranks))
     with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 

@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
-from onecard.comm import world
+from onecard.comm import attempt, world
 from onecard.errors import CommunicationError
 from onecard.transfer import Hosts
 
-_KEY = "onecard/host"
+_KEY = "host"
 _known: dict[int, str] = {}
 
 
@@ -46,7 +46,7 @@ def forget() -> None:
 
 
 def _learn(me: int, ranks: Collection[int]) -> None:
-    store = dist.distributed_c10d._get_default_store()
+    store = attempt.store()
     if me not in _known:
         _known[me] = name()
         store.set(f"{_KEY}/{me}", _known[me])

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import agree, check, claims, record, world
+from onecard.comm import agree, attempt, check, claims, record, world
 from onecard.errors import CommunicationError
 
 on = os.environ.get("ONECARD_CHECK", "") == ""
@@ -39,7 +39,7 @@ SLOTS = 4  # words of one subject that lie in the store; a rank may be so many c
 PATIENCE = 2.0  # seconds: for the words of ranks that are known to be out of step
 _MASK = 0xFFFFFFFFFFFF
 _FIELD, _PART = "\x1f", "\x1e"
-_STOPPED = "onecard/stopped"
+_STOPPED = "stopped"
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Site:
         slot = self.asked % SLOTS
         self.asked += 1
         mine = f"{self.count}{_PART}{world.get_rank()}{_PART}{word}"
-        found = agree.exchange(f"onecard/sparse/{self.label}/{slot}", self.words[slot], mine)
+        found = agree.exchange(f"sparse/{self.label}/{slot}", self.words[slot], mine)
         if not found:
             return None
         self.words[slot] = found
@@ -349,10 +349,10 @@ class Clock:
     def sides(self) -> str:
         """What each rank was about to send, once it is known that they are out of step; "" where they do not say it."""
         me, begin = world.get_rank(), time.monotonic()
-        key = f"onecard/sides/{self.site.label}/{self.site.count}"
+        key = f"sides/{self.site.label}/{self.site.count}"
         found: dict[int, str] = {}
         with suppress(RuntimeError, ValueError, dist.DistError):
-            store = agree.store()
+            store = attempt.store()
             _, name, serving = self.last[-1]
             words = f"message {self.site.count}, {_message(name, serving)}, at {record.user_line()}{self._done()}"
             store.set(f"{key}/{me}", words)
@@ -389,7 +389,7 @@ def stop(text: str) -> NoReturn:
 def stopped() -> str:
     """Why another rank has stopped, if it said so; else ""."""
     with suppress(RuntimeError, ValueError, dist.DistError):
-        store = agree.store()
+        store = attempt.store()
         if store.check([_STOPPED]):
             rank, _, text = store.get(_STOPPED).decode().partition(" ")
             return f"rank {rank} has stopped: {text}" if int(rank) != world.get_rank() else ""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from onecard import mesh as _mesh
-from onecard.comm import flight, shm
+from onecard.comm import attempt, flight, shm
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -90,7 +90,9 @@ def _join() -> None:
         torch.cuda.set_device(place)
     backend = default_backend(place.type)
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        # Not by init_process_group alone: under torchrun it would meet the addresses of ranks that died before a restart.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        dist.init_process_group(backend, store=attempt.part_of(store), rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as fault:
         raise CommunicationError(
             f"rank {get_rank()} of {get_world_size()} cannot join its process group ({backend}): {fault}. "

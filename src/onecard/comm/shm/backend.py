@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from onecard.comm import attempt
 from onecard.comm.shm import functional, futex, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
 
@@ -43,7 +44,7 @@ def _create(options: Any, _: Any = None) -> Any:
     """A group, or Gloo's if these ranks cannot share memory. Called by torch on every member."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    store = dist.PrefixStore("shm/", store)
+    store = dist.PrefixStore("shm/", attempt.part_of(store))
     try:
         channel = rendezvous.connect(store, rank, ranks, timeout.total_seconds())
     except rendezvous.Refused as reason:
