@@ -18,7 +18,7 @@ import time
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -82,15 +82,15 @@ class Site:
         return None if found == mine or int(count) != self.count else (int(rank), said)
 
 
-_sites: dict[str, Site] = {}
+_sites: dict[Any, Site] = {}
 _serial = 0
 
 
-def site(label: str) -> Site:
-    """The site of a label."""
-    found = _sites.get(label)
+def site(key: Any, label: Callable[[], str]) -> Site:
+    """The site of a key; its label, made when it first comes up, must mean the same on all ranks."""
+    found = _sites.get(key)
     if found is None:
-        found = _sites[label] = Site(label)
+        found = _sites[key] = Site(label())
     return found
 
 
@@ -127,7 +127,7 @@ def comparable(tensor: Tensor) -> bool:
 
 
 def _traced(tensor: Tensor) -> bool:
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or tensor._is_zerotensor():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -147,10 +147,8 @@ def equal(where: Site, operator: str, subjects: Sequence[Subject]) -> None:
     if found is None:
         return
     rank, (theirs, *said) = found[0], found[1].split(_PART)
-    if said == prints:
-        return
     for subject, mine, other in zip(given, prints, said, strict=False):
-        if mine != other:
+        if mine.split(_FIELD)[:2] != other.split(_FIELD)[:2]:  # the norm may depend on where memory begins
             _differs(where, operator, subject, {world.get_rank(): (line, mine), rank: (theirs, other)})
             return
 
@@ -164,16 +162,44 @@ def fingerprint(x: Tensor) -> str:
         >>> norm_and_values(fingerprint(torch.tensor([3.0, 4.0])))
         (5.0, [3.0, 4.0])
     """
-    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.dtype in _NUMPY and flat.nbytes <= _WHOLE and not flat.is_cuda:
-        array = flat.numpy()  # several times as fast as torch for so little
-        numbers = array[:: max(1, -(-array.size // 8))].astype(np.float64)
-        norm = math.sqrt(np.dot(array, array)) if array.dtype.kind == "f" else math.nan
-        return f"{zlib.crc32(array.data):x}{_FIELD}{norm!r}{_FIELD}{numbers.tobytes().hex()}"
-    some = flat[:: max(1, -(-flat.numel() // 8))]
-    some = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).double().cpu()
-    norm = float(torch.linalg.vector_norm(flat)) if flat.is_floating_point() and flat.numel() else math.nan
-    return f"{_bits(flat):x}{_FIELD}{norm!r}{_FIELD}{some.numpy().tobytes().hex()}"
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if x.is_cuda:
+        return _on_device(x.reshape(-1))
+    if x.dtype not in _NUMPY:  # numpy does not know it: its bits, and its values as wider ones
+        wide = torch.view_as_real(x) if x.is_complex() else x.float()
+        return _print(_bits(x.reshape(-1).contiguous().view(torch.uint8).numpy()), wide.numpy().reshape(-1))
+    array = np.ascontiguousarray(x.numpy()).reshape(-1)
+    return _print(_bits(array), array)
+
+
+def _print(bits: int, array: Any) -> str:
+    norm = math.sqrt(np.dot(array, array)) if array.dtype.kind == "f" else math.nan
+    return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{array[:: max(1, -(-array.size // 8))].astype(np.float64).tobytes().hex()}"
+
+
+def _bits(array: Any) -> int:
+    """A hash of memory: of few bytes all, of many their sum as words, and a hash of some."""
+    if array.nbytes <= _FEW:
+        return zlib.crc32(array.data)
+    data = array.view(np.uint8)
+    words = data[: data.size // 8 * 8].view(np.int64)
+    some = zlib.crc32(words[:: 8 * words.size // _FEW].tobytes(), zlib.crc32(data[words.size * 8 :].data))
+    return (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | some
+
+
+def _on_device(flat: Tensor) -> str:
+    """The same on a GPU: sums there, and a few values brought here."""
+    data = flat.view(torch.uint8)
+    whole = data[: data.numel() // 8 * 8]
+    words = (whole.clone() if whole.data_ptr() % 8 else whole).view(torch.int64)
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    some = real[:: max(1, -(-real.numel() // 8))].double().cpu().numpy()
+    norm = float(torch.linalg.vector_norm(real)) if real.is_floating_point() else math.nan
+    sample = torch.cat([words[:: max(1, 8 * words.numel() // _FEW)].view(torch.uint8), data[whole.numel() :]])
+    bits = (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | zlib.crc32(sample.cpu().numpy().data)
+    return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{some.tobytes().hex()}"
 
 
 def norm_and_values(said: str) -> tuple[float, list[float]]:
@@ -182,21 +208,8 @@ def norm_and_values(said: str) -> tuple[float, list[float]]:
     return float(norm), np.frombuffer(bytes.fromhex(values)).tolist()
 
 
-_WHOLE = 1 << 14  # bytes that are hashed one by one; of more only some are, and their sum
+_FEW = 1 << 12  # bytes that are hashed one by one
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
-
-
-def _bits(flat: Tensor) -> int:
-    data = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    if data.numel() <= _WHOLE:
-        return zlib.crc32(data.cpu().numpy().data)
-    whole = data[: data.numel() // 8 * 8]
-    if whole.data_ptr() % 8:
-        whole = whole.clone()
-    words = whole.view(torch.int64)
-    some = words[:: max(1, words.numel() * 8 // _WHOLE)].contiguous()
-    rest = torch.cat([some.view(torch.uint8), data[whole.numel() :]])
-    return (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | zlib.crc32(rest.cpu().numpy().data)
 
 
 def _differs(where: Site, operator: str, subject: Subject, sides: dict[int, tuple[str, str]]) -> None:
@@ -247,11 +260,12 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
     """Warn if another rank gives the same values as another part of a whole: most likely each has the whole."""
     if check.on or not comparable(local) or not _telling(local):
         return
-    found = where.ask(f"{part}{_FIELD}{_bits(local.detach().reshape(-1)):x}")
+    bits = fingerprint(local).split(_FIELD)[0]
+    found = where.ask(f"{part}{_FIELD}{bits}")
     if found is None:
         return
-    rank, (theirs, bits) = found[0], found[1].split(_FIELD)
-    if theirs != str(part) and bits == f"{_bits(local.detach().reshape(-1)):x}" and _once(where.label):
+    rank, (theirs, other) = found[0], found[1].split(_FIELD)
+    if theirs != str(part) and bits == other and _once(where.label):
         warnings.warn(
             f"{call} at {record.user_line()}: ranks {rank} and {world.get_rank()} give equal values, {claims.first(local)}, as "
             f"different parts, so that the whole holds them more than once. {cure}",

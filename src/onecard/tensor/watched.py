@@ -29,11 +29,8 @@ class Operands:
 
     def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
         self.operator, self.paths = operator, paths
-        label = f"{mesh.process_ids}/{operator}/{','.join(name for name, _ in paths)}"
-        self.sites: tuple[Site, Site] = (
-            sparse_check.site(f"{label}/no_grad"),
-            sparse_check.site(label),
-        )
+        names = ",".join(name for name, _ in paths)
+        self.sites = tuple(_site(mesh, f"{operator}/{names}/{'grad' if grad else 'no_grad'}") for grad in (False, True))
 
     def compare(self, at: Callable[[Path], Any]) -> None:
         """Compare them, if it is time to."""
@@ -48,28 +45,39 @@ def _plain(name: str, x: Tensor) -> Subject:
     return Subject(claim.name, x, claim.belief, claim.cure + READ_APART)
 
 
+def _site(mesh: ProcessMesh, what: str) -> Site:
+    return sparse_check.site((mesh, what), lambda: f"{mesh.process_ids}/{what}")
+
+
+def _site_of(layout: Layout, *what: Any) -> Site:
+    return sparse_check.site((layout, *what), lambda: f"{layout.mesh.process_ids}/{layout}/{'/'.join(map(str, what))}")
+
+
 def whole(call: str, x: Tensor, layout: Layout) -> None:
     """Compare a whole value that each rank gives to be laid out."""
-    site = sparse_check.site(f"{layout.mesh.process_ids}/{call}/{layout}/{x.dim()}")
+    site = _site_of(layout, call, x.dim())
     if site.tick():
         sparse_check.equal(site, f"{call} as [{layout}]", [_plain("data", x)])
 
 
 def part(call: str, local: Tensor, layout: Layout, cure: str) -> None:
     """Compare the part that each rank gives with those that should be equal to it; warn where different parts are equal."""
-    label = f"{layout.mesh.process_ids}/{call}/{layout}/{local.dim()}"
-    here = layout.mesh.coordinate() or ()
     copied = copied_axes(layout)
-    mine = tuple(i for axis, i in enumerate(here) if axis not in copied)
+    mine = _place(layout.mesh, copied)
     if copied:
-        site = sparse_check.site(f"{label}/copies/{mine}")
+        site = _site_of(layout, call, local.dim(), "copies", mine)
         if site.tick():
             name = f"the part {list(local.shape)} {str(local.dtype).removeprefix('torch.')} [{layout}]"
             sparse_check.equal(site, call, [Subject(name, local, "promises equal copies", COPIES)])
     if any(layout.dims) and not layout.pending:
-        site = sparse_check.site(f"{label}/parts")
+        site = _site_of(layout, call, local.dim(), "parts")
         if site.tick():
             sparse_check.parts(site, call, local, mine, cure)
+
+
+def _place(mesh: ProcessMesh, copied: tuple[int, ...]) -> tuple[int, ...]:
+    """Which part this rank holds of what has copies along some axes: only ranks at the same place hold the same."""
+    return tuple(i for axis, i in enumerate(mesh.coordinate() or ()) if axis not in copied)
 
 
 def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
@@ -85,7 +93,7 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
         # One rank's write to its summand is in the sum, and looks like any other summand there.
         sparse_check.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
     elif combines and first.requires_grad and first.is_leaf:
-        site = sparse_check.site(f"{layout.mesh.process_ids}/{operator}/{len(tensors)}/{_number(first)}")
+        site = _site_of(layout, operator, len(tensors), _number(first))
         if site.tick():
             _compare_copies(site, operator, tensors)
 
@@ -97,10 +105,8 @@ def _compare_copies(site: Site, operator: str, tensors: Sequence[Any]) -> None:
             groups.setdefault((x.mesh, copied_axes(x._spec.layout)), []).append(x)
     for (mesh, copied), members in groups.items():
         if copied:
-            here = mesh.coordinate() or ()
-            mine = tuple(i for axis, i in enumerate(here) if axis not in copied)
-            where = sparse_check.site(f"{site.label}/{mesh.process_ids}/{copied}/{mine}")
-            where.count, where.due = site.count, site.due
+            where = _site(mesh, f"{site.label}/{copied}/{_place(mesh, copied)}")
+            where.count = site.count
             sparse_check.equal(where, operator, [_copy(x) for x in members])
 
 
