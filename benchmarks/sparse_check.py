@@ -5,18 +5,16 @@
 
 Two figures for each: the time spent inside the check (every entry to it is timed, so small shares are seen exactly), as a
 share of the step, in the 16 steps after the first 8, when calls are compared every 8 times; and whole steps with the check
-over steps without (ONECARD_CHECK=0), each in processes of their own, in turn, which also has what programs lose because
+over steps without (as ONECARD_CHECK=0), each in processes of their own, in turn, which also has what programs lose because
 calls with plain operands are looked at.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +87,12 @@ def watch_check() -> Inside:
     return inside
 
 
-def train(size: str, axis: str, timed: bool) -> tuple[list[float], list[float]]:
+def train(size: str, axis: str, timed: bool, on: bool = True) -> tuple[list[float], list[float]]:
     """Seconds of each step, and of the check within it, on this rank."""
     import onecard as oc
+    from onecard.comm import sparse_check
 
+    sparse_check.on = on
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config, batch_size = MODELS[size]
@@ -117,36 +117,27 @@ def train(size: str, axis: str, timed: bool) -> tuple[list[float], list[float]]:
     return steps, shares
 
 
-@contextlib.contextmanager
-def switched(value: str) -> Iterator[None]:
-    """ONECARD_CHECK for the ranks started inside."""
-    before = os.environ.get("ONECARD_CHECK")
-    os.environ["ONECARD_CHECK"] = value
-    try:
-        yield
-    finally:
-        os.environ.pop("ONECARD_CHECK")
-        if before is not None:
-            os.environ["ONECARD_CHECK"] = before
-
-
 def measure(args: CheckArgs, size: str, axis: str, backend: str, say: Callable[[str], None]) -> list[str]:
     """One row of the table."""
     within: list[float] = []
     first: list[float] = []
-    step: dict[str, list[float]] = {"": [], "0": []}
+    step: dict[bool, list[float]] = {True: [], False: []}
     say(f"{size} {axis}=2 {backend}")
-    with switched(""):
-        for steps, shares in run_ranks(train, N_RANKS, size, axis, True, backend=backend, timeout=args.timeout):
-            within.append(sum(shares[FIRST:]) / sum(steps[FIRST:]))
-            first.append(sum(shares[1:FIRST]) / sum(steps[1:FIRST]))
+    for steps, shares in run_ranks(train, N_RANKS, size, axis, True, backend=backend, timeout=args.timeout):
+        within.append(sum(shares[FIRST:]) / sum(steps[FIRST:]))
+        first.append(sum(shares[1:FIRST]) / sum(steps[1:FIRST]))
     for i in range(args.rounds):
-        for value in ("", "0") if i % 2 else ("0", ""):
-            with switched(value):
-                ranks = run_ranks(train, N_RANKS, size, axis, False, backend=backend, timeout=args.timeout)
-            step[value].append(statistics.median(ranks[0][0][FIRST:]))
-    on, off = (statistics.median(step[value]) for value in ("", "0"))
-    shown = (f"{max(within):.2%}", f"{max(first):.2%}", f"{on * 1e3:.1f}", f"{off * 1e3:.1f}", f"{on / off:.3f}")
+        for on in (True, False) if i % 2 else (False, True):
+            ranks = run_ranks(train, N_RANKS, size, axis, False, on, backend=backend, timeout=args.timeout)
+            step[on].append(statistics.mean(ranks[0][0][FIRST:]))
+    with_it, without = (statistics.median(step[on]) for on in (True, False))
+    shown = (
+        f"{max(within):.2%}",
+        f"{max(first):.2%}",
+        f"{with_it * 1e3:.1f}",
+        f"{without * 1e3:.1f}",
+        f"{with_it / without:.3f}",
+    )
     return [size, f"{axis}=2", backend, *shown]
 
 

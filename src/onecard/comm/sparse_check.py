@@ -66,20 +66,25 @@ class Site:
         self.due = self.count + min(self.count, max(OFTEN, self.count // SELDOM))
         return True
 
-    def ask(self, word: str) -> tuple[int, str] | None:
-        """Leave this rank's word for the call; the rank that came first and its word, if that is another one's.
+    def ask(self, word: str, answered: Callable[[int, str], None]) -> None:
+        """Leave this rank's word for the call; ``answered`` is told of the rank that came first, if that was another one.
 
-        The store holds the last few words only: a word takes the place of the one that all ranks saw there before.
+        Now, or as soon as the ranks have met. The store holds the last few words only: a word takes the place of the one
+        that all ranks saw there before.
         """
-        slot = self.asked % SLOTS
+        slot, number = self.asked % SLOTS, self.count
         self.asked += 1
-        mine = f"{self.count}{_PART}{world.get_rank()}{_PART}{word}"
-        found = agree.exchange(f"sparse/{self.label}/{slot}", self.words[slot], mine)
-        if not found:
-            return None
-        self.words[slot] = found
-        count, rank, said = found.split(_PART, 2)
-        return None if found == mine or int(count) != self.count else (int(rank), said)
+
+        def compare() -> None:
+            mine = f"{number}{_PART}{world.get_rank()}{_PART}{word}"
+            found = agree.exchange(f"sparse/{self.label}/{slot}", self.words[slot], mine)
+            if found:
+                self.words[slot] = found
+                count, rank, said = found.split(_PART, 2)
+                if found != mine and int(count) == number:
+                    answered(int(rank), said)
+
+        agree.when_met(compare)
 
 
 _sites: dict[Any, Site] = {}
@@ -143,14 +148,18 @@ def equal(where: Site, operator: str, subjects: Sequence[Subject]) -> None:
         return
     line = record.user_line()
     prints = [f"{s.name}{_FIELD}{fingerprint(s.tensor)}" for s in given]
-    found = where.ask(_PART.join([line, *prints]))
-    if found is None:
-        return
-    rank, (theirs, *said) = found[0], found[1].split(_PART)
-    for subject, mine, other in zip(given, prints, said, strict=False):
-        if mine.split(_FIELD)[:2] != other.split(_FIELD)[:2]:  # the norm may depend on where memory begins
-            _differs(where, operator, subject, {world.get_rank(): (line, mine), rank: (theirs, other)})
-            return
+    reasons = [(s.name, s.belief, s.cure) for s in given]
+    count = where.count
+
+    def answered(rank: int, word: str) -> None:
+        theirs, *said = word.split(_PART)
+        for reason, mine, other in zip(reasons, prints, said, strict=False):
+            if mine.split(_FIELD)[:2] != other.split(_FIELD)[:2]:  # the norm may depend on where memory begins
+                sides = {world.get_rank(): (line, mine), rank: (theirs, other)}
+                _differs(where.label, count, operator, reason, sides)
+                return
+
+    where.ask(_PART.join([line, *prints]), answered)
 
 
 def fingerprint(x: Tensor) -> str:
@@ -212,7 +221,10 @@ _FEW = 1 << 12  # bytes that are hashed one by one
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
 
 
-def _differs(where: Site, operator: str, subject: Subject, sides: dict[int, tuple[str, str]]) -> None:
+def _differs(
+    label: str, count: int, operator: str, reason: tuple[str, str, str], sides: dict[int, tuple[str, str]]
+) -> None:
+    name, belief, cure = reason
     names, prints = {}, {}
     for rank, (_, said) in sides.items():
         names[rank], _, prints[rank] = said.partition(_FIELD)
@@ -224,12 +236,12 @@ def _differs(where: Site, operator: str, subject: Subject, sides: dict[int, tupl
         for rank, (_, values) in found.items()
     )
     at = lines.pop() if len(lines) == 1 else sides[world.get_rank()][0]
-    text = f"{operator} at {at}: {subject.name} {subject.belief}, but it differs between ranks (seen at call {where.count})"
+    text = f"{operator} at {at}: {name} {belief}, but it differs between ranks (seen at call {count})"
     if len(set(names.values())) == 1 and _rounding(*found.values()):
-        if _once(where.label):
+        if _once(label):
             warnings.warn(f"{text}\n{shown}\n{_ROUNDING}", stacklevel=2)
         return
-    stop(f"{text}; some of its values:\n{shown}\n{subject.cure}. {_HOW}")
+    stop(f"{text}; some of its values:\n{shown}\n{cure}. {_HOW}")
 
 
 def _rounding(mine: tuple[float, list[float]], theirs: tuple[float, list[float]]) -> bool:
@@ -260,17 +272,18 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
     """Warn if another rank gives the same values as another part of a whole: most likely each has the whole."""
     if check.on or not comparable(local) or not _telling(local):
         return
-    bits = fingerprint(local).split(_FIELD)[0]
-    found = where.ask(f"{part}{_FIELD}{bits}")
-    if found is None:
-        return
-    rank, (theirs, other) = found[0], found[1].split(_FIELD)
-    if theirs != str(part) and bits == other and _once(where.label):
-        warnings.warn(
-            f"{call} at {record.user_line()}: ranks {rank} and {world.get_rank()} give equal values, {claims.first(local)}, as "
-            f"different parts, so that the whole holds them more than once. {cure}",
-            stacklevel=4,
-        )
+    bits, line, values = fingerprint(local).split(_FIELD)[0], record.user_line(), claims.first(local)
+
+    def answered(rank: int, word: str) -> None:
+        theirs, other = word.split(_FIELD)
+        if theirs != str(part) and bits == other and _once(where.label):
+            warnings.warn(
+                f"{call} at {line}: ranks {rank} and {world.get_rank()} give equal values, {values}, as different parts, so "
+                f"that the whole holds them more than once. {cure}",
+                stacklevel=2,
+            )
+
+    where.ask(f"{part}{_FIELD}{bits}", answered)
 
 
 def _telling(local: Tensor) -> bool:
@@ -346,10 +359,10 @@ class Clock:
         """Compare the last messages with those of the rank that came first: the first that differs tells what went wrong."""
         mine = [f"{chain:x}{_FIELD}{_message(name, serving)}" for chain, name, serving in self.last]
         here = f"{record.user_line()}{self._done()}"
-        found = self.site.ask(_PART.join([here, *mine]))
-        if found is None:
-            return
-        rank, (there, *theirs) = found[0], found[1].split(_PART)
+        self.site.ask(_PART.join([here, *mine]), lambda rank, word: self._answered(mine, here, rank, word))
+
+    def _answered(self, mine: list[str], here: str, rank: int, word: str) -> None:
+        there, *theirs = word.split(_PART)
         pairs = [(a.split(_FIELD), b.split(_FIELD)) for a, b in zip(mine, theirs, strict=False)]
         at = next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), None)
         if at is not None:

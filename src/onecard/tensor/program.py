@@ -81,10 +81,10 @@ class Program:
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.expand is not None:
             return self.expand(*args, **kwargs)
-        if self.specs and not self.specs[0].here:
-            return self._elsewhere(args, kwargs)
         if self.plain is not None:
             self.plain.compare(lambda path: _at(path, args, kwargs))
+        if self.specs and not self.specs[0].here:
+            return self._elsewhere(args, kwargs)
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
         keywords = {name: _local(value) for name, value in kwargs.items()}
         for path, target, name in self.moves:

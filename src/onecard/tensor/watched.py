@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import check, record, sparse_check
+from onecard.comm import check, record, sparse_check, world
 from onecard.comm.sparse_check import Site, Subject
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -28,7 +28,7 @@ class Operands:
     """
 
     def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
-        self.operator, self.paths = operator, paths
+        self.operator, self.paths, self.here = operator, paths, mesh.coordinate() is not None
         names = ",".join(name for name, _ in paths)
         self.sites = tuple(_site(mesh, f"{operator}/{names}/{'grad' if grad else 'no_grad'}") for grad in (False, True))
 
@@ -36,6 +36,9 @@ class Operands:
         """Compare them, if it is time to."""
         site = self.sites[torch.is_grad_enabled()]
         if site.tick():
+            world.init()  # a program in which nothing is sent would never meet
+            if not self.here:
+                return
             found = [(name, at(path)) for name, path in self.paths]
             sparse_check.equal(site, self.operator, [_plain(n, x) for n, x in found if isinstance(x, Tensor)])
 
@@ -86,7 +89,7 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
     Only what another tensor is brought into is compared: an optimizer does that once a step.
     """
     first = next((x for x in tensors if isinstance(x, DistTensor)), None)
-    if first is None or not first._spec.here:
+    if first is None:
         return
     layout = first._spec.layout
     if layout.pending:
@@ -95,6 +98,7 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
     elif combines and first.requires_grad and first.is_leaf:
         site = _site_of(layout, operator, len(tensors), _number(first))
         if site.tick():
+            world.init()
             _compare_copies(site, operator, tensors)
 
 
