@@ -20,6 +20,7 @@ from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
 from onecard.tensor import memory
 from onecard.tensor.intercept import KEYS
+from onecard.tensor.refusals import no_flat_form
 from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
@@ -158,11 +159,7 @@ class DistTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """What torch.compile asks first, and some libraries before they save. A graph would have to hold the messages; it
         cannot yet."""
-        raise DispatchError(
-            f"torch.compile cannot trace a program on distributed tensors yet (it met {self._spec!r}): run it eagerly, or "
-            "compile what works on local tensors and call it through onecard.local_map. If a library asked in order to save "
-            "the model, hand it plain tensors: state_dict={name: onecard.unshard(x) for name, x in model.state_dict().items()}"
-        )
+        raise no_flat_form(self._spec)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DistTensor:
