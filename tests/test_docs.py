@@ -4,7 +4,8 @@ A fenced block is run if its info string says so:
 
     ```python run                         one process; blocks of one page share their names, from top to bottom
     ```python run ranks=2 file=train.py   a program of its own on real ranks; what rank 0 prints counts
-    ```diff run ranks=2                   without its + lines on one card, with them on ranks; both must print the same
+    ```diff run ranks=2                   with its + lines on ranks and in a world of one, and, if it has no - lines, without
+                                          them on one card; all must print the same
     ```python run tests                   a test file; its test functions are called
 
 If the next fenced block is a ```text, that is what it prints: the words exactly, the numbers to a relative 1e-4.
@@ -17,6 +18,7 @@ import importlib
 import io
 import linecache
 import math
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -24,9 +26,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import tyro
 
 import onecard as oc
+from onecard import elsewhere
 from onecard.launch._options import Options as LaunchOptions
 from onecard.launch._options import split
 from onecard.rules.registry import rows
@@ -88,6 +92,17 @@ def run_program(source: str, name: str) -> str:
     return printed.getvalue()
 
 
+def run_on_rank(source: str, name: str, store: str) -> str:
+    """``run_program`` where no process group is there yet, as under ``onecard run``: the program's first message makes it."""
+    dist.destroy_process_group()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    begin = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: begin(  # type: ignore[assignment]
+        *args, **{"init_method": f"file://{store}", "rank": rank, "world_size": size, **kwargs}
+    )
+    return run_program(source, name)
+
+
 def difference(printed: str, expected: str) -> str | None:
     """What differs between two texts, words exactly and numbers nearly; None if nothing does."""
     mine, wanted = ([line.rstrip() for line in t.strip("\n").splitlines()] for t in (printed, expected))
@@ -104,7 +119,7 @@ def difference(printed: str, expected: str) -> str | None:
 
 def without_marks(diff: str, added: bool) -> str:
     """The program before (or, with `added`, after) a diff whose lines start with two characters of margin."""
-    lines = [line for line in diff.splitlines() if added or not line.startswith("+")]
+    lines = [line for line in diff.splitlines() if not line.startswith("-" if added else "+")]
     return "\n".join(line[2:] for line in lines) + "\n"
 
 
@@ -130,15 +145,18 @@ def test_programs_of_a_page_run_in_one_process(page, registry):
 
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda b: b.name)
-def test_programs_run_on_ranks(block):
+def test_programs_run_on_ranks(block, tmp_path):
     diff = block.language == "diff"
     source = without_marks(block.body, added=True) if diff else block.body
-    printed = run_ranks(
-        run_program, int(block.options["ranks"]), source, block.options.get("file", "train.py"), timeout=30
-    )[0]
+    name, ranks = block.options.get("file", "train.py"), int(block.options["ranks"])
+    printed = run_ranks(run_on_rank, ranks, source, name, str(tmp_path / "store"), timeout=30)[0]
     if diff:
-        found = difference(run_program(without_marks(block.body, added=False), "train.py"), printed)
-        assert found is None, f"{block.name}: one card and {block.options['ranks']} ranks differ: {found}"
+        alone = {"a world of one": source}
+        if not re.search(r"^-", block.body, re.MULTILINE):
+            alone["one card"] = without_marks(block.body, added=False)
+        for where, program in alone.items():
+            found = difference(run_program(program, "train.py"), printed)
+            assert found is None, f"{block.name}: {where} and {block.options['ranks']} ranks differ: {found}"
     if block.prints is not None:
         found = difference(printed, block.prints)
         assert found is None, f"{block.name}: {found}"
@@ -158,7 +176,8 @@ def test_test_files_pass(block, tmp_path, monkeypatch):
 def test_the_comparison_of_texts_sees_faults():
     assert difference("loss 1.00001 on x\n", "loss 1.0 on x") is None
     assert difference("loss 1.1", "loss 1.0") and difference("a 1.0", "b 1.0") and difference("a\nb", "a")
-    assert without_marks("  a\n+ b\n\n", added=False) == "a\n\n" and without_marks("  a\n+ b\n", added=True) == "a\nb\n"
+    marked = "  a\n+ b\n- c\n"
+    assert without_marks(marked, added=False) == "a\nc\n" and without_marks(marked, added=True) == "a\nb\n"
 
 
 def headings(page: Path) -> set[str]:
@@ -222,6 +241,31 @@ def test_reference_lists_every_public_name_once():
         source = (ROOT / "docs" / target).resolve().read_text(encoding="utf-8")
         if name not in ("Shard", "Replicate", "Partial"):
             assert re.search(rf"^(class|def) {name}\b", source, re.MULTILINE), f"{name} is not defined in {target}"
+
+
+@pytest.mark.parametrize(
+    ("page", "library"),
+    [
+        ("from-paddle", "paddle.distributed"),
+        ("from-torch", "torch.distributed.tensor"),
+        ("from-torch", "torch.distributed"),
+    ],
+)
+def test_pages_show_the_table_of_names_elsewhere(page, library):
+    text = (ROOT / f"docs/howto/coming-{page}.md").read_text(encoding="utf-8")
+    shown = text.split(f"<!-- names of {library} -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == elsewhere.table(elsewhere.ALL[library])
+    for name in elsewhere.ALL[library]:
+        assert name not in oc.__all__
+        with pytest.raises(AttributeError, match=rf"onecard has no '{name}' \({library}|torch.distributed"):
+            getattr(oc, name)
+
+
+def test_names_in_the_place_of_others_exist():
+    for names in elsewhere.ALL.values():
+        for instead in names.values():
+            for called in re.findall(r"\boc\.(\w+)", instead):
+                assert called in oc.__all__, instead
 
 
 def test_figures_are_those_that_the_script_draws():

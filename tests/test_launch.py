@@ -334,6 +334,12 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
         (["-m"], "name of a module"),
         (["-m", "no.such.module"], "no module no.such.module"),
         (["--nproc_per_node", "0", "program.py"], "at least one rank"),
+        (
+            ["--nproc_per_node", "two", "program.py"],
+            "is 'two'; write a number: onecard run --nproc_per_node 2 script.py",
+        ),
+        (["--nproc-per-node=gpu", "program.py"], "one rank for each GPU"),
+        (["--nnodes", "1:2", "program.py"], "--nnodes is '1:2'; write a number"),
         (["--gpus", "0,0", "program.py"], "different numbers"),
         (["--gpus", "all", "program.py"], "write different numbers"),
         (["--gpus", "0,1", "--nproc_per_node", "3", "program.py"], "only one of the two"),

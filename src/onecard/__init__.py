@@ -3,6 +3,7 @@
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
+from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.message_report import Report, explain, no_implicit_communication

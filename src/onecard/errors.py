@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 
 class OnecardError(Exception):
     """The base of every error that onecard raises on purpose."""
@@ -37,4 +40,22 @@ def each_ranks_own(what: str) -> str:
         f"{what}: a collective of torch.distributed acts on each rank's own tensor, but a distributed tensor is one tensor, "
         "which has the value that one card would have already: leave the collective out. x.full_tensor() is the whole on every "
         "rank, onecard.reshard(x, mesh, placements) moves it, and x.to_local() is this rank's shard as a plain tensor"
-    )
+    ) + "".join(f". {hint}" for module, hint in _LIBRARIES.items() if _called_by(module))
+
+
+_LIBRARIES = {  # that call collectives by themselves
+    "torchmetrics": "torchmetrics: make the metric with sync_on_compute=False, its states are those of the whole batch",
+    "torch.nn.parallel": "DistributedDataParallel: leave it out, onecard.shard_layer(model, mesh) has done what it does",
+    "torch.distributed.fsdp": "FSDP: leave it out, onecard.shard_layer(model, mesh) has laid the parameters out",
+    "accelerate": "accelerate: leave its prepare and gather out, values are those of the whole batch already",
+}
+
+
+def _called_by(module: str) -> bool:
+    """Whether a function of a module, or of one below it, is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__', '')}.".startswith(f"{module}."):
+            return True
+        frame = frame.f_back
+    return False

@@ -204,12 +204,16 @@ def _read_grid(mesh: Any) -> np.ndarray:
     except ValueError:
         raise MeshError(f"ProcessMesh({mesh!r}): rows have different lengths; a mesh is a full grid") from None
     if grid.ndim == 0 or grid.size == 0 or not np.issubdtype(grid.dtype, np.integer):
-        raise MeshError(f"ProcessMesh({mesh!r}): want a nested list of ranks such as [[0, 1], [2, 3]]")
+        of_all = "; of all ranks: ProcessMesh(range(onecard.get_world_size()))" if grid.ndim == 0 else ""
+        raise MeshError(f"ProcessMesh({mesh!r}): want a nested list of ranks such as [[0, 1], [2, 3]]{of_all}")
     ranks, counts = np.unique(grid, return_counts=True)
     if ranks[0] < 0:
-        raise MeshError(f"ProcessMesh({mesh!r}): rank {ranks[0]} is negative")
+        raise MeshError(f"ProcessMesh({mesh!r}): rank {ranks[0]} is negative; ranks count from 0")
     if counts.max() > 1:
-        raise MeshError(f"ProcessMesh({mesh!r}): rank {ranks[counts.argmax()]} stands in it more than once")
+        raise MeshError(
+            f"ProcessMesh({mesh!r}): rank {ranks[counts.argmax()]} stands in it more than once, but a rank has one place. A mesh "
+            f"of {grid.size} ranks: ProcessMesh({np.arange(grid.size).reshape(grid.shape).tolist()})"
+        )
     return grid.astype(np.int64)
 
 

@@ -17,6 +17,15 @@ from onecard.errors import ImplicitCommunication
 from onecard.layout import as_code
 
 
+class _Printed(Table):
+    """A table that prints itself as text."""
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=170).print(self)
+        return out.getvalue()
+
+
 @dataclass
 class Report:
     """The messages of a ``with onecard.explain()`` block on this rank.
@@ -52,8 +61,8 @@ class Report:
         self.steps.append([])
 
     def table(self) -> Table:
-        """One row for each message."""
-        table = Table(title="messages of this rank", title_justify="left")
+        """One row for each message; ``print`` shows it."""
+        table = _Printed(title="messages of this rank", title_justify="left")
         for name in ("operator", "line", "tensor", "from", "to", "collective", "axis"):
             table.add_column(name, overflow="fold")
         table.add_column("bytes", justify="right")
@@ -64,8 +73,8 @@ class Report:
         return table
 
     def totals(self) -> Table:
-        """Bytes and expected time by step and collective."""
-        table = Table(title="totals", title_justify="left")
+        """Bytes and expected time by step and collective; ``print`` shows it."""
+        table = _Printed(title="totals", title_justify="left")
         for name in ("step", "collective", "axis", "messages", "bytes", "est. us"):
             table.add_column(name, justify="left" if name in ("collective", "axis") else "right")
         for number, step in enumerate(self.steps):
@@ -75,12 +84,7 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=170)
-        console.print(self.table())
-        console.print(self.totals())
-        console.print(f"sent {self.bytes:,} bytes, about {self.seconds * 1e6:.0f} us")
-        return out.getvalue()
+        return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes, about {self.seconds * 1e6:.0f} us\n"
 
 
 def _cells(message: Message) -> list[str]:

@@ -47,6 +47,7 @@ class Entry:
     why: str = ""
     digest: str = ""
     value: str = ""
+    words: str = ""  # for the other ranks only: it may be long
 
     def __str__(self) -> str:
         return f"{self.call}{self.why}{self.value}, at {self.line}"
@@ -116,9 +117,9 @@ def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> s
     mine, line = world.get_rank() in holders, record.user_line()
 
     def ask(what: str, words: Sequence[str]) -> list[list[str]]:
-        sent = Entry(f"{what} of {claim.name}", line, value=json.dumps(list(words)) if mine else "[]")
+        sent = Entry(f"{what} of {claim.name}", line, words=json.dumps(list(words)) if mine else "[]")
         found = _exchange(members, sent)
-        return [json.loads(found[rank].value) for rank in holders]
+        return [json.loads(found[rank].words) for rank in holders]
 
     digests = ask("blocks", claims.blocks(claim.tensor) if mine else ())
     block = next(i for i, those in enumerate(zip(*digests, strict=True)) if len(set(those)) > 1)

@@ -92,7 +92,8 @@ def check_world(mesh: ProcessMesh) -> None:
         need = max(mesh.process_ids) + 1
         raise CommunicationError(
             f"{mesh!r} names rank(s) {missing}, but this world has {size} process(es) (ranks 0 to {size - 1}). "
-            f"Run the program as: onecard run --nproc_per_node {need} script.py"
+            f"Run the program as: onecard run --nproc_per_node {need} script.py; or let the mesh be as large as the world, also "
+            "without a launcher: onecard.ProcessMesh(range(onecard.get_world_size()), ...)"
         )
 
 

@@ -74,5 +74,10 @@ def name(tensor: Tensor, words: str) -> None:
 
 def name_of(tensor: Tensor) -> str:
     """What a tensor was named, in words to put behind its operand's name; "" if it was not."""
-    words = getattr(tensor, "_onecard_name", "")
+    words = words_of(tensor)
     return f" ({words})" if words else ""
+
+
+def words_of(tensor: Tensor) -> str:
+    """What a tensor was named; "" if it was not."""
+    return getattr(tensor, "_onecard_name", "")

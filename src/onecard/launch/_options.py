@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
     (2, 'this', ('--nproc_per_node', '8'))
     """
     ours, rest = split(argv)
+    _check_numbers(ours)
     options = tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True)
     _check(options)
     return options, _target(rest)
@@ -84,6 +86,21 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         lone = "=" in argv[at] or argv[at] in ("-h", "--help")
         at += 1 if lone else 2  # every option of ours takes a value
     return list(argv[:at]), list(argv[at:])
+
+
+def _check_numbers(ours: Sequence[str]) -> None:
+    """Options that are numbers, before tyro speaks of the types that it tried."""
+    words = [part for word in ours for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, value in pairwise(words):
+        name = option.replace("-", "_").lstrip("_")
+        if name in _NUMBERS and not value.lstrip("-").isdecimal():
+            instead = " Without it there is one rank for each GPU, or 1." if name == "nproc_per_node" else ""
+            raise LaunchError(
+                f"--{name} is {value!r}; write a number: onecard run --{name} {_NUMBERS[name]} script.py.{instead}"
+            )
+
+
+_NUMBERS = {"nproc_per_node": 2, "nnodes": 2, "node_rank": 0, "max_restarts": 3}  # each with an example
 
 
 def _target(rest: list[str]) -> Target:

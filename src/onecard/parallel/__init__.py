@@ -5,6 +5,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utilities
 
 from onecard.parallel import ctc as _ctc  # noqa: F401 - takes over nn.CTCLoss
 from onecard.parallel import recurrent as _recurrent  # noqa: F401 - takes over nn.LSTM and its kin
+from onecard.parallel import resume as _resume  # noqa: F401 - takes over nn.Module.load_state_dict
 from onecard.parallel import transformer as _transformer  # noqa: F401 - takes over nn.TransformerEncoder in evaluation
 from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
+from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states
 from onecard.tensor.buckets import settle_all
 
 
@@ -19,12 +20,13 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     """Make a torch optimizer ready for distributed parameters, in place.
 
     Its states follow their parameter's layout by themselves (they are made like it). What this adds: pending gradients
-    are summed together in a few large messages before each step, and ``shard_fn`` may lay out states otherwise.
+    are summed together in a few large messages before each step, and ``shard_fn`` may lay out states otherwise. States that
+    are loaded take the same layouts; without ``shard_optimizer`` they do at the next step.
 
     Args:
         optimizer: any of ``torch.optim``, foreach and fused included.
         shard_fn: ``shard_fn(key, param, state) -> state``, called once for each state tensor of a parameter's shape
-            after the first step ("exp_avg", ...); it returns the state, resharded or not.
+            after the first step ("exp_avg", ...), and for those that are loaded; it returns the state, resharded or not.
 
     Returns:
         The optimizer.
@@ -51,8 +53,12 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         return _with_closure(args, kwargs, settle)
 
     optimizer.register_step_pre_hook(sum_gradients)
-    if shard_fn is not None:
-        optimizer.register_step_post_hook(_StateSharder(shard_fn))
+    sharder = None if shard_fn is None else _StateSharder(shard_fn)
+    if sharder is not None:
+        optimizer.register_step_post_hook(sharder)
+    lay_out = None if sharder is None else sharder.lay_out
+    optimizer.register_load_state_dict_post_hook(lambda opt: lay_out_states(opt, lay_out))
+    lay_out_states(optimizer, lay_out)  # they may have been loaded before
     return optimizer
 
 
@@ -76,7 +82,9 @@ def _check_current(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> 
     _checked[optimizer] = len(replaced)
 
 
-register_optimizer_step_pre_hook(_check_current)  # also of those that no shard_optimizer has seen
+# Also of those that no shard_optimizer has seen.
+register_optimizer_step_pre_hook(_check_current)
+register_optimizer_step_pre_hook(lay_out_loaded)
 
 
 def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[Any, Any]:
@@ -103,13 +111,16 @@ class _StateSharder:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for param, state in optimizer.state.items():
             for key, value in state.items():
-                if not isinstance(value, Tensor) or value.shape != param.shape or (id(param), key) in self.done:
-                    continue
-                self.done.add((id(param), key))
-                laid_out = self.shard_fn(key, param, value)
-                if not isinstance(laid_out, Tensor) or laid_out.shape != value.shape:
-                    raise LayoutError(
-                        f"shard_optimizer: shard_fn({key!r}, ...) returned {type(laid_out).__name__} "
-                        f"{list(getattr(laid_out, 'shape', []))}; it must return the state {list(value.shape)}, resharded"
-                    )
-                state[key] = laid_out
+                if is_like(param, key, value) and (id(param), key) not in self.done:
+                    state[key] = self.lay_out(key, param, value)
+
+    def lay_out(self, key: str, param: Any, value: Tensor) -> Tensor:
+        """One state as ``shard_fn`` wants it."""
+        self.done.add((id(param), key))
+        laid_out = self.shard_fn(key, param, value)
+        if not isinstance(laid_out, Tensor) or laid_out.shape != value.shape:
+            raise LayoutError(
+                f"shard_optimizer: shard_fn({key!r}, ...) returned {type(laid_out).__name__} "
+                f"{list(getattr(laid_out, 'shape', []))}; it must return the state {list(value.shape)}, resharded"
+            )
+        return laid_out

@@ -82,6 +82,12 @@ def shard_tensor(
 
 def _layout(call: str, x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> Layout:
     """The layout that a call asks for; its errors name the call and the tensor."""
+    if not isinstance(x, DistTensor) and (x.layout is not torch.strided or x.is_nested):
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        dense = "torch.nested.to_padded_tensor(x, padding)" if x.is_nested else "x.to_dense()"
+        raise LayoutError(
+            f"{call}: a {kind} tensor cannot be divided; make it dense first: onecard.{call}({dense}, mesh, placements)"
+        )
     try:
         return Layout.of(mesh, x.dim(), placements, call)
     except LayoutError as fault:

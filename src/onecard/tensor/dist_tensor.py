@@ -20,6 +20,7 @@ from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
 from onecard.tensor import memory
 from onecard.tensor.intercept import KEYS
+from onecard.tensor.refusals import no_flat_form
 from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
@@ -159,11 +160,7 @@ class DistTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """What torch.compile asks first, and some libraries before they save. A graph would have to hold the messages; it
         cannot yet."""
-        raise DispatchError(
-            f"torch.compile cannot trace a program on distributed tensors yet (it met {self._spec!r}): run it eagerly, or "
-            "compile what works on local tensors and call it through onecard.local_map. If a library asked in order to save "
-            "the model, hand it plain tensors: state_dict={name: onecard.unshard(x) for name, x in model.state_dict().items()}"
-        )
+        raise no_flat_form(self._spec)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DistTensor:
@@ -185,8 +182,9 @@ class DistTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise DispatchError(
-            f"a DistTensor ({self._spec!r}) cannot be pickled: each rank would save its shard as if it were the whole. "
-            "Save x.full_tensor() (on every rank, then write on rank 0), for example with safetensors"
+            f"a DistTensor ({self._spec!r}) cannot be pickled (torch.save): each rank would save its shard as if it were the "
+            "whole. Save x.full_tensor(): gather on every rank, whole = {name: onecard.unshard(x) for name, x in "
+            "model.state_dict().items()}, and write on one, if onecard.get_rank() == 0: torch.save(whole, path)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

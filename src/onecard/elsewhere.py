@@ -1,0 +1,136 @@
+"""Names that other libraries have and onecard has not, and what takes their place. The pages for newcomers show this table."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+_HAND = (
+    "`torch.distributed.{0}` on plain tensors; distributed ones need no collective: a loss, a norm, a gradient is that of the "
+    "whole batch"
+)
+_STAGE_1 = (
+    "not there yet; stage 1 by hand: "
+    "`oc.shard_optimizer(opt, lambda key, param, state: oc.reshard(state, mesh, [oc.Shard(0)]))`"
+)
+_STAGE_3 = (
+    "not there yet; by marks: parameters on `Shard(0)` of the `dp` axis are gathered at each use, not ahead of it"
+)
+_STATIC = "not there yet: run the dynamic program, which has the same numbers"
+_LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
+_SAVED = (
+    "parallel checkpoints are not there yet: `oc.unshard` each tensor on every rank, write on one; `load_state_dict` takes "
+    "whole tensors"
+)
+_SEQUENCE = (
+    "`oc.reshard(x, mesh, [oc.Shard(1)])` of (batch, time, width): norms, dropout and linear layers keep the cut"
+)
+_MESH = "`oc.ProcessMesh(ranks, dim_names=[...])`; `oc.from_device_mesh` converts"
+_DDP = "`oc.shard_layer(model, mesh)`, `oc.shard_optimizer(opt)`, `oc.shard_dataloader(loader, mesh)`"
+
+PADDLE = {
+    "init_parallel_env": "nothing: the first message makes the ranks meet",
+    "ParallelEnv": "`oc.get_rank()`, `oc.get_world_size()`",
+    "spawn": "`onecard run --nproc_per_node N script.py`",
+    "set_mesh": "nothing: every call takes its mesh",
+    "get_mesh": "nothing: every call takes its mesh; `x.mesh` is a tensor's",
+    "dtensor_from_local": "`oc.from_local(x, mesh, placements)`",
+    "dtensor_from_fn": "`oc.shard_tensor(fn(shape), mesh, placements)`, or `oc.rand`, `oc.randn`, `oc.deferred_init`",
+    "unshard_dtensor": "`oc.unshard(x)`",
+    "DistAttr": 'placements, or for each dim its axis: `oc.shard_tensor(x, mesh, [None, "mp"])`',
+    "ReduceType": '`oc.Partial("sum")`, `"avg"`, `"max"`, `"min"`, `"product"`',
+    "ShardingStage1": _STAGE_1,
+    "ShardingStage2": _STAGE_1,
+    "ShardingStage3": _STAGE_3,
+    "group_sharded_parallel": _STAGE_1,
+    "shard_scaler": "nothing: `torch.amp.GradScaler` works as it is, all ranks skip a step together",
+    "parallelize": "`oc.shard_layer(model, mesh, shard_fn)`; pipeline stages: a mesh for each, `oc.reshard` between them",
+    "ColWiseParallel": _LINEAR,
+    "RowWiseParallel": _LINEAR,
+    "PrepareLayerInput": "`input_fn` of `oc.shard_layer`",
+    "PrepareLayerOutput": "`output_fn` of `oc.shard_layer`",
+    "SplitPoint": "a mesh for each stage and `oc.reshard` between them; schedules are not there yet",
+    "SequenceParallelBegin": _SEQUENCE,
+    "SequenceParallelEnd": "nothing: a value is gathered where an operator needs it whole",
+    "SequenceParallelEnable": _SEQUENCE,
+    "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
+    "to_static": _STATIC,
+    "DistModel": _STATIC,
+    "Engine": _STATIC,
+    "Strategy": _STATIC,
+    "fleet": "not there yet: say with placements what its layers do",
+    "split": _LINEAR,
+    "DataParallel": _DDP,
+    "save_state_dict": _SAVED,
+    "load_state_dict": _SAVED,
+    "seed": "`oc.manual_seed(s)`",
+}
+
+DTENSOR = {
+    "DTensor": "`oc.DistTensor`; `oc.from_dtensor` and `oc.to_dtensor` convert without a copy",
+    "DeviceMesh": _MESH,
+    "init_device_mesh": _MESH,
+    "distribute_tensor": "`oc.shard_tensor(x, mesh, placements)`",
+    "distribute_module": "`oc.shard_layer(module, mesh, shard_fn, input_fn, output_fn)`",
+    "parallelize_module": "`oc.shard_layer(module, mesh, shard_fn)`",
+    "ColwiseParallel": _LINEAR,
+    "RowwiseParallel": _LINEAR,
+    "SequenceParallel": _SEQUENCE,
+    "PrepareModuleInput": "mostly nothing: plain inputs count as replicated, operators move what they need; else `input_fn`",
+    "PrepareModuleOutput": "mostly nothing; else `output_fn` of `oc.shard_layer`",
+    "loss_parallel": "nothing: `cross_entropy` takes logits that are cut along the classes",
+    "implicit_replication": "nothing: plain tensors count as replicated",
+    "register_sharding": "`oc.register_rule(name, row, verify=[a sample call])`",
+    "context_parallel": "not there yet",
+    "redistribute": "`oc.reshard(x, mesh, placements)`",
+    "CommDebugMode": "`with oc.explain() as report:`",
+}
+
+FSDP = {
+    "DistributedDataParallel": _DDP,
+    "DDP": _DDP,
+    "DistributedSampler": "`oc.shard_dataloader(loader, mesh, shard_dims=...)`; the batch size is that of the whole batch",
+    "fully_shard": _STAGE_3,
+    "FullyShardedDataParallel": _STAGE_3,
+    "FSDP": _STAGE_3,
+    "HSDP": "not there yet; by marks: a mesh of two axes, the batch cut along both, parameters `[Replicate(), Shard(0)]`",
+    "ZeroRedundancyOptimizer": _STAGE_1,
+    "MixedPrecisionPolicy": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
+    "MixedPrecision": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
+    "CPUOffloadPolicy": "not there yet",
+    "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them",
+    "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
+    "init_process_group": "nothing: the first message does it; a group that the program makes itself is used",
+    "destroy_process_group": "nothing: it is ended with the process",
+    **{name: _HAND.format(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")},
+    "barrier": "`torch.distributed.barrier()`, after the first message; most programs need none",
+    "new_group": "`oc.to_device_mesh(mesh).get_group(axis)`",
+    "save": _SAVED,
+    "load": _SAVED,
+    "compile": "not there yet: leave `torch.compile` out",
+}  # fmt: skip
+
+ALL = {"paddle.distributed": PADDLE, "torch.distributed.tensor": DTENSOR, "torch.distributed": FSDP}
+
+
+def refuse(name: str) -> NoReturn:
+    """The AttributeError for a name that ``onecard`` does not have.
+
+    Example:
+        >>> refuse("set_mesh")
+        Traceback (most recent call last):
+        AttributeError: onecard has no 'set_mesh' (paddle.distributed). In its place: nothing: every call takes its mesh
+    """
+    for library, names in ALL.items():
+        if name in names:
+            raise AttributeError(f"onecard has no {name!r} ({library}). In its place: {names[name]}", name=name)
+    raise AttributeError(f"module 'onecard' has no attribute {name!r}", name=name)
+
+
+def table(names: dict[str, str]) -> str:
+    """The rows of a page.
+
+    Example:
+        >>> print(table({"DDP": "nothing"}))
+        | `DDP` | nothing |
+    """
+    return "\n".join(f"| `{name}` | {instead} |" for name, instead in names.items())
