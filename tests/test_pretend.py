@@ -26,10 +26,20 @@ SAME_ON_ALL_RANKS = {
     "comm.check._said", "comm.check._switched", "comm.place.tables", "comm.record.observers", "comm.shm.functional._kept",
     "comm.shm.reduction.fold", "tensor.chance.handlers", "tensor.chance.factories", "tensor.chance._law",
     "tensor.dispatch.builders", "tensor.dispatch.by_value", "tensor.fallback._warned", "tensor.fallback.observers",
-    "tensor.memory.copies", "tensor.memory.expanded", "tensor.memory._overlaps", "tensor.memory.place",
+    "tensor.memory.copies", "tensor.strides.expanded", "tensor.strides.overlaps",
+    "tensor.strides.place", "tensor.strides.own_stride",
     "tensor.recording.records", "parallel.layer.replaced", "parallel.optimizer.replaced", "parallel.optimizer._checked",
 }  # fmt: skip
-EMPTY = {"Counter", "WeakIdKeyDictionary", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict", "list", "set"}
+EMPTY = {
+    "Counter",
+    "WeakIdKeyDictionary",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "defaultdict",
+    "dict",
+    "list",
+    "set",
+}
 
 
 def tables_of(source: str) -> list[str]:
@@ -39,7 +49,7 @@ def tables_of(source: str) -> list[str]:
         value = getattr(node, "value", None)
         if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "of_this_rank":
             value = value.args[0]
-        empty = isinstance(value, ast.Dict) and not value.keys or isinstance(value, ast.List) and not value.elts
+        empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
         made = isinstance(value, ast.Call) and not value.args and getattr(value.func, "id", "") in EMPTY
         if isinstance(node, ast.AnnAssign | ast.Assign) and (empty or made):
             found.append(getattr(getattr(node, "target", None) or node.targets[0], "id", ""))

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from onecard.comm import check, flight
+from onecard.comm import check, flight, trace
 from onecard.comm.groups import Group
 from onecard.errors import CommunicationError
+
+Recorded = tuple[Any, ...]  # what is filled, the functional operator's name, its arguments
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -33,8 +35,13 @@ _REDUCE = {
 }
 
 
-def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]) -> None:
-    """Run one collective; a fault says which, among whom, and where this rank stands."""
+def _wait(
+    name: str, group: Group, sent: Tensor | None, start: Callable[[], Any], record: Callable[[], Recorded] | None = None
+) -> None:
+    """Run one collective; a fault says which, among whom, and where this rank stands.
+
+    ``record``: the tensor that it fills and the functional collective that does the same, for a program that is traced.
+    """
     if sent is not None and sent.is_meta:
         return  # a rehearsal: shapes without data
     board, nbytes = flight.board, 0 if sent is None else sent.nbytes
@@ -43,8 +50,9 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
     try:
         if check.on:
             check.collective(name, group.ranks, sent)
-        work = start()
-        if work is not None:
+        if trace.tracing():
+            _record(name, group, record)
+        elif (work := start()) is not None:
             work.wait()
     except CommunicationError as fault:
         if not check.on:
@@ -58,6 +66,12 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
     finally:
         if board is not None:
             board.leave()
+
+
+def _record(name: str, group: Group, record: Callable[[], Recorded] | None) -> None:
+    if record is None:
+        raise trace.refuse(name)
+    trace.record(*record(), process_group=group.process_group)
 
 
 def _at_once(options: Any) -> Any:
@@ -111,7 +125,13 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
     if pg is not None and result.numel():
-        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]))
+        _wait(
+            "all_reduce",
+            group,
+            result,
+            lambda: pg.allreduce([buffer], _OPTIONS[op]),
+            lambda: (buffer, "all_reduce", buffer, "sum" if op == "avg" else op),
+        )
     return result.div_(group.size) if op == "avg" else result
 
 
@@ -153,7 +173,13 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     send = _dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER))
+        _wait(
+            "all_gather",
+            group,
+            send,
+            lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER),
+            lambda: (_moved(gathered), "all_gather_into_tensor", _moved(send), group.size),
+        )
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -195,7 +221,13 @@ def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[
     options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
-    _wait("reduce_scatter", group, send, lambda: pg._reduce_scatter_base(result, send, options))
+    _wait(
+        "reduce_scatter",
+        group,
+        send,
+        lambda: pg._reduce_scatter_base(result, send, options),
+        lambda: (result, "reduce_scatter_tensor", send, "sum", group.size),
+    )
     result = result.movedim(0, dim).contiguous()
     return result / group.size if op == "avg" else result
 
@@ -239,6 +271,7 @@ def _exchange(
             group,
             flat,
             lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
+            lambda: (_moved(result), "all_to_all_single", _moved(flat), out_splits, in_splits),
         )
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
@@ -259,7 +292,13 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     if pg is not None and tensor.numel():
         options = _at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
-        _wait("broadcast", group, tensor, lambda: pg.broadcast([_moved(tensor)], options))
+        _wait(
+            "broadcast",
+            group,
+            tensor,
+            lambda: pg.broadcast([_moved(tensor)], options),
+            lambda: (_moved(tensor), "broadcast", _moved(tensor), options.rootRank),
+        )
     return tensor
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-Table = TypeVar("Table", dict[Any, Any], list[Any])
+Table = TypeVar("Table", bound="dict[Any, Any] | list[Any]")
 tables: list[Any] = []
 
 

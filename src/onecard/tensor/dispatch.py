@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from onecard.comm import check, record
+from onecard.comm import check, record, trace
 from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
@@ -88,7 +88,9 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         for value in stale:
             value._refresh()
         return program_for(func, args, kwargs)
-    program = programs[key] = builders.get(func, build)(func, args, kwargs)
+    program = builders.get(func, build)(func, args, kwargs)
+    if not trace.faking():  # what is decided there may hold tensors without data
+        programs[key] = program
     return program
 
 
