@@ -86,6 +86,13 @@ def _options(op: str) -> Any:
     return _at_once(options)
 
 
+# Added as bytes, truths would be 2, which no kernel expects in their memory.
+_OF_TRUTHS = {
+    **dict.fromkeys(("sum", "max", "bor"), "max"),
+    **dict.fromkeys(("avg", "product", "min", "band"), "min"),
+    "bxor": "bxor",
+}
+
 _OPTIONS = {op: _options(op) for op in _REDUCE}
 _GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
 _BARRIER = _at_once(dist.BarrierOptions())
@@ -118,6 +125,8 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     if local.dtype not in _NATIVE:
         joined = _all_reduce_foreign(local, group, op)
         return local.copy_(joined) if inplace else joined
+    if local.dtype is torch.bool:
+        op = _OF_TRUTHS[op]
     if op in ("max", "min") and local.is_floating_point():
         extreme = _extreme(local, group, op)
         return local.copy_(extreme) if inplace else extreme
@@ -132,7 +141,12 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
             lambda: pg.allreduce([buffer], _OPTIONS[op]),
             lambda: (buffer, "all_reduce", buffer, "sum" if op == "avg" else op),
         )
-    return result.div_(group.size) if op == "avg" else result
+    return _averaged(result, group.size) if op == "avg" else result
+
+
+def _averaged(total: Tensor, ranks: int) -> Tensor:
+    """A sum over the ranks, divided in place; that of integers is rounded toward zero, as NCCL does."""
+    return total.div_(ranks, rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
 
 
 def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
@@ -204,7 +218,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
     stacked = torch.stack(parts)
     reduce = {
         "sum": lambda t: t.sum(0),
-        "avg": lambda t: t.sum(0) / group.size,
+        "avg": lambda t: _averaged(t.sum(0), group.size),
         "max": lambda t: t.amax(0),
         "min": lambda t: t.amin(0),
         "product": lambda t: t.prod(0),
@@ -212,7 +226,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         "bor": lambda t: functools.reduce(torch.bitwise_or, t),
         "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
-    return reduce[op](stacked).to(local.dtype)
+    return reduce[_OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
 
 
 def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
