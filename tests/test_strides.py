@@ -37,11 +37,16 @@ def test_strides_after_every_reshard() -> None:
         y = oc.reshard(x, mesh, [second])
         own = expected if y is x else expected.clone()  # a reshard that moves is a clone
         for found, alike in ((x, expected), (y, own), (y.clone(), own.clone()), (y + 1, own + 1)):
-            assert found.stride() == alike.stride() and true(found), (shape, first, second, found, alike.stride())
-        for found, alike in ((x.full_tensor(), expected), (y.full_tensor(), own)):
-            assert found.stride() == alike.stride(), (shape, first, second, found.stride(), alike.stride())
-            assert_close(found, alike)
+            assert telling(found) == telling(alike) and true(found), (shape, first, second, found, alike.stride())
+            whole = found.full_tensor()
+            assert whole.stride() == found.stride(), (shape, first, second, found, whole.stride())
+            assert_close(whole, alike)
         assert can_be_flat(y) == can_be_flat(y.full_tensor()) == can_be_flat(expected)
+
+
+def telling(x: Tensor) -> list[int]:
+    """Strides of dims of more than one element; of others torch's kernels and its meta tensors differ."""
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def can_be_flat(x: Tensor) -> bool:
@@ -72,7 +77,7 @@ def test_strides_of_what_has_gaps_or_is_expanded() -> None:
 KERNELS: dict[str, Callable[[Tensor], object]] = {
     "svd": lambda x: torch.linalg.svd(x, full_matrices=False),
     "geqrf": torch.geqrf,
-    "convolution": lambda x: F.conv1d(x.unsqueeze(0), x.unsqueeze(0).transpose(1, 2)[:, :, :1].contiguous().mT),
+    "convolution": lambda x: F.conv1d(x.unsqueeze(0), torch.ones(3, x.shape[0], 2)),
     "copysign": lambda x: torch.copysign(x, torch.tensor(-1.0)),
     "batch_norm": lambda x: F.batch_norm(x.unsqueeze(1), None, None, training=True),
     "log_softmax": lambda x: torch.autograd.grad(x.log_softmax(-1).square().sum(), x),

@@ -39,8 +39,8 @@ def _outer_first(spec: Spec) -> list[int]:
 
 def placed(local: Tensor, spec: Spec) -> bool:
     """Whether a local tensor lies as ``place`` would put it. One zero that stands for many adds nothing, wherever it is."""
-    step = 1
-    for dim in reversed(_outer_first(spec)):
+    step = 1 if local.numel() else 0
+    for dim in reversed(_outer_first(spec)) if step else ():
         size, own = local.shape[dim], local.stride(dim)
         if size > 1 and own and not (spec.stride[dim] == 0 and spec.shape[dim] > 1):
             if own != step:
