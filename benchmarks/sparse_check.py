@@ -75,13 +75,13 @@ class Inside:
 
 def watch_check() -> Inside:
     """Time every way into the check."""
-    from onecard.comm import sparse_check
+    from onecard.comm import clock
     from onecard.tensor import foreach, program, watched
 
     inside = Inside()
     inside.watch(watched.Operands, "compare")
-    inside.watch(sparse_check.Clock, "tick")
-    inside.watch(sparse_check, "mark")
+    inside.watch(clock.Clock, "tick")
+    inside.watch(clock, "mark")
     for holder, name in ((watched, "whole"), (watched, "part"), (foreach, "written"), (program, "written")):
         inside.watch(holder, name)
     return inside

@@ -250,3 +250,37 @@ def test_gradients_that_torch_leaves_undefined():
     ):
         torch.linalg.householder_product(x, torch.empty(0)).sum().backward()
     assert local.grad is None
+
+
+PADS = {"circular": [(0, 2), (2, 0), (1, 3), (-1, 2), (0, 0)], "reflect": [(0, 2), (2, 1)], "replicate": [(0, 2), (3, 0)],
+        "constant": [(0, 2), (-1, 0)]}  # fmt: skip
+
+
+@multirank(2)
+def test_padding_with_and_without_a_batch():
+    """Under every layout; of one, two and three dims, zero on a side."""
+    torch.manual_seed(0)
+    for spatial, (mode, pads) in product((1, 2, 3), PADS.items()):
+        for shape in ((2, 4, 5, 4)[: 1 + spatial], (3, 2, 4, 5, 4)[: 2 + spatial]):
+            whole = torch.randn(shape)
+            for pad in pads:
+                given = [*pad, 1, 0, 0, 1][: 2 * spatial]
+                expected = F.pad(whole, given, mode=mode)
+                for place in (Replicate(), *map(Shard, range(len(shape)))):
+                    x = oc.shard_tensor(whole, mesh(), [place])
+                    assert_close(F.pad(x, given, mode=mode).full_tensor(), expected)
+
+
+@multirank(2)
+def test_convolutions_of_every_padding_mode():
+    for spatial, kind in enumerate((torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d), 1):
+        for mode in ("zeros", "reflect", "replicate", "circular"):
+            torch.manual_seed(0)
+            plain = kind(2, 3, 2, padding=1, padding_mode=mode, dtype=torch.float64)
+            twin = kind(2, 3, 2, padding=1, padding_mode=mode, dtype=torch.float64)
+            twin.load_state_dict(plain.state_dict())
+            oc.shard_layer(twin, mesh())
+            for shape in ((2, 4, 5, 4)[: 1 + spatial], (4, 2, 4, 5, 4)[: 2 + spatial]):
+                x = torch.randn(shape, dtype=torch.float64)
+                for place in (Replicate(), Shard(0), Shard(len(shape) - 1)):
+                    assert_close(twin(oc.shard_tensor(x, mesh(), [place])).full_tensor(), plain(x))

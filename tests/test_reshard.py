@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import onecard as oc
 from onecard.comm import Group, collectives, group
@@ -121,6 +122,41 @@ def test_to_and_from_dtensor_share_memory():
     assert_close(x.full_tensor(), torch.zeros(5, 2))
     back = oc.from_dtensor(d)
     assert back.mesh is mesh and back.to_local().data_ptr() == x.to_local().data_ptr()
+
+
+@multirank(4)
+def test_dtensor_takes_every_ascending_layout_exactly_and_no_other():
+    """torch joins parts by the ranks of its groups, which ascend: what it would join otherwise is refused."""
+    refused = []
+    for ranks in ([0, 1, 2, 3], [3, 0, 1, 2], [[0, 1], [2, 3]], [[2, 3], [0, 1]], [[1, 0], [3, 2]]):
+        mesh = oc.ProcessMesh(ranks, ["a", "b"][: 1 + isinstance(ranks[0], list)])
+        whole = value((5, 3))
+        for places in product(PLACEMENTS[: 5 - mesh.ndim], repeat=mesh.ndim):
+            x = oc.shard_tensor(whole, mesh, places)
+            cuts = {axis for axis, p in enumerate(places) if isinstance(p, oc.Shard)}
+            turned = {0: ranks in ([3, 0, 1, 2], [[2, 3], [0, 1]]), 1: ranks == [[1, 0], [3, 2]]}
+            if any(turned[axis] for axis in cuts):
+                refused.append(places)
+                with pytest.raises(
+                    LayoutError, match=r"do not ascend.*onecard\.reshard\(x, onecard\.ProcessMesh"
+                ) as fault:
+                    x.to_dtensor()
+                again = eval(str(fault.value).split("first: ")[1], {"onecard": oc, "x": x, **vars(oc)})
+                assert_close(again.full_tensor(), whole)
+                theirs = DTensor.from_local(
+                    x.to_local(), oc.to_device_mesh(mesh), places, run_check=False, shape=whole.shape, stride=(3, 1)
+                )
+                with pytest.raises(LayoutError, match="do not ascend") as fault:
+                    oc.from_dtensor(theirs)
+                back = eval("onecard.from_local" + str(fault.value).split("onecard.from_local")[1], {
+                    "onecard": oc, "x": theirs, **vars(oc)
+                })  # fmt: skip
+            else:
+                back = oc.from_dtensor(x.to_dtensor())
+                assert_close(x.to_dtensor().full_tensor(), whole)
+            assert back.layout is x.layout
+            assert_close(back.full_tensor(), whole)
+    assert len(refused) == 14
 
 
 def test_a_world_of_one_needs_no_launcher():

@@ -17,7 +17,8 @@ from torch import nn
 
 import onecard as oc
 from onecard.comm import agree, world
-from onecard.comm.sparse_check import SLOTS, Site, fingerprint
+from onecard.comm.prints import fingerprint
+from onecard.comm.sparse_check import SLOTS, Site
 from onecard.testing import RankError, multirank, run_ranks
 
 

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from onecard.comm import check, flight, sparse_check
+from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm.groups import Group
 from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
+
+Recorded = tuple[Any, ...]  # what is filled, the functional operator's name, its arguments
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -34,11 +36,22 @@ _REDUCE = {
 }
 
 
-def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any], op: str = "") -> None:
-    """Run one collective; a fault says which, among whom, and where this rank stands."""
+def _wait(
+    name: str,
+    group: Group,
+    sent: Tensor | None,
+    start: Callable[[], Any],
+    record: Callable[[], Recorded] | None = None,
+    op: str = "",
+) -> None:
+    """Run one collective; a fault says which, among whom, and where this rank stands.
+
+    ``record``: the tensor that it fills and the functional collective that does the same, for a program that is traced.
+    """
     if sent is not None and sent.is_meta:
         return  # a rehearsal: shapes without data
-    if group.clock is not None:
+    traced = trace.tracing()
+    if group.clock is not None and not traced:
         group.clock.tick(f"{name}({op})" if op else name, None if sent is None else sent.dtype)
     board, nbytes = flight.board, 0 if sent is None else sent.nbytes
     if board is not None:
@@ -46,8 +59,9 @@ def _wait(name: str, group: Group, sent: Tensor | None, start: Callable[[], Any]
     try:
         if check.on:
             check.collective(name, group.ranks, sent)
-        work = start()
-        if work is not None:
+        if traced:
+            _record(name, group, record)
+        elif (work := start()) is not None:
             work.wait()
     except CommunicationError as fault:
         _explain(fault, group)
@@ -76,6 +90,12 @@ def _explain(fault: CommunicationError, group: Group) -> None:
         fault.add_note("To see the operator, tensor and line of each rank, run it once with ONECARD_CHECK=1")
 
 
+def _record(name: str, group: Group, record: Callable[[], Recorded] | None) -> None:
+    if record is None:
+        raise trace.refuse(name)
+    trace.record(*record(), process_group=group.process_group)
+
+
 def _at_once(options: Any) -> Any:
     """Options of a call whose result is awaited right after: no need to hand it to another thread or stream."""
     options.asyncOp = False
@@ -87,6 +107,13 @@ def _options(op: str) -> Any:
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     return _at_once(options)
 
+
+# Added as bytes, truths would be 2, which no kernel expects in their memory.
+_OF_TRUTHS = {
+    **dict.fromkeys(("sum", "max", "bor"), "max"),
+    **dict.fromkeys(("avg", "product", "min", "band"), "min"),
+    "bxor": "bxor",
+}
 
 _OPTIONS = {op: _options(op) for op in _REDUCE}
 _GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
@@ -120,6 +147,8 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     if local.dtype not in _NATIVE:
         joined = _all_reduce_foreign(local, group, op)
         return local.copy_(joined) if inplace else joined
+    if local.dtype is torch.bool:
+        op = _OF_TRUTHS[op]
     if op in ("max", "min") and local.is_floating_point():
         extreme = _extreme(local, group, op)
         return local.copy_(extreme) if inplace else extreme
@@ -127,8 +156,20 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
     buffer = result.view(torch.uint8) if result.dtype is torch.bool else result
     pg = group.process_group
     if pg is not None and result.numel():
-        _wait("all_reduce", group, result, lambda: pg.allreduce([buffer], _OPTIONS[op]), op)
-    return result.div_(group.size) if op == "avg" else result
+        _wait(
+            "all_reduce",
+            group,
+            result,
+            lambda: pg.allreduce([buffer], _OPTIONS[op]),
+            lambda: (buffer, "all_reduce", buffer, "sum" if op == "avg" else op),
+            op,
+        )
+    return _averaged(result, group.size) if op == "avg" else result
+
+
+def _averaged(total: Tensor, ranks: int) -> Tensor:
+    """A sum over the ranks, divided in place; that of integers is rounded toward zero, as NCCL does."""
+    return total.div_(ranks, rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
 
 
 def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
@@ -169,7 +210,13 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     send = _dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:]))
     if send.numel():
-        _wait("all_gather", group, send, lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER))
+        _wait(
+            "all_gather",
+            group,
+            send,
+            lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER),
+            lambda: (_moved(gathered), "all_gather_into_tensor", _moved(send), group.size),
+        )
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -194,7 +241,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
     stacked = torch.stack(parts)
     reduce = {
         "sum": lambda t: t.sum(0),
-        "avg": lambda t: t.sum(0) / group.size,
+        "avg": lambda t: _averaged(t.sum(0), group.size),
         "max": lambda t: t.amax(0),
         "min": lambda t: t.amin(0),
         "product": lambda t: t.prod(0),
@@ -202,7 +249,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         "bor": lambda t: functools.reduce(torch.bitwise_or, t),
         "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
-    return reduce[op](stacked).to(local.dtype)
+    return reduce[_OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
 
 
 def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
@@ -211,7 +258,13 @@ def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[
     options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group
-    _wait("reduce_scatter", group, send, lambda: pg._reduce_scatter_base(result, send, options))
+    _wait(
+        "reduce_scatter",
+        group,
+        send,
+        lambda: pg._reduce_scatter_base(result, send, options),
+        lambda: (result, "reduce_scatter_tensor", send, "sum", group.size),
+    )
     result = result.movedim(0, dim).contiguous()
     return result / group.size if op == "avg" else result
 
@@ -255,6 +308,7 @@ def _exchange(
             group,
             flat,
             lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
+            lambda: (_moved(result), "all_to_all_single", _moved(flat), out_splits, in_splits),
         )
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
@@ -275,7 +329,13 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     if pg is not None and tensor.numel():
         options = _at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
-        _wait("broadcast", group, tensor, lambda: pg.broadcast([_moved(tensor)], options))
+        _wait(
+            "broadcast",
+            group,
+            tensor,
+            lambda: pg.broadcast([_moved(tensor)], options),
+            lambda: (_moved(tensor), "broadcast", _moved(tensor), options.rootRank),
+        )
     return tensor
 
 

@@ -12,23 +12,19 @@ trip to the store. ``ONECARD_CHECK=0`` switches it off; ``ONECARD_CHECK=1`` comp
 
 from __future__ import annotations
 
-import math
 import os
-import time
 import warnings
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import agree, attempt, check, claims, record, world
+from onecard.comm import agree, attempt, check, claims, prints, record, world
+from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 
 on = os.environ.get("ONECARD_CHECK", "") == ""
@@ -36,9 +32,7 @@ on = os.environ.get("ONECARD_CHECK", "") == ""
 OFTEN = 8  # calls: the distance of comparisons in the steady state
 SELDOM = 512  # and never more than one call of so many, however long a run is
 SLOTS = 4  # words of one subject that lie in the store; a rank may be so many comparisons behind
-PATIENCE = 2.0  # seconds: for the words of ranks that are known to be out of step
-_MASK = 0xFFFFFFFFFFFF
-_FIELD, _PART = "\x1f", "\x1e"
+FIELD, PART = "\x1f", "\x1e"
 _STOPPED = "stopped"
 
 
@@ -51,6 +45,7 @@ class Site:
     due: int = 1
     asked: int = 0
     words: list[str] = field(default_factory=lambda: [""] * SLOTS)
+    met: Any = None
 
     def tick(self) -> bool:
         """Whether this call is one to compare.
@@ -76,19 +71,21 @@ class Site:
         self.asked += 1
 
         def compare() -> None:
-            mine = f"{number}{_PART}{world.get_rank()}{_PART}{word}"
+            if self.met is not dist.group.WORLD:  # another store: it holds no words yet
+                self.met, self.words = dist.group.WORLD, [""] * SLOTS
+            mine = f"{number}{PART}{world.get_rank()}{PART}{word}"
             found = agree.exchange(f"sparse/{self.label}/{slot}", self.words[slot], mine)
             if found:
                 self.words[slot] = found
-                count, rank, said = found.split(_PART, 2)
+                count, rank, said = found.split(PART, 2)
                 if found != mine and int(count) == number:
                     answered(int(rank), said)
 
         agree.when_met(compare)
 
 
-_sites: dict[Any, Site] = {}
-_serial = 0
+_sites: dict[Any, Site] = of_this_rank({})
+_numbers: dict[int, None] = of_this_rank({})
 
 
 def site(key: Any, label: Callable[[], str]) -> Site:
@@ -101,16 +98,9 @@ def site(key: Any, label: Callable[[], str]) -> Site:
 
 def serial() -> int:
     """The next number, for subjects that have no name: the same on all ranks, if they come up in one order."""
-    global _serial
-    _serial += 1
-    return _serial
-
-
-def forget() -> None:
-    """Begin anew, with a new process group."""
-    _sites.clear()
-    _progress.clear()
-    _codes.clear()
+    number = len(_numbers)
+    _numbers[number] = None
+    return number
 
 
 # -- what must be equal ------------------------------------------------------------------------------------------------
@@ -147,88 +137,29 @@ def equal(where: Site, operator: str, subjects: Sequence[Subject]) -> None:
     if not given or check.on:
         return
     line = record.user_line()
-    prints = [f"{s.name}{_FIELD}{fingerprint(s.tensor)}" for s in given]
+    said = [f"{s.name}{FIELD}{prints.fingerprint(s.tensor)}" for s in given]
     reasons = [(s.name, s.belief, s.cure) for s in given]
     count = where.count
 
     def answered(rank: int, word: str) -> None:
-        theirs, *said = word.split(_PART)
-        for reason, mine, other in zip(reasons, prints, said, strict=False):
-            if mine.split(_FIELD)[:2] != other.split(_FIELD)[:2]:  # the norm may depend on where memory begins
+        theirs, *others = word.split(PART)
+        for reason, mine, other in zip(reasons, said, others, strict=False):
+            if mine.split(FIELD)[:2] != other.split(FIELD)[:2]:  # the norm may depend on where memory begins
                 sides = {world.get_rank(): (line, mine), rank: (theirs, other)}
                 _differs(where.label, count, operator, reason, sides)
                 return
 
-    where.ask(_PART.join([line, *prints]), answered)
-
-
-def fingerprint(x: Tensor) -> str:
-    """A digest of a tensor in a few dozen bytes: of all its bits, its norm, and some of its values.
-
-    Example:
-        >>> fingerprint(torch.tensor([3.0, 4.0])) == fingerprint(torch.tensor([4.0, 3.0]))
-        False
-        >>> norm_and_values(fingerprint(torch.tensor([3.0, 4.0])))
-        (5.0, [3.0, 4.0])
-    """
-    x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    if x.is_cuda:
-        return _on_device(x.reshape(-1))
-    if x.dtype not in _NUMPY:  # numpy does not know it: its bits, and its values as wider ones
-        wide = torch.view_as_real(x) if x.is_complex() else x.float()
-        return _print(_bits(x.reshape(-1).contiguous().view(torch.uint8).numpy()), wide.numpy().reshape(-1))
-    array = np.ascontiguousarray(x.numpy()).reshape(-1)
-    return _print(_bits(array), array)
-
-
-def _print(bits: int, array: Any) -> str:
-    norm = math.sqrt(np.dot(array, array)) if array.dtype.kind == "f" else math.nan
-    return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{array[:: max(1, -(-array.size // 8))].astype(np.float64).tobytes().hex()}"
-
-
-def _bits(array: Any) -> int:
-    """A hash of memory: of few bytes all, of many their sum as words, and a hash of some."""
-    if array.nbytes <= _FEW:
-        return zlib.crc32(array.data)
-    data = array.view(np.uint8)
-    words = data[: data.size // 8 * 8].view(np.int64)
-    some = zlib.crc32(words[:: 8 * words.size // _FEW].tobytes(), zlib.crc32(data[words.size * 8 :].data))
-    return (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | some
-
-
-def _on_device(flat: Tensor) -> str:
-    """The same on a GPU: sums there, and a few values brought here."""
-    data = flat.view(torch.uint8)
-    whole = data[: data.numel() // 8 * 8]
-    words = (whole.clone() if whole.data_ptr() % 8 else whole).view(torch.int64)
-    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    some = real[:: max(1, -(-real.numel() // 8))].double().cpu().numpy()
-    norm = float(torch.linalg.vector_norm(real)) if real.is_floating_point() else math.nan
-    sample = torch.cat([words[:: max(1, 8 * words.numel() // _FEW)].view(torch.uint8), data[whole.numel() :]])
-    bits = (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | zlib.crc32(sample.cpu().numpy().data)
-    return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{some.tobytes().hex()}"
-
-
-def norm_and_values(said: str) -> tuple[float, list[float]]:
-    """What a fingerprint says for people; the norm is NaN for what is not of floating point."""
-    _, norm, values = said.split(_FIELD)
-    return float(norm), np.frombuffer(bytes.fromhex(values)).tolist()
-
-
-_FEW = 1 << 12  # bytes that are hashed one by one
-_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
+    where.ask(PART.join([line, *said]), answered)
 
 
 def _differs(
     label: str, count: int, operator: str, reason: tuple[str, str, str], sides: dict[int, tuple[str, str]]
 ) -> None:
     name, belief, cure = reason
-    names, prints = {}, {}
+    names, digests = {}, {}
     for rank, (_, said) in sides.items():
-        names[rank], _, prints[rank] = said.partition(_FIELD)
-    found = {rank: norm_and_values(prints[rank]) for rank in sorted(sides)}
+        names[rank], _, digests[rank] = said.partition(FIELD)
+    found = {rank: prints.norm_and_values(digests[rank]) for rank in sorted(sides)}
     lines = {line for line, _ in sides.values()}
     shown = "\n".join(
         f"  rank {rank}: {names[rank] + ' ' if len(set(names.values())) > 1 else ''}[{', '.join(f'{v:.6g}' for v in values)}"
@@ -237,19 +168,11 @@ def _differs(
     )
     at = lines.pop() if len(lines) == 1 else sides[world.get_rank()][0]
     text = f"{operator} at {at}: {name} {belief}, but it differs between ranks (seen at call {count})"
-    if len(set(names.values())) == 1 and _rounding(*found.values()):
+    if len(set(names.values())) == 1 and prints.rounding(*found.values()):
         if _once(label):
             warnings.warn(f"{text}\n{shown}\n{_ROUNDING}", stacklevel=2)
         return
     stop(f"{text}; some of its values:\n{shown}\n{cure}. {_HOW}")
-
-
-def _rounding(mine: tuple[float, list[float]], theirs: tuple[float, list[float]]) -> bool:
-    """Whether two prints differ by no more than the order of a sum makes. Not where there are no norms, or not of numbers."""
-    near = abs(mine[0] - theirs[0]) <= 1e-4 * max(mine[0], theirs[0])
-    pairs = list(zip(mine[1], theirs[1], strict=False))
-    scale = max(abs(v) for pair in pairs for v in pair)
-    return near and all(abs(a - b) <= 1e-3 * scale for a, b in pairs)
 
 
 _told: set[str] = set()
@@ -272,10 +195,10 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
     """Warn if another rank gives the same values as another part of a whole: most likely each has the whole."""
     if check.on or not comparable(local) or not _telling(local):
         return
-    bits, line, values = fingerprint(local).split(_FIELD)[0], record.user_line(), claims.first(local)
+    bits, line, values = prints.fingerprint(local).split(FIELD)[0], record.user_line(), claims.first(local)
 
     def answered(rank: int, word: str) -> None:
-        theirs, other = word.split(_FIELD)
+        theirs, other = word.split(FIELD)
         if theirs != str(part) and bits == other and _once(where.label):
             warnings.warn(
                 f"{call} at {line}: ranks {rank} and {world.get_rank()} give equal values, {values}, as different parts, so "
@@ -283,124 +206,12 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
                 stacklevel=2,
             )
 
-    where.ask(f"{part}{_FIELD}{bits}", answered)
+    where.ask(f"{part}{FIELD}{bits}", answered)
 
 
 def _telling(local: Tensor) -> bool:
     """Whether equal values can hardly be chance: zeros, ones and small integers may well be equal."""
     return local.is_floating_point() and local.numel() >= 8 and bool((local != local.flatten()[0]).any())
-
-
-# -- what is sent ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Progress:
-    """What some ranks do together that sends nothing, such as reading batches: a hash of it, and the last in words."""
-
-    chain: int = 0
-    text: str = ""
-
-
-_progress: dict[frozenset[int], Progress] = {}
-_codes: dict[Any, int] = {}
-
-
-def mark(ranks: Iterable[int], text: str) -> None:
-    """Note that these ranks do something in step, which no message shows."""
-    if on and world.get_world_size() > 1:
-        progress = _progress.setdefault(frozenset(ranks), Progress())
-        progress.chain = _mixed(progress.chain, zlib.crc32(text.encode()))
-        progress.text = text
-
-
-def _mixed(chain: int, code: int) -> int:
-    return (chain * 1000003 ^ code) & _MASK
-
-
-class Clock:
-    """The messages of one process group so far: how many, and a hash of what each was for."""
-
-    __slots__ = ("carried", "chain", "group", "last", "ranks", "site")
-
-    def __init__(self, ranks: tuple[int, ...], group: Any) -> None:
-        self.ranks, self.group = frozenset(ranks), group
-        self.site = Site("messages/" + "_".join(map(str, ranks)))
-        self.chain = 0
-        self.last: deque[tuple[int, str, Any]] = deque(maxlen=2 * OFTEN)
-        # A group of shared memory compares this number itself.
-        self.carried = hasattr(group, "stamp")
-
-    def tick(self, name: str, dtype: torch.dtype | None) -> None:
-        """A message is about to be sent.
-
-        Raises:
-            CommunicationError: another rank's messages were for something else.
-        """
-        key = (name, record.serving, dtype)
-        code = _codes.get(key)
-        if code is None:
-            if len(_codes) >= 10_000:
-                _codes.clear()
-            code = _codes[key] = zlib.crc32(repr(key).encode())
-        chain = _mixed(self.chain, code)
-        for ranks, progress in _progress.items():
-            if self.ranks <= ranks:
-                chain = _mixed(chain, progress.chain)
-        self.chain = chain
-        self.last.append((chain, name, record.serving))
-        if self.carried:
-            self.group.stamp = (chain ^ chain >> 24) & 0xFFFFFFFF
-            self.site.count += 1
-        elif self.site.tick() and not check.on:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Compare the last messages with those of the rank that came first: the first that differs tells what went wrong."""
-        mine = [f"{chain:x}{_FIELD}{_message(name, serving)}" for chain, name, serving in self.last]
-        here = f"{record.user_line()}{self._done()}"
-        self.site.ask(_PART.join([here, *mine]), lambda rank, word: self._answered(mine, here, rank, word))
-
-    def _answered(self, mine: list[str], here: str, rank: int, word: str) -> None:
-        there, *theirs = word.split(_PART)
-        pairs = [(a.split(_FIELD), b.split(_FIELD)) for a, b in zip(mine, theirs, strict=False)]
-        at = next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), None)
-        if at is not None:
-            number = self.site.count - len(mine) + 1 + at
-            says = {world.get_rank(): (pairs[at][0][1], here), rank: (pairs[at][1][1], there)}
-            stop(out_of_step({r: f"message {number}, {said}; found at {line}" for r, (said, line) in says.items()}))
-
-    def _done(self) -> str:
-        return "".join(f"; {p.text}" for ranks, p in _progress.items() if self.ranks <= ranks)
-
-    def sides(self) -> str:
-        """What each rank was about to send, once it is known that they are out of step; "" where they do not say it."""
-        me, begin = world.get_rank(), time.monotonic()
-        key = f"sides/{self.site.label}/{self.site.count}"
-        found: dict[int, str] = {}
-        with suppress(RuntimeError, ValueError, dist.DistError):
-            store = attempt.store()
-            _, name, serving = self.last[-1]
-            words = f"message {self.site.count}, {_message(name, serving)}, at {record.user_line()}{self._done()}"
-            store.set(f"{key}/{me}", words)
-            while len(found) < len(self.ranks) and time.monotonic() - begin < PATIENCE:
-                for rank in self.ranks - set(found):
-                    if store.check([f"{key}/{rank}"]):
-                        found[rank] = store.get(f"{key}/{rank}").decode()
-                time.sleep(0.005)
-        return out_of_step(found) if len(found) > 1 else ""
-
-
-def _message(name: str, serving: tuple[str, str, tuple[int, ...]]) -> str:
-    operator, operand, shape = serving
-    return f"{name}, for {operand!r} {list(shape)} of {operator}" if operator else name
-
-
-def out_of_step(said: dict[int, str]) -> str:
-    """The error of ranks whose messages are not for the same."""
-    same = len({words.partition(", at ")[0].partition("; ")[0] for words in said.values()}) == 1
-    before = " (these messages are alike, but not what was done before them)" if same else ""
-    return f"ranks are out of step{before}\n{check.listed(said)}\n{check.ADVICE}"
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

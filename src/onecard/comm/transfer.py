@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import check, flight, world
+from onecard.comm import check, flight, trace, world
 from onecard.errors import CommunicationError
 from onecard.transfer import Box, Transfer, box_of
 
@@ -39,6 +39,8 @@ def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> T
     result = _blank(transfer, local, me)
     if local.is_meta or me not in transfer.ranks:
         return result
+    if trace.tracing():
+        raise trace.refuse("a reshard to another mesh")
     world.init()
     if check.on:
         call = f"reshard of {list(transfer.shape)} from [{transfer.source}] to [{transfer.target}]"

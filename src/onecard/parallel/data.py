@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.dataloader import _DatasetKind
 
-from onecard.comm import collectives, groups, record, sparse_check, world
+from onecard.comm import clock, collectives, groups, record, world
 from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout, chunk
@@ -67,7 +67,7 @@ class ShardDataloader:
         ranks = {rank for mesh in self.meshes for rank in mesh.process_ids}
         for batch in self._shared():
             self.read += 1
-            sparse_check.mark(ranks, f"has read {self.read} batch(es) of {self.order.label}")
+            clock.mark(ranks, f"has read {self.read} batch(es) of {self.order.label}")
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:

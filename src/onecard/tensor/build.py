@@ -22,7 +22,7 @@ from onecard.rules.rule import Bound, bind
 from onecard.tensor import fallback, memory
 from onecard.tensor.buckets import settle_first
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.program import Program, own_result
+from onecard.tensor.program import Program, own_result, placed
 from onecard.tensor.spec import OWN, Spec
 from onecard.tensor.watched import Operands
 
@@ -201,7 +201,7 @@ def _share(program: Program, call: Call, base: DistTensor) -> None:
     if pending and not program.copies and not memory.covers(call.func, base, call.results):
         program.copies, program.call = True, _cloned(program.call)
     if program.copies:
-        program.call = _placed(program.call, program.specs)
+        program.call = placed(program.call, program.specs)
     program.shares = not program.copies and (pending or base._spec.alias != OWN)
 
 
@@ -209,20 +209,6 @@ def _cloned(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*local: Any, **keywords: Any) -> Any:
         made = run(*local, **keywords)
         return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
-
-    return call
-
-
-def _placed(run: Callable[..., Any], specs: Sequence[Spec]) -> Callable[..., Any]:
-    """Results in memory as on one card: dims in the order of their strides, so that the same views of it can be taken, and
-    expanded where they are expanded there (but not the one zero of a rank that adds nothing to a pending sum)."""
-    places = [memory.place(spec) for spec in specs]
-
-    def call(*local: Any, **keywords: Any) -> Any:
-        made = run(*local, **keywords)
-        if isinstance(made, Tensor):
-            return places[0](made)
-        return [place(part) for place, part in zip(places, made, strict=True)]
 
     return call
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from onecard.comm import check, groups, sparse_check, world
 from onecard.errors import LayoutError
-from onecard.layout import Layout
+from onecard.layout import Layout, as_code
 from onecard.mesh import ProcessMesh
 from onecard.tensor import watched
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
@@ -261,8 +262,15 @@ def to_dtensor(x: DistTensor) -> DTensor:
         A DTensor of the same shape, placements and ranks; differentiable.
 
     Raises:
-        LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
+        LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say; or the ranks
+            along a cut axis do not ascend, as torch's groups do: it would join the parts in another order.
     """
+    if turned := _turned(x._spec.layout):
+        ascending = ProcessMesh(np.sort(x.mesh.process_ids).reshape(x.mesh.shape), x.mesh.dim_names)
+        raise LayoutError(
+            f"to_dtensor of {x._spec!r}: {turned}. Put it on a mesh whose ranks ascend first: onecard.reshard(x, "
+            f"onecard.{ascending!r}, [{', '.join(map(as_code, x.placements))}]).to_dtensor()"
+        )
     if any(list(axes) != sorted(axes) for axes in x._spec.layout.dims):
         raise LayoutError(f"[{x._spec.layout}]: DTensor cannot say this order of axes; reshard first")
     mesh = groups.to_device_mesh(x.mesh)
@@ -278,7 +286,8 @@ def from_dtensor(x: DTensor) -> DistTensor:
         A DistTensor of the same shape, placements and ranks; differentiable.
 
     Raises:
-        LayoutError: placements of its own that are none of Shard, Replicate and Partial (``_StridedShard``).
+        LayoutError: placements of its own that are none of Shard, Replicate and Partial (``_StridedShard``); or the ranks
+            along a cut axis do not ascend, so that nobody can say which part a rank holds.
 
     Example:
         >>> x = shard_tensor([1.0, 2.0], ProcessMesh([0], ["x"]), [torch.distributed.tensor.Shard(0)])
@@ -286,7 +295,26 @@ def from_dtensor(x: DTensor) -> DistTensor:
         x=Shard(0)
     """
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
+    if turned := _turned(_layout("from_dtensor", x, mesh, x.placements)):
+        raise LayoutError(
+            f"from_dtensor of {list(x.shape)}: {turned}. Make the DTensor on a DeviceMesh whose ranks ascend. If this rank's "
+            "local tensor is its part by the mesh's order: onecard.from_local(x.to_local(), onecard."
+            f"{mesh!r}, [{', '.join(map(as_code, x.placements))}], shape={list(x.shape)})"
+        )
     return from_local(x.to_local(), mesh, x.placements, shape=x.shape)
+
+
+def _turned(layout: Layout) -> str:
+    """Why torch would take the parts of a layout in another order than they have; "" if it does not."""
+    cut = {axis for axes in layout.dims for axis in axes}
+    axis = next((a for a in sorted(cut) if (np.diff(layout.mesh.mesh, axis=a) < 0).any()), None)
+    if axis is None:
+        return ""
+    name = layout.mesh.dim_names[axis]
+    return (
+        f"axis {name!r} of {layout.mesh!r} cuts it and its ranks do not ascend. torch counts the ranks of a group ascending, "
+        "whatever the mesh says, so that DTensor's parts would change places"
+    )
 
 
 def _methods() -> None:

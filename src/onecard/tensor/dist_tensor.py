@@ -18,7 +18,7 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
-from onecard.tensor import memory
+from onecard.tensor import memory, strides
 from onecard.tensor.intercept import KEYS
 from onecard.tensor.refusals import no_flat_form
 from onecard.tensor.spec import OWN, STALE, Spec
@@ -153,7 +153,9 @@ class DistTensor(Tensor):
                 memory.adopt(self, self._local)
             return self._local
         if not settles:
-            return run_steps(steps, self._local, shape)
+            return (
+                strides.named(strides.place(spec)(run_steps(steps, self._local, shape)), spec) if steps else self._local
+            )
         memory.settle(self, lambda local, owned: run_steps(steps, local, shape, owned))
         return self._local
 

@@ -17,7 +17,6 @@ Source: the functionalization pass of PyTorch (``torch.func.functionalize``), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -27,7 +26,8 @@ from torch.utils.weak import TensorWeakRef
 
 from onecard.errors import DispatchError
 from onecard.layout import Layout
-from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS, Spec
+from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS
+from onecard.tensor.strides import expanded, overlaps
 
 if TYPE_CHECKING:
     from onecard.tensor.dist_tensor import DistTensor
@@ -84,7 +84,7 @@ class Copy(Memory):
 
         self.take, self.base, self.name = take, args[0]._alias(), func._schema.name.removeprefix("aten::")
         self.window = (func, rest, kwargs) if func in (aten.slice.Tensor, aten.select.int) else None
-        overlap = _overlaps(made._spec) or args[0]._spec.alias == WINDOWS
+        overlap = overlaps(made._spec) or args[0]._spec.alias == WINDOWS
         self.kind = WINDOWS if overlap else COPY
         made._spec = made._spec.with_alias(self.kind)
         self.whole = made._alias()
@@ -149,42 +149,12 @@ def check_writable(x: Any, name: str) -> None:
             f"{name}: {x._spec!r} is expanded: several of its elements are one in memory, and cannot be written one by one. "
             "Write to what it was expanded from, or to a copy: x = x.clone()"
         )
-    if x._spec.alias == WINDOWS or _overlaps(x._spec):
+    if x._spec.alias == WINDOWS or overlaps(x._spec):
         raise DispatchError(
             f"{name}: {x._spec!r} consists of windows that overlap in memory (of unfold or as_strided) or is a view of a copy "
             "of such windows: an element would be written in one window and not in the next. Write to what the windows "
             "were taken from, or to a copy: x = x.clone()"
         )
-
-
-@cache
-def expanded(spec: Spec) -> tuple[bool, ...]:
-    """For each dim whether its elements are one in memory on one card."""
-    return tuple(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True))
-
-
-def place(spec: Spec) -> Callable[[Tensor], Tensor]:
-    """What puts a local tensor in memory as the whole is on one card."""
-    if _overlaps(spec):
-        return lambda local: local
-    once = tuple(slice(0, 1) if one else slice(None) for one in expanded(spec))
-    order = sorted(range(len(spec.stride)), key=lambda dim: -spec.stride[dim])
-    if order == [*range(len(order))] and not any(expanded(spec)):
-        return Tensor.contiguous
-    back = [order.index(dim) for dim in range(len(order))]
-    return lambda local: local[once].permute(order).contiguous().permute(back).expand(local.shape)
-
-
-@cache
-def _overlaps(spec: Spec) -> bool:
-    """Whether different positions may be one element of memory, other than in expanded dims."""
-    span = 1
-    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if step and size > 1:
-            if step < span:
-                return True
-            span += (size - 1) * step
-    return False
 
 
 def wrote(x: Any) -> None:

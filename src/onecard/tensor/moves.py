@@ -14,6 +14,7 @@ from onecard.comm.transfer import run_transfer
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.tensor import strides
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.replay import materialise
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -137,7 +138,7 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
-    return wrap(run_transfer(plan, local, answered), x._spec.with_layout(layout))
+    return _own(run_transfer(plan, local, answered), x._spec.with_layout(layout))
 
 
 def _idle(layout: Layout, axis: int) -> bool:
@@ -146,9 +147,15 @@ def _idle(layout: Layout, axis: int) -> bool:
 
 def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     local = _to_layout(x, layout, name)
-    stride = x._spec.stride if local is x._local else contiguous_stride(x.shape)
-    local = local.detach() if local is x._local else local.contiguous()
-    return wrap(local, Spec.make(layout, x.shape, stride, x.dtype, x._spec.device))
+    if local is x._local:
+        return wrap(local.detach(), x._spec.with_layout(layout))
+    return _own(local, x._spec.with_layout(layout))
+
+
+def _own(local: Tensor, spec: Spec) -> DistTensor:
+    """The value in memory of its own, as a clone has it."""
+    made = Spec.make(spec.layout, spec.shape, strides.own_stride(spec), spec.dtype, spec.device)
+    return wrap(strides.named(strides.place(made)(local), made) if made.here else local, made)
 
 
 def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:
@@ -175,11 +182,12 @@ def _whole(x: Tensor, name: str) -> Tensor:
         return x
     if x.mesh.size < world.get_world_size():
         everyone = ProcessMesh(range(world.get_world_size()), ["world"])
-        return _transfer(x, Layout.replicated(everyone, x.dim()), name, answered=True)._local
+        moved = _transfer(x, Layout.replicated(everyone, x.dim()), name, answered=True)
+        return strides.named(moved._local, moved._spec)
     return whole_on_mesh(x, name)
 
 
 def whole_on_mesh(x: DistTensor, name: str) -> Tensor:
     """The whole tensor on the ranks of its mesh; only they take part."""
     local = _to_layout(x, Layout.replicated(x.mesh, x.dim()), name)
-    return local.detach() if local is x._local else local
+    return strides.named(local.detach() if local is x._local else local, x._spec)

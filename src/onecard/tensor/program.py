@@ -13,7 +13,7 @@ from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor import memory
+from onecard.tensor import memory, strides
 from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import Operands, written
@@ -41,6 +41,7 @@ class Program:
         combines: it reads several tensors.
         copies: this is a view on one card, but here its result is a copy.
         shares: this is a view of memory that must know of it (see ``memory``).
+        new: it was never called.
         writes: operands that are written to.
         plain: the plain operands, for the sparse check; None where there are none, or it is off.
         wrap: makes the result's DistTensor.
@@ -48,7 +49,7 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "combines", "copies", "expand", "frame", "func", "moves", "name", "note", "pending", "plain",
+        "aliases", "call", "combines", "copies", "expand", "frame", "func", "moves", "name", "new", "note", "pending", "plain",
         "pointwise", "reason", "replace", "shares", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
     )  # fmt: skip
 
@@ -63,6 +64,7 @@ class Program:
         self.specs: tuple[Spec, ...] = ()
         self.frame: tuple[Any, ...] = ()
         self.simple = False
+        self.new = True
         self.swaps: tuple[tuple[int, Any], ...] = ()
         self.moves: tuple[Move, ...] = ()
         self.replace: tuple[tuple[int, str, Any], ...] = ()
@@ -101,6 +103,8 @@ class Program:
         if self.note is not None:
             _take_note(_at(self.note[0], args, kwargs), self.note[1])
         result = self.call(*local, **keywords)
+        if self.new:
+            result = self._looked_at(result)
         if self.frame:
             result = tuple(r if part is True else part for r, part in zip(result, self.frame, strict=True))
         if type(result) is Tensor and not self.aliases:
@@ -108,6 +112,17 @@ class Program:
         else:
             made = self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
         return self._kept(made, args, kwargs)
+
+    def _looked_at(self, result: Any) -> Any:
+        """The first result. Kernels may order memory otherwise than torch foretells: from now on it is put as the spec says."""
+        self.new = False
+        if self.view or self.aliases or self.writes:
+            return result
+        made = [part for part in (result if isinstance(result, list | tuple) else [result]) if isinstance(part, Tensor)]
+        if len(made) != len(self.specs) or all(map(strides.placed, made, self.specs)):
+            return result
+        self.call = placed(self.call, self.specs)
+        return placed(lambda: result, self.specs)()
 
     def _kept(self, made: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results, after what shares memory with them or with what was written was told."""
@@ -138,7 +153,8 @@ class Program:
         if record.observers:
             announce(steps, self.name, name, tuple(value.shape), self.reason, explicit=False)
         record.serving = (self.name, name, tuple(value.shape))
-        return run_steps(steps, value, value.shape)
+        moved = run_steps(steps, value, value.shape)
+        return strides.place(Spec.like(whole, value, value.device))(moved) if moved is not value else moved
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
@@ -201,6 +217,21 @@ def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*local: Any, **keywords: Any) -> Any:
         return _unalias(run(*local, **keywords), local)
+
+    return call
+
+
+def placed(run: Callable[..., Any], specs: Sequence[Spec]) -> Callable[..., Any]:
+    """Results in memory as on one card: dims in the order of their strides, so that the same views of it can be taken, and
+    expanded where they are expanded there (but not the one zero of a rank that adds nothing to a pending sum)."""
+    places = [strides.place(spec) for spec in specs]
+
+    def call(*local: Any, **keywords: Any) -> Any:
+        made = run(*local, **keywords)
+        if isinstance(made, Tensor):
+            return places[0](made)
+        place = iter(places)
+        return type(made)([next(place)(part) if isinstance(part, Tensor) else part for part in made])
 
     return call
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import check, record, sparse_check, world
+from onecard.comm import check, clock, record, sparse_check, world
 from onecard.comm.sparse_check import Site, Subject
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -94,7 +94,7 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
     layout = first._spec.layout
     if layout.pending:
         # One rank's write to its summand is in the sum, and looks like any other summand there.
-        sparse_check.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
+        clock.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
     elif combines and first.requires_grad and first.is_leaf:
         site = _site_of(layout, operator, len(tensors), _number(first))
         if site.tick():
