@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from onecard import _torch
 from onecard.comm import groups
 
 rehearsing = False  # meta tensors stand for values that nobody needs, not for values that are still to be made
@@ -38,11 +39,8 @@ def pretend_world(size: int) -> Iterator[None]:
     if dist.is_initialized() or size == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        yield
+        with _torch.fake_group(size):
+            yield
     finally:
-        dist.destroy_process_group()
         groups.forget()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from onecard._torch import tree_leaves
 from onecard.comm import check, record
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
