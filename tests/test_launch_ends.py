@@ -149,14 +149,17 @@ UNEQUAL = """
     from onecard.comm import collectives, groups
     group = groups.group(oc.ProcessMesh([0, 1], ["x"]), 0)
     for size in (5, 5, 5 + int(os.environ["RANK"])):
-        collectives.{call}(torch.ones(size), group)
+        collectives.{call}(torch.ones(size), group{more})
 """
 
 
-@pytest.mark.parametrize(("backend", "call"), [("gloo", "all_reduce"), ("gloo", "all_gather"), ("shm", "all_reduce")])
-def test_ranks_that_disagree_on_a_shape_are_named(tmp_path, monkeypatch, backend, call):
+@pytest.mark.parametrize(
+    ("backend", "call", "more"),
+    [("gloo", "all_reduce", ""), ("gloo", "all_gather", ", 0, [size] * 2"), ("shm", "all_reduce", "")],
+)
+def test_ranks_that_disagree_on_a_shape_are_named(tmp_path, monkeypatch, backend, call, more):
     monkeypatch.setenv("ONECARD_BACKEND", backend)
-    program = write(tmp_path, UNEQUAL.format(call=call))
+    program = write(tmp_path, UNEQUAL.format(call=call, more=more))
     [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "2", program])
     assert status != 0
     if backend == "gloo":
