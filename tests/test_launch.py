@@ -4,80 +4,16 @@ Most tests call the launcher in a process from the harness' fork server, which h
 """
 
 import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from launching import launch_here, launch_node, start, write
 
-import onecard.launch
 from onecard import cli, launch
 from onecard.launch._main import plan
 from onecard.launch._options import LaunchError, Options, parse
 from onecard.launch._screen import _PlainLog, plain_line
 from onecard.testing import run_ranks
-
-
-def launch_here(folder: Path, argv: list[str], terminal: bool = False) -> tuple[int, str]:
-    """Calls the launcher in this process; returns its exit status and all that it wrote."""
-    os.chdir(folder)
-    target = folder / f"output{dist.get_rank()}"
-    reader, writer = os.openpty() if terminal else (-1, os.open(target, os.O_WRONLY | os.O_CREAT))
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    status = cli.main(["run", *argv])
-    return status, os.read(reader, 65536).decode() if terminal else target.read_text()
-
-
-def launch_node(folder: Path, argv: list[str]) -> tuple[int, str]:
-    """Calls the launcher as one of several machines."""
-    return launch_here(folder, ["--node_rank", str(dist.get_rank()), *argv])
-
-
-def write(folder: Path, source: str, name: str = "program.py") -> str:
-    (folder / name).write_text(textwrap.dedent(source))
-    return name
-
-
-def start(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
-    """Starts the launcher as a shell does, in a process group of its own."""
-    command = [sys.executable, "-m", "onecard.launch", *options, write(folder, source)]
-    # TMPDIR: a launcher that is killed cannot clean up.
-    environment = os.environ | {"PYTHONPATH": str(Path(onecard.launch.__file__).parents[2]), "TMPDIR": str(folder)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "(zombie)" not in Path(f"/proc/{pid}/status").read_text() if os.path.exists("/proc") else True
-
-
-def pids_in(folder: Path, count: int) -> list[int]:
-    """Waits until `count` processes have noted themselves in `folder` as files pid*."""
-    deadline = time.monotonic() + 60
-    while len(found := [text for path in folder.glob("pid*") if (text := path.read_text())]) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return [int(text) for text in found]
-
-
-def survivors(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(map(alive, pids)):
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
-
 
 # What ranks get.
 
@@ -94,8 +30,6 @@ def test_arguments_environment_and_logs(tmp_path, monkeypatch):
         print(*(name for name in os.environ if name.startswith("ONECARD")), file=sys.stderr)
         """,
     )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank7.log").write_text("of an earlier run")
     arguments = ["--gpus", "x y", "-m", "$$a", "${local_rank}", "--", ""]
     [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "2", program, *arguments])
     logs = [path.read_text() for path in sorted((tmp_path / "logs").iterdir())]
@@ -237,7 +171,11 @@ def test_the_first_failure_is_shown_last(tmp_path):
     [
         ("sys.exit(7)", 7, "rank 1 ended first, with exit code 7; its log is logs/rank1.log\n\nThe end of its log:\nI"),
         ("os._exit(3)", 3, "rank 1 ended first, with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "rank 1 was killed by SIGKILL",
+        ),
         ("exec('1 +')", 1, "SyntaxError: invalid syntax"),
     ],
 )
@@ -273,52 +211,6 @@ def test_restarts(tmp_path):
     expected = "attempt 0\n--- restart 1 of 2 ---\nattempt 1\n"
     assert (status, output) == (0, expected)
     assert [path.read_text() for path in sorted((tmp_path / "logs").iterdir())] == [expected, expected]
-
-
-STUBBORN = """
-    import os, signal, subprocess, time
-    {first}
-    child = subprocess.Popen(["sleep", "60"])
-    for name, pid in (("rank", os.getpid()), ("child", child.pid)):
-        with open("pid" + name + os.environ["RANK"], "w") as file:
-            file.write(str(pid))
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
-    with start(tmp_path, STUBBORN.format(first=""), "--nproc_per_node", "2") as process:
-        pids = pids_in(tmp_path, 4)
-        assert all(map(alive, pids))
-        os.killpg(process.pid, number)  # as a terminal does
-        errors = process.communicate(timeout=30)[1]
-    assert process.returncode == 128 + number and f"{number.name}: all ranks were ended" in errors
-    assert not survivors(pids)
-
-
-def test_an_impatient_user_and_ranks_that_ignore_signals(tmp_path):
-    source = STUBBORN.format(first="[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]")
-    with start(tmp_path, source, "--nproc_per_node", "2") as process:
-        pids = pids_in(tmp_path, 4)
-        for _ in range(3):
-            os.killpg(process.pid, signal.SIGINT)
-            time.sleep(0.3)
-        process.communicate(timeout=30)
-    assert process.returncode == 130 and not survivors(pids)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal of Linux")
-def test_ranks_end_when_the_launcher_is_killed(tmp_path):
-    with start(tmp_path, STUBBORN.format(first=""), "--nproc_per_node", "2") as process:
-        pids_in(tmp_path, 4)
-        process.kill()
-        process.communicate(timeout=30)
-    ranks = [int(path.read_text()) for path in tmp_path.glob("pidrank*")]
-    left = survivors(ranks)
-    for path in tmp_path.glob("pidchild*"):  # out of reach of anyone once their rank is killed
-        os.kill(int(path.read_text()), signal.SIGKILL)
-    assert len(ranks) == 2 and not left
 
 
 # The command line.

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
 from onecard.comm import get_rank, record
 from onecard.comm.pretend import pretend_world, rehearse
 from onecard.errors import LayoutError, OnecardError

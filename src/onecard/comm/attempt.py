@@ -10,6 +10,8 @@ import os
 
 import torch.distributed as dist
 
+from onecard import _torch
+
 
 def number() -> int:
     """How often the launcher has started this job's ranks again: torchrun's TORCHELASTIC_RESTART_COUNT.
@@ -39,4 +41,4 @@ def store() -> dist.Store:
     Raises:
         ValueError: there is no process group.
     """
-    return part_of(dist.distributed_c10d._get_default_store())
+    return part_of(_torch.default_store())

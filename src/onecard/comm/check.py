@@ -173,6 +173,8 @@ def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
     if len(ranks) == 1:
         return {ranks[0]: entry}
     world.init()
+    if dist.get_backend() == "fake":  # a pretended rank has nobody to compare with
+        return {world.get_rank(): entry}
     me, store = world.get_rank(), attempt.store()
     number = _counts[ranks] = _counts.get(ranks, 0) + 1
     key, before = f"check/{ranks}/{number}", f"check/{ranks}/{number - 1}"

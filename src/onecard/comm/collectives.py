@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
+from onecard import _torch
+from onecard._torch import AllgatherOptions
 from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm.groups import Group
 from onecard.comm.shm.channel import MISMATCH
@@ -344,7 +345,7 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     if group.process_group is None:
         return value
     # A group of NCCL alone moves nothing that lies on the CPU.
-    device = dist.distributed_c10d._get_object_coll_device(group.process_group)
+    device = _torch.object_device(group.process_group)
     data = pickle.dumps(value) if group.index == index else b""
     size = broadcast(torch.tensor([len(data)], device=device), group, index)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)

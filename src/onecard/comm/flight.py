@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Board", "Entry", "board", "describe", "out_of_step", "overtaken", "rank_text", "read"]
+__all__ = ["Board", "Entry", "board", "describe", "last_words", "out_of_step", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
 _CURRENT = len(_MAGIC)  # one byte after it: which of two slots holds the entry
@@ -190,10 +190,11 @@ def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[tuple[int, ...]
 _ALIKE = ("all_reduce", "all_gather", "broadcast")  # collectives to which every rank brings as many bytes
 
 
-def out_of_step(boards: Mapping[int, Entry]) -> list[int]:
+def out_of_step(boards: Mapping[int, Entry], inside: bool = True) -> list[int]:
     """Returns ranks that wait at the same place of one group in different collectives, or with different sizes.
 
-    Their counts are equal, so they mean the same message: they will never understand each other.
+    Their counts are equal, so they mean the same message: they will never understand each other. Not `inside`: also ranks
+    that have left it since, by an error.
 
     >>> both = Entry(5, 3, "all_reduce", (0, 1), 4, True), Entry(9, 3, "all_gather", (0, 1), 4, True)
     >>> out_of_step(dict(enumerate(both)))
@@ -203,11 +204,21 @@ def out_of_step(boards: Mapping[int, Entry]) -> list[int]:
     """
     places: dict[tuple[Any, int], dict[tuple[str, int], list[int]]] = {}
     for rank, entry in boards.items():
-        if entry.inside:
+        if entry.inside or (entry.seq and not inside):
             kind = (entry.name, entry.nbytes if entry.name in _ALIKE else 0)
             places.setdefault((entry.key, entry.group_seq), {}).setdefault(kind, []).append(rank)
     differ = next((kinds for kinds in places.values() if len(kinds) > 1), {})
     return sorted(rank for ranks in differ.values() for rank in ranks)
+
+
+def last_words(boards: Mapping[int, Entry], ranks: Sequence[int]) -> str:
+    """Says which collective each of some ranks was last in, and with how many bytes.
+
+    >>> print(last_words({0: Entry(3, 3, "all_reduce", (0, 1), 64), 1: Entry(3, 3, "all_reduce", (0, 1), 48)}, [0, 1]))
+      rank 0: all_reduce #3 of ranks 0, 1, 64 bytes
+      rank 1: all_reduce #3 of ranks 0, 1, 48 bytes
+    """
+    return "\n".join(f"  rank {rank}: {boards[rank]}, {boards[rank].nbytes} bytes" for rank in ranks)
 
 
 def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:

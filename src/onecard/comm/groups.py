@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecard import _torch
 from onecard.comm import attempt, check, hosts, sparse_check, world
 from onecard.comm.clock import Clock
 from onecard.comm.place import of_this_rank
@@ -56,7 +55,7 @@ def _made(ranks: tuple[int, ...]) -> Any:
     # Only the members make it, so that ranks outside a mesh need not know of it. torch would name it by its ranks and by
     # how many groups this process has made before, which the members need not have in common: then they wait for ever.
     name = f"onecard{attempt.number()}_" + "_".join(map(str, ranks))
-    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+    with _torch.group_named(name):
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from onecard import _torch
 from onecard.comm import place
 
 rehearsing = False  # meta tensors stand for values that nobody needs, not for values that are still to be made
@@ -39,11 +40,5 @@ def pretend_world(size: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    with place.nothing_decided():
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    with place.nothing_decided(), _torch.fake_group(size, rank):
+        yield

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onecard import _torch
 from onecard.comm import agree, attempt, check, claims, prints, record, world
 from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
@@ -122,7 +123,7 @@ def comparable(tensor: Tensor) -> bool:
 
 
 def _traced(tensor: Tensor) -> bool:
-    if torch._C._len_torch_dispatch_stack() or tensor._is_zerotensor():
+    if _torch.modes_on() or tensor._is_zerotensor():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

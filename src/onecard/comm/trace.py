@@ -10,20 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard._torch import fakes as faking
+from onecard._torch import traces as tracing
 from onecard.errors import CommunicationError
 
-_mode_of = torch._C._get_dispatch_mode
-_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
-
-
-def tracing() -> bool:
-    """Whether ``make_fx`` is recording what runs now."""
-    return _mode_of(_PROXY) is not None
-
-
-def faking() -> bool:
-    """Whether tensors that are made now have no data."""
-    return _mode_of(_FAKE) is not None
+__all__ = ["faking", "record", "refuse", "tracing"]
 
 
 def record(into: Tensor, operator: str, given: Tensor, *rest: Any, process_group: Any) -> None:

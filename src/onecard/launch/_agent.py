@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from onecard.launch._guard import Guard, end_sessions
+from onecard.launch._logs import set_aside
 from onecard.launch._options import LaunchError, Options, Target, endpoint
 from onecard.launch._screen import Screen
 from onecard.launch._watch import Watch
@@ -32,30 +33,42 @@ class Rendezvous(RendezvousHandler):
     """A fixed set of machines meets at a TCPStore that machine 0 serves on one address only.
 
     torch's own TCPStore would listen on all interfaces, whatever host it is given; a listening socket that is handed
-    to it is the way around.
+    to it is the way around. The ranks of each attempt get a store of their own, at a port of its own: Gloo and NCCL would
+    find the addresses of the dead attempt's ranks in the old one.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._store: TCPStore | None = None
+        self._store: TCPStore | None = None  # where the machines meet, and the ranks of the first attempt
+        self._later: TCPStore | None = None  # where the ranks of a later attempt meet
+        self._attempts = 0
         self.host, self.port = endpoint(options.master) if options.master else ("127.0.0.1", 0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
-            self._store = self._serve() if self._options.node_rank == 0 else self._join()
+            self._store = self._serve(self.port) if self._options.node_rank == 0 else self._join()
+            self.port = self._store.port
+        port = self._port_of_attempt(self._store) if self._attempts else self.port
+        self._attempts += 1
         return RendezvousInfo(
             PrefixStore(self.get_run_id(), self._store),
             self._options.node_rank,
             self._options.nnodes,
-            RendezvousStoreInfo(self.host, self.port),
+            RendezvousStoreInfo(self.host, port),
         )
 
-    def _serve(self) -> TCPStore:
-        listener = _listen(self.host, self.port)
-        self.port = listener.getsockname()[1]
+    def _port_of_attempt(self, store: TCPStore) -> int:
+        key = f"onecard/port{self._attempts}"
+        if self._options.node_rank == 0:
+            self._later = self._serve(0)
+            store.set(key, str(self._later.port))
+        return int(store.get(key))
+
+    def _serve(self, port: int) -> TCPStore:
+        listener = _listen(self.host, port)
         return TCPStore(
             self.host,
-            self.port,
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
@@ -112,6 +125,7 @@ class Workplace:
     log_dir: Path
     notes: Path  # a private folder, gone after the launch
     environment: Mapping[str, str]
+    guard: Guard
     screen: Screen | None = None
     ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
 
@@ -130,12 +144,12 @@ class Workplace:
         self.ranks[local_rank] = rank
         self.note(rank).unlink(missing_ok=True)
         self.watch.board(rank).unlink(missing_ok=True)
+        if attempt == "0":
+            set_aside([self.log(rank)])
         output = str(self.log(rank).absolute())
         if rank == 0:
             self.screen = self.screen or Screen(self.log(0), self.notes)
             output = self.screen.path
-        elif attempt == "0":
-            self.log(rank).write_bytes(b"")
         if attempt != "0":
             limit = environment["TORCHELASTIC_MAX_RESTARTS"]
             with open(output, "a") as file:
@@ -171,7 +185,7 @@ class _Logs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent; it remembers which processes it started, so that all of them can be ended."""
+    """torch's agent; it remembers which processes it started, so that all of theirs can be ended."""
 
     def __init__(self, spec: WorkerSpec, workplace: Workplace) -> None:
         super().__init__(spec, logs_specs=_Logs(workplace))
@@ -179,8 +193,10 @@ class Agent(LocalElasticAgent):
         self._workplace = workplace
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.kill()  # what the ranks of the attempt before have started may outlive them
         pids = super()._start_workers(worker_group)
-        self.started.update(pids.values())
+        self.started = set(pids.values())
+        self._workplace.guard.watch(self.started)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -197,9 +213,7 @@ class Agent(LocalElasticAgent):
 
     def kill(self) -> None:
         """Ends whatever is left of the ranks and of what they started, at once."""
-        for pid in self.started:  # each leads its own process group
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        end_sessions(self.started)
 
 
 def make_agent(options: Options, target: Target, nproc: int, workplace: Workplace) -> Agent:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onecard.launch._agent import Agent, Workplace, make_agent
+from onecard.launch._explain import explain, say
+from onecard.launch._guard import Guard
+from onecard.launch._logs import job_folder, set_aside
+from onecard.launch._memory import MemoryKills
 from onecard.launch._options import LaunchError, Options, Target, endpoint, gpu_list, parse
-from onecard.testing._job import Report
-from onecard.testing._report import Death, is_consequence, root_cause
-
-TAIL = 20  # lines of a log shown for a rank that left no traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, target = parse(sys.argv[1:] if argv is None else argv)
         nproc, environment = plan(options)
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        return run(options, target, nproc, environment)
+        with job_folder(options.log_dir, shared=options.nnodes > 1) as folder:
+            if folder != options.log_dir:
+                say(f"a job that runs has its logs in {options.log_dir}; those of this one are in {folder}")
+            return run(replace(options, log_dir=folder), target, nproc, environment)
     except LaunchError as error:
-        _say(str(error))
+        say(str(error))
     except OSError as error:
-        _say(f"{error.filename or options.log_dir}: {error.strerror}")
+        say(f"{error.filename or options.log_dir}: {error.strerror}")
     return 2
 
 
@@ -49,7 +50,7 @@ def plan(options: Options) -> tuple[int, dict[str, str]]:
     if gpus and available:
         environment["CUDA_VISIBLE_DEVICES"] = _visible(gpus, available)
     elif gpus:
-        _say(f"no GPU here: --gpus {options.gpus} starts {nproc} ranks on the CPU")
+        say(f"no GPU here: --gpus {options.gpus} starts {nproc} ranks on the CPU")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     host = endpoint(options.master)[0] if options.master else "127.0.0.1"
@@ -72,16 +73,16 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
     logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
     logging.disable(logging.CRITICAL)  # the agent logs each of its steps; what matters is said here
     if options.nnodes == 1:
-        for stale in options.log_dir.glob("rank*.log"):
-            stale.unlink()
-    with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as notes:
-        workplace = Workplace(options.log_dir, Path(notes), environment)
+        set_aside(sorted(options.log_dir.glob("rank*.log")))
+    memory = MemoryKills()
+    with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as notes, Guard(notes) as guard:
+        workplace = Workplace(options.log_dir, Path(notes), environment, guard)
         agent = make_agent(options, target, nproc, workplace)
         try:
             failures = agent.run().failures
         except SignalException as interruption:
             _end_for_good(agent, workplace)
-            _say(f"{interruption.sigval.name}: all ranks were ended")
+            say(f"{interruption.sigval.name}: all ranks were ended")
             return 128 + interruption.sigval
         except BaseException:
             _end_for_good(agent, workplace)
@@ -89,7 +90,7 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
         if failures:
             agent.kill()
         workplace.close()
-        return _explain(failures, workplace) if failures else 0
+        return explain(failures, workplace, memory.seen()) if failures else 0
 
 
 def _end_for_good(agent: Agent, workplace: Workplace) -> None:
@@ -98,43 +99,3 @@ def _end_for_good(agent: Agent, workplace: Workplace) -> None:
         signal.signal(number, signal.SIG_IGN)
     agent.kill()
     workplace.close()
-
-
-def _explain(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> int:
-    """Shows the first failure, last on the terminal, and returns its exit status."""
-    ends = {rank: end for rank, end in _ends(failures, workplace).items() if end is not None}
-    first = root_cause(ends)
-    assert first is not None
-    log, end = workplace.log(first), ends[first]
-    # A rank that noted its own end may have been ended by the agent while it was leaving.
-    code = end.code if isinstance(end, Report) else failures[first].exitcode
-    if isinstance(end, Report) and end.text:
-        how, text = f"failed first, with exit code {code}", end.text.rstrip()
-    else:
-        how = str(Death(code, 0.0)) if code < 0 else f"ended first, with exit code {code}"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        text = "\n".join(["The end of its log:", *lines[-TAIL:]]) if lines else "It had printed nothing."
-    _say(f"rank {first} {how}; its log is {log}\n\n{text}")
-    return code if code > 0 else 128 - code
-
-
-def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[int, Report | Death | None]:
-    """How each failed rank ended; None for one that the agent itself ended because of another."""
-    ends: dict[int, Report | Death | None] = {}
-    others = {failure.exitcode for failure in failures.values()}
-    for rank, failure in failures.items():  # in the order in which the agent noticed them
-        try:
-            note = json.loads(workplace.note(rank).read_text())
-        except (OSError, ValueError):
-            # A rank that SIGTERM ended is the agent's doing, if another rank ended in any other way.
-            by_agent = failure.exitcode == -signal.SIGTERM and bool(others - {-signal.SIGTERM})
-            # Noticed at the agent's next look only: any error that a rank noted itself was earlier.
-            ends[rank] = None if by_agent else Death(failure.exitcode, float("inf"))
-        else:
-            lost = is_consequence(note["text"].rstrip().rpartition("\n")[2])
-            ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
-    return ends
-
-
-def _say(text: str) -> None:
-    print(f"onecard: {text}", file=sys.stderr, flush=True)

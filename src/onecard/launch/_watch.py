@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from onecard.comm import flight
 
 PAUSE = 0.5  # seconds between two looks
 ADVICE = (
-    "They will wait for ever: every rank must run the same operators in the same order, on tensors of the same shape. "
+    "They cannot understand each other: every rank must run the same operators in the same order, on tensors of the same shape. "
     "Run it again with ONECARD_CHECK=1 to see both lines of your program."
 )
 
@@ -29,16 +29,21 @@ class Watch:
     def board(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.board"
 
+    def boards(self, ranks: Iterable[int]) -> dict[int, flight.Entry]:
+        """The boards of those ranks that have one."""
+        found = {}
+        for rank in ranks:
+            with suppress(OSError, ValueError):
+                found[rank] = flight.read(self.board(rank))
+        return found
+
     def look(self, pids: Mapping[int, int]) -> None:
         """Ends one of the ranks that are out of step, with a note; the agent then ends the others. ``pids``: by rank."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + PAUSE
-        boards = {}
-        for rank in pids:
-            with suppress(OSError, ValueError):
-                boards[rank] = flight.read(self.board(rank))
+        boards = self.boards(pids)
         stuck = flight.out_of_step(boards)
         if stuck:
             text = f"onecard.errors.CommunicationError: ranks are out of step\n{flight.describe(boards)}\n{ADVICE}"

@@ -1,8 +1,6 @@
 """The semi-automatic interface: mark a few tensors, keep the rest of the program."""
 
-from torch.optim.optimizer import _foreach_supported_types as _optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as _utilities
-
+from onecard import _torch
 from onecard.parallel import ctc as _ctc  # noqa: F401 - takes over nn.CTCLoss
 from onecard.parallel import recurrent as _recurrent  # noqa: F401 - takes over nn.LSTM and its kin
 from onecard.parallel import resume as _resume  # noqa: F401 - takes over nn.Module.load_state_dict
@@ -14,8 +12,8 @@ from onecard.parallel.optimizer import shard_optimizer
 from onecard.tensor import DistTensor
 
 # torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
-for _types in (_optimizers, _utilities):
+for _types in _torch.foreach_types:
     if DistTensor not in _types:
-        _types.append(DistTensor)  # type: ignore[arg-type]
+        _types.append(DistTensor)
 
 __all__ = ["ShardDataloader", "local_map", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer"]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecard import _torch
 from onecard.tensor import DistTensor
 
 
@@ -71,9 +72,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _mask(self, query: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Both masks as one to add to the scores of (batch, heads, queries, keys)."""
         options: dict[str, Any] = {"target_type": query.dtype}
-        mask_type = F._none_or_dtype(mask)
-        padding = F._canonical_mask(padding, "key_padding_mask", mask_type, "attn_mask", **options)
-        mask = F._canonical_mask(mask, "attn_mask", None, "", check_other=False, **options)
+        mask_type = _torch.mask_dtype(mask)
+        padding = _torch.canonical_mask(padding, "key_padding_mask", mask_type, "attn_mask", **options)
+        mask = _torch.canonical_mask(mask, "attn_mask", None, "", check_other=False, **options)
         if mask is not None and mask.dim() == 3:
             mask = mask.unflatten(0, (-1, self.num_heads))
         if padding is None:

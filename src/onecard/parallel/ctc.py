@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
 from torch.distributed.tensor import Replicate, Shard
 
+from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.parallel.local_code import local_map
 from onecard.parallel.recurrent import batch_placements

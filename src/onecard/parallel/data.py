@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
-from torch.utils.data.dataloader import _DatasetKind
 
+from onecard import _torch
+from onecard._torch import tree_leaves
 from onecard.comm import clock, collectives, groups, record, world
 from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
@@ -81,7 +81,7 @@ class ShardDataloader:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
         old = self.loader
         place = self.home.coordinate()
-        if self.axis is None or place is None or old._dataset_kind != _DatasetKind.Map or old.batch_sampler is None:
+        if self.axis is None or place is None or not _torch.reads_by_index(old) or old.batch_sampler is None:
             return None
         sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
         return DataLoader(

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onecard._torch import tree_map
 from onecard.comm import record
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh

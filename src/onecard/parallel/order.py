@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from onecard._torch import tree_leaves
 from onecard.comm import collectives, groups, record, world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.place import of_this_rank

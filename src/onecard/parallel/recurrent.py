@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from onecard._torch import DispatchKeySet
 from onecard.mesh import ProcessMesh
 from onecard.parallel.local_code import local_map
 from onecard.tensor import DistTensor

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DispatchKeySet
 from torch.distributed.tensor import Replicate
 
+from onecard._torch import DispatchKeySet
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.intercept import intercept, onward
 

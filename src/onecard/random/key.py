@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from onecard import _torch
 from onecard.random.philox import MASK, Word
 
 
@@ -61,6 +61,6 @@ def tracing() -> bool:
     """Whether operators are now recorded into a graph, in which nothing may depend on a value."""
     if torch.compiler.is_compiling():
         return True
-    if not torch._C._len_torch_dispatch_stack():  # fake tensors and proxies come with a mode; to ask them takes 11 us
+    if not _torch.modes_on():  # fake tensors and proxies come with a mode; to ask them takes 11 us
         return False
-    return get_proxy_mode() is not None or detect_fake_mode() is not None
+    return get_proxy_mode() is not None or _torch.fake_mode() is not None

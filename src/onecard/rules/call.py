@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from onecard._torch import OpOverload
 
 Path = tuple[int | str, int]  # (position or keyword, index in a list or -1)
 
@@ -42,7 +43,7 @@ class Schema:
 
 
 @cache
-def schema_of(func: torch._ops.OpOverload) -> Schema:
+def schema_of(func: OpOverload) -> Schema:
     """The schema of an operator."""
     raw = func._schema
     namespace, _, name = raw.name.partition("::")
@@ -73,7 +74,7 @@ class Call:
 
     __slots__ = ("func", "given", "names", "operands", "paths", "results", "schema", "values")
 
-    def __init__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func = func
         self.schema = schema_of(func)
         self.given = (args, kwargs)

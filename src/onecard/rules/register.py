@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from onecard._torch import OpOverload, OpOverloadPacket
 from onecard.errors import RuleError
 from onecard.rules import registry
 from onecard.rules.notation import parse
@@ -99,10 +100,10 @@ def _name_of(op: Any) -> str:
                 f"torch.library.custom_op({op!r}, mutates_args=())"
             )
         return op.removeprefix("aten::")
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         name, _, overload = op._schema.name, ".", op._schema.overload_name
         return (f"{name}.{overload}" if overload else name).removeprefix("aten::")
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return op._qualified_op_name.removeprefix("aten::")
     qualified: str | None = getattr(op, "_qualname", None)
     if qualified is None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
 
 from onecard import random
+from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import schema_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
 
+from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.tensor.intercept import intercept, onward
 from onecard.tensor.replay import empty

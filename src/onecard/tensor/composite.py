@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import Replicate
 
+from onecard import _torch
+from onecard._torch import DispatchKey, DispatchKeySet
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
@@ -141,7 +142,7 @@ def _into_out(op: Any) -> Callable[..., Any]:
 
 def _composites_with_out() -> Iterator[Any]:
     """Those with another tensor among their operands: the values of a new tensor (rand, empty) do not depend on one."""
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+    for name in _torch.registrations("CompositeImplicitAutograd"):
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace == "aten":

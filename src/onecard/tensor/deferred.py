@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from onecard import _torch
+from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
 from onecard.errors import DispatchError
 from onecard.random import new_key
 from onecard.rules.call import schema_of
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class DeferredTensor(Tensor):
     """A tensor on the meta device that remembers how its values are made. ``shard_tensor`` makes them."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
     is_meta = False  # some of torch.nn.init leave meta tensors alone; this one is initialised like any other
 
     @classmethod
@@ -147,7 +147,7 @@ def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> Non
 def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call on the meta device, and write it down."""
     if func is aten.set_.source_Tensor:  # the tensor has the other's memory from now on, and is known by that
-        with torch._C._DisableTorchDispatch():
+        with _torch.DisableDispatch():
             return func(*args)
     handler = handlers.get(func) or factories.get(func)
     key = new_key(kwargs.pop("generator", None)) if handler is not None else None
@@ -168,7 +168,7 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         options["generator"] = key
     schema = schema_of(func)
     device = {"device": "meta"} if any(a.name == "device" for a in func._schema.arguments) and not reads else {}
-    with torch._C._DisableTorchDispatch():
+    with _torch.DisableDispatch():
         result = tree_map(_deferred, func(*tree_map(_meta, args), **{**tree_map(_meta, kwargs), **device}))
     made = tuple((record.add(t), t.shape, t.dtype) for t in tree_leaves(result) if isinstance(t, Tensor))
     named = [*zip(schema.arguments, args, strict=False), *kwargs.items()]

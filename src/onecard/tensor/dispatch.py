@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from onecard._torch import tree_leaves
 from onecard.comm import check, record, trace
 from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError

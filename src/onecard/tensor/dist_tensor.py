@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
+from onecard import _torch
 from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.claims import Claim
@@ -25,7 +26,7 @@ from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
 # C code that asks a tensor for its memory, past all dispatch (``to_dlpack``), raises; it would read at address 0.
-_has_no_memory = torch._C._set_throw_on_mutable_data_ptr
+_has_no_memory = _torch.throw_on_data_ptr
 
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
@@ -58,7 +59,7 @@ class DistTensor(Tensor):
     redistribute: Callable[[Sequence[Placement]], DistTensor]
     _memory: memory.Memory | None = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> DistTensor:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from onecard import _torch
 from onecard import resharding as planner
+from onecard._torch import no_dispatch, tree_leaves, tree_map
 from onecard.comm import record
 from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.layout import Layout
@@ -180,8 +179,8 @@ class _NoRule(Exception):
 
 def without_rule(func: Any, call: Call) -> Callable[..., Any]:
     """Run an operator that has no row: by its decomposition, else on gathered operands."""
-    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    decomposition = func.decompose if composite else _OURS.get(func) or decomposition_table.get(func)
+    composite = func.has_kernel_for_dispatch_key(_torch.DispatchKey.CompositeImplicitAutograd)
+    decomposition = func.decompose if composite else _OURS.get(func) or _torch.decompositions.get(func)
     if schema_of(func).written:
         decomposition = None
     checked = composite

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves
 
+from onecard import _torch
 from onecard import resharding as planner
+from onecard._torch import tree_leaves
 from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
@@ -292,7 +293,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _register() -> None:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in _torch.operator_names():
         if not name.startswith(("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")):
             continue
         packet, _, overload = name.removeprefix("aten::").partition(".")

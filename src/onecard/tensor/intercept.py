@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+
+from onecard import _torch
+from onecard._torch import DispatchKey, DispatchKeySet, OpOverload
 
 _NAME = "DeferredInit"
-KEY = torch._C._dispatch_key_parse(_NAME)
+KEY = _torch.dispatch_key(_NAME)
 KEYS = DispatchKeySet(KEY)  # what a DistTensor carries
 DISPATCH = DispatchKeySet(DispatchKey.Python)  # straight to DistTensor.__torch_dispatch__
 
@@ -27,13 +29,13 @@ _all.fallback(torch.library.fallthrough_kernel, _NAME)
 _aten = torch.library.Library("aten", "IMPL")
 
 
-def intercept(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
+def intercept(op: OpOverload, kernel: Callable[..., Any]) -> None:
     """Run an ATen operator by ``kernel(keyset, *args, **kwargs)`` wherever a DistTensor is among its operands."""
     name = op._schema.name.removeprefix("aten::")
     overload = op._schema.overload_name
     _aten.impl(f"{name}.{overload}" if overload else name, kernel, _NAME, with_keyset=True)
 
 
-def onward(op: torch._ops.OpOverload, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+def onward(op: OpOverload, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """What would have run without the interception."""
     return op.redispatch(keyset.remove(KEY), *args, **kwargs)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from onecard import _torch
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS
@@ -301,7 +302,7 @@ def _holds_all(local: Tensor, same: list[DistTensor]) -> bool:
 def _users(local: Tensor) -> int:
     """How many tensors share this one's memory (the storage handle made here counts as one more)."""
     storage = local.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1
+    return _torch.storage_users(storage._cdata) - 1
 
 
 def _storage(x: DistTensor) -> int:

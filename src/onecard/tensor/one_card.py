@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from onecard._torch import TorchDispatchMode
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.place import of_this_rank

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from onecard import random
+from onecard._torch import tree_leaves, tree_map
 from onecard.comm import world
 from onecard.random import Key
 from onecard.rules.call import schema_of

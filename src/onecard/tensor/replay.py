@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from onecard._torch import tree_leaves, tree_map
 from onecard.comm import groups, world
 from onecard.errors import DispatchError
 from onecard.layout import Layout

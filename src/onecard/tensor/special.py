@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
+from onecard import _torch
+from onecard._torch import DispatchKey
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
@@ -18,7 +19,7 @@ from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
-_included = torch._C._SetExcludeDispatchKeyGuard
+_included = _torch.SetExcluded
 
 
 def _scalar(func: Any, args: Any, kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ def failure(what: str, nproc: int, ends: Mapping[int, Report | Death], boards: M
     assert first is not None
     end = ends[first]
     if isinstance(end, Death):
-        parts = [f"{what}: rank {first} of {nproc} {end}", _where(first, boards)]
+        parts = [f"{what}: rank {first} of {nproc} {end}", where(first, boards)]
     else:
         parts = [f"{what}: rank {first} of {nproc} failed first\n\n{end.text.rstrip()}"]
         if end.consequence:
@@ -122,7 +122,8 @@ def _hang(parts: list[str], boards: Mapping[int, Entry], stacks: Mapping[int, st
     return RankTimeout("\n\n".join(parts))
 
 
-def _where(rank: int, boards: Mapping[int, Entry]) -> str:
+def where(rank: int, boards: Mapping[int, Entry]) -> str:
+    """The last collective of a rank that is dead."""
     entry = boards.get(rank)
     if entry is None or entry.seq == 0:
         return "It had entered no collective."

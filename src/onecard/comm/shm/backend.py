@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from onecard import _torch
 from onecard.comm import attempt
 from onecard.comm.shm import functional, futex, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
@@ -28,7 +29,7 @@ def available() -> bool:
 
 def register() -> None:
     """Makes torch.distributed know the backend. Once is enough; later calls do nothing."""
-    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+    if not dist.is_available() or NAME.upper() in _torch.backend_makers:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     for name, replacement in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
@@ -36,6 +37,7 @@ def register() -> None:
         wrapped = functools.wraps(original)(functools.partial(replacement, original))
         for module in (c10d, dist):
             setattr(module, name, wrapped)
+    _torch.without_recorder(lambda group: isinstance(group, ShmGroup))
     functional.serve(lambda group: isinstance(group, ShmGroup))
     atexit.register(_leave_all)
 
@@ -98,7 +100,7 @@ def _split_group(
         return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    names, backend, mine = dist.get_process_group_ranks(ours), c10d._world.pg_map[ours][0], None
+    names, backend, mine = dist.get_process_group_ranks(ours), dist.get_backend(ours), None
     whole = len(names) == dist.get_world_size()
     for part in split_ranks:
         member = ours.rank() in part

@@ -25,6 +25,11 @@ class Sending:
     deadline: float
     done: int = -1  # bytes; -1: not even the header
 
+    @property
+    def number(self) -> int:
+        """How many messages this rank has sent to that one, with this."""
+        return int(HEADER.unpack_from(self.header)[0])
+
 
 @dataclass(eq=False)
 class Receiving:
@@ -34,6 +39,7 @@ class Receiving:
     tensor: Tensor
     dense: Tensor
     deadline: float
+    number: int  # how many messages this rank has asked of that source, with this
 
 
 @dataclass(eq=False)

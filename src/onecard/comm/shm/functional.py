@@ -11,23 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
-_REST = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+from onecard import _torch
+
+_REST = _torch.DispatchKeySet(_torch.DispatchKey.CompositeExplicitAutograd)
 _kept: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
 def serve(is_ours: Callable[[Any], bool]) -> None:
     """Registers the kernel, for the groups that `is_ours` tells."""
+    resolve, register = _torch.resolve_group, _torch.register_work
+    if resolve is None or register is None:
+        return
     operator = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
     def all_gather_into_tensor_out(source: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
-        found = c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+        found = resolve(group) if isinstance(group, str) else group
         if not is_ours(found):
             return operator.redispatch(_REST, source, size, group, out=out)
-        options = c10d.AllgatherOptions()
+        options = _torch.AllgatherOptions()
         options.asyncOp = True
-        c10d._register_work(out, found._allgather_base(out, source.contiguous(), options))
+        register(out, found._allgather_base(out, source.contiguous(), options))
         return out
 
     library = torch.library.Library("_c10d_functional", "IMPL")

@@ -42,6 +42,7 @@ class Messages:
         self._mail = self._segment.word_address(rank_word(self._rank, MAIL))
         self._rung = 0
         self._sent = [0] * self._size
+        self._asked: dict[int | None, int] = {}  # receives so far, by source
         self._outbox: list[deque[Sending]] = [deque() for _ in range(self._size)]
         self._inbox = [Inbox() for _ in range(self._size)]
         self._wanted: list[Receiving] = []
@@ -69,8 +70,9 @@ class Messages:
         self._check(self._rank if source is None else source)
         work = ShmWork(None, [tensor], timeout, self._finish)
         dense = tensors.dense(tensor, read=False)
-        wanted = Receiving(work, source, tag, tensor, dense, time.monotonic() + timeout)
         with self._lock:
+            number = self._asked[source] = self._asked.get(source, 0) + 1
+            wanted = Receiving(work, source, tag, tensor, dense, time.monotonic() + timeout, number)
             if not self._match_early(wanted):
                 self._wanted.append(wanted)
         return self._begin(work)
@@ -322,7 +324,9 @@ class Messages:
         now = time.monotonic()
         for to, queue in enumerate(self._outbox):
             for sending in list(queue):
-                if reason := self._lost(to, now, sending.deadline, f"send to rank {self._channel.ranks[to]}"):
+                if reason := self._lost(
+                    to, now, sending.deadline, f"send #{sending.number} to rank {self._channel.ranks[to]}"
+                ):
                     queue.remove(sending)
                     sending.work.end(CommunicationError(reason))
         for wanted in list(self._wanted):
@@ -330,7 +334,7 @@ class Messages:
         for source, box in enumerate(self._inbox):
             arriving = box.current
             if arriving is not None and arriving.receiving is not None and self._empty(source):
-                what = f"recv from rank {self._channel.ranks[source]}"
+                what = f"recv #{arriving.number} from rank {self._channel.ranks[source]}"
                 if reason := self._lost(source, now, arriving.receiving.deadline, what):
                     box.current = None
                     arriving.receiving.work.end(CommunicationError(reason))
@@ -341,7 +345,8 @@ class Messages:
             return
         reasons = []
         for source in sources:
-            what = f"recv from {'any rank' if wanted.source is None else f'rank {self._channel.ranks[source]}'}"
+            whom = "any rank" if wanted.source is None else f"rank {self._channel.ranks[source]}"
+            what = f"recv #{wanted.number} from {whom}"
             reasons.append(self._lost(source, now, wanted.deadline, f"{what} with tag {wanted.tag}"))
         if all(reasons):
             self._wanted.remove(wanted)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _DistributedBackendOptions
-from torch.distributed import distributed_c10d as c10d
 
+from onecard import _torch
 from onecard.errors import CommunicationError
 
 _CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ class OtherDevices(dist.ProcessGroup):
         return self._backends[kind]
 
     def _configured(self) -> dict[str, str]:
-        text = c10d._world.pg_backend_config.get(self, "cpu:shm")
+        text = _torch.backend_config(self, "cpu:shm")
         return dict(item.split(":") for item in text.split(",") if ":" in item)
 
     def _make(self, kind: str) -> Any:
@@ -80,7 +79,7 @@ class OtherDevices(dist.ProcessGroup):
             return backend
         if name == "gloo":
             return dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=timeout)
-        plugin = dist.Backend._plugins.get((name or "").upper())
+        plugin = _torch.backend_makers.get((name or "").upper())
         if plugin is not None and not plugin.extended_api:
             return plugin.creator_fn(store, self.rank(), self.size(), timeout)
         if plugin is not None:
@@ -91,7 +90,7 @@ class OtherDevices(dist.ProcessGroup):
         )
 
     def _options(self, store: Any, timeout: timedelta) -> Any:
-        made = _DistributedBackendOptions()
+        made = _torch.DistributedBackendOptions()
         made.store, made.timeout = store, timeout
         made.group_rank, made.group_size = self.rank(), self.size()
         made.group_id = self.getGroupName()

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from onecard._torch import Work
 from onecard.errors import CommunicationError
 
 LAG = 1e-4
@@ -33,7 +33,7 @@ class ShmWork(Work):
     def __init__(self, body: Body | None, tensors: list[Tensor], timeout: float, finish: Callable[..., None]) -> None:
         super().__init__()
         self.source = -1  # the rank that a message from anybody came from
-        self.timeout = timeout
+        self.limit = timeout
         self._body = body
         self._tensors = tensors
         self._finish = finish
@@ -106,7 +106,7 @@ class ShmWork(Work):
         body, self._body = self._body, None
         try:
             if body is not None:
-                body(time.monotonic() + self.timeout)
+                body(time.monotonic() + self.limit)
         except CommunicationError as error:
             self.end(error)
         except Exception as error:
@@ -164,7 +164,7 @@ class WorkQueue:
     def finish(self, work: ShmWork, seconds: float) -> None:
         """Returns when this work has ended: runs it here, if nobody does yet."""
         if seconds > 0:
-            work.timeout = min(work.timeout, seconds)
+            work.limit = min(work.limit, seconds)
         limit = seconds if seconds > 0 else None
         if self._running.acquire(blocking=False):
             try:

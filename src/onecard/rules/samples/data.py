@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from onecard import _torch
+from onecard._torch import OpOverload
 
 
 def real(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -38,9 +40,10 @@ def mask(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
 
 
-def whole(op: torch._ops.OpOverload, *args: object) -> object:
+def whole(op: OpOverload, *args: object) -> object:
     """A composite operator as DistTensors take it: given to the dispatch mode before torch takes it apart."""
-    if _get_current_dispatch_mode() is None:
+    current, popped = _torch.whole_mode
+    if current() is None:
         return op(*args)
-    with _pop_mode_temporarily() as mode:
+    with popped() as mode:
         return mode.__torch_dispatch__(op, (), args, {})

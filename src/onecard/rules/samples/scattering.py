@@ -70,7 +70,7 @@ SAMPLES = [
     lambda: real(4, 3, grad=False).index_put((mask(4),), real(1, grad=False)),
     lambda: torch.ops.aten.index_put(real(5, 4, 3, grad=False), [None, mask(4, 3)], real(grad=False), True),
     lambda: real(4, 3, grad=False).index_put_((mask(4, 3),), real(grad=False)),
-    lambda: torch._unsafe_index_put(real(5, 3), [_distinct(5, 2)], real(2, 3)),
+    lambda: torch.ops.aten._unsafe_index_put(real(5, 3), [_distinct(5, 2)], real(2, 3)),
     lambda: torch.ops.aten._index_put_impl_(
         real(5, 3, grad=False), [None, integers(3, 2)], real(5, 2, grad=False), True, True
     ),

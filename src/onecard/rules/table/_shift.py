@@ -19,7 +19,9 @@ def shift(c: Local, factor: str, index: Tensor, negative: bool = False) -> tuple
     if negative:
         index = torch.where(index < 0, index + size, index)
     inside = (index >= 0) & (index < size)
-    torch._assert_async(inside.all(), f"{c.call.schema.name}: an index is out of range for a dim of size {size}")
+    torch.ops.aten._assert_async.msg(
+        inside.all(), f"{c.call.schema.name}: an index is out of range for a dim of size {size}"
+    )
     here = (index >= offset) & (index < offset + length)
     return torch.where(here, index - offset, 0), ~here
 

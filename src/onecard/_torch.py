@@ -1,0 +1,205 @@
+"""All that onecard takes from torch without torch's promise to keep it: each name, what it is for, and what takes its place.
+
+The names that are imported are needed: a torch without one of them is one for which onecard has to be changed, and
+``tests/test_torch_names.py`` says which are missing. Those that ``_take`` looks up have something in their place. Operators
+(``torch.ops.aten``) are not listed here: the table of rules says which ones there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet  # in which order torch asks who runs an operator: intercept
+from torch._C._distributed_c10d import AllgatherOptions, Work  # what a backend gets, and what it gives back: shm
+from torch._ops import OpOverload, OpOverloadPacket  # what a rule is registered for
+from torch.utils._mode_utils import no_dispatch  # outside all dispatch modes, as below autograd: fallback
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # sees every operator of a block: deferred_init, coverage, one_card_random
+    _get_current_dispatch_mode,  # and, for the samples of rules, only those that are left whole
+    _pop_mode_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map  # tensors within lists, tuples and dicts
+
+__all__ = [
+    "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "Work",
+    "no_dispatch", "tree_leaves", "tree_map",
+]  # fmt: skip
+
+missing: list[str] = []
+"""The names that this torch does not have, so that something else takes their place."""
+
+# Attributes of torch's objects: read where they are needed, or overridden in a class of ours.
+ATTRIBUTES = {
+    "torch.ops.aten.mm.default._schema": "an operator's arguments: rules/call.py",
+    "torch.ops.aten.mm._qualified_op_name": "an operator's name, for an error: rules/register.py",
+    "torch.Tensor._is_zerotensor": "a tangent that has no memory, which is not compared: comm/sparse_check.py",
+    "torch.Tensor._is_view": "whether a write must reach another tensor: tensor/special.py, tensor/setitem.py",
+    "torch.Tensor._make_subclass": "a tensor of deferred_init: tensor/deferred.py",
+    "torch.Tensor._make_wrapper_subclass": "a DistTensor: tensor/dist_tensor.py",
+    "torch.Tensor._nnz": "how many elements a sparse tensor has: comm/shm/sparse.py",
+    "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: parallel/transformer.py",
+    "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/memory.py, tensor/recording.py",
+    "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
+}
+# The same of objects that have them only once they are made: the agent's processes, a module's contents.
+MADE = ("_pcontext", "_parameters", "_buffers", "_qkv_same_embed_dim", "_timeout")
+
+
+def _take(path: str, instead: Any) -> Any:
+    """The object at a path of torch, or, where this torch has none there, what takes its place."""
+    module, _, name = path.partition(":")
+    try:
+        return reduce(getattr, name.split("."), import_module(module))
+    except (ImportError, AttributeError):
+        missing.append(path)
+        return instead
+
+
+# -- tensors and dispatch ------------------------------------------------------------------------------------------------
+
+# Whether a subclass gets functions before torch takes them apart; ours want none. torch documents it for subclasses.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+# A key that no tensor of torch's has marks a DistTensor.
+dispatch_key = torch._C._dispatch_key_parse
+# Operators that a handler calls go to another handler again, although torch has switched that off around it.
+SetExcluded = torch._C._SetExcludeDispatchKeyGuard
+# A deferred tensor's own operators, run without being written down.
+DisableDispatch = torch._C._DisableTorchDispatch
+whole_mode = (_get_current_dispatch_mode, _pop_mode_temporarily)
+
+# C code that asks a tensor without memory for it raises. In its place: it reads at address 0, as of any such subclass.
+throw_on_data_ptr: Callable[[Tensor], None] = _take("torch._C:_set_throw_on_mutable_data_ptr", lambda tensor: None)
+# How many tensors share a memory. In its place: many, so that nothing is written in place that could be copied.
+storage_users: Callable[[int], int] = _take("torch._C:_storage_Use_Count", lambda storage: 1 << 30)
+# Whether a dispatch mode is on. In its place: perhaps, at 11 us for each random operator.
+modes_on: Callable[[], int] = _take("torch._C:_len_torch_dispatch_stack", lambda: 1)
+# Whether a tracer runs with fake tensors. In its place: no, so that a random operator under such a tracer draws a constant.
+fake_mode: Callable[[], Any] = _take("torch._guards:detect_fake_mode", lambda: None)
+# Whether make_fx records what runs now, and whether what is made now has no data: comm/trace.py. In their place: never, so that
+# messages are lost from a graph.
+_mode_of: Callable[[Any], Any] = _take("torch._C:_get_dispatch_mode", lambda key: None)
+_PROXY = _take("torch._C:_TorchDispatchModeKey.PROXY", None)
+_FAKE = _take("torch._C:_TorchDispatchModeKey.FAKE", None)
+
+
+def traces() -> bool:
+    """Whether ``make_fx`` is recording what runs now."""
+    return _mode_of(_PROXY) is not None
+
+
+def fakes() -> bool:
+    """Whether tensors that are made now have no data."""
+    return _mode_of(_FAKE) is not None
+
+
+# All operators. In its place: those on lists of tensors and the fused ones, by their functions in the module torch.
+operator_names: Callable[[], list[str]] = _take("torch._C:_dispatch_get_all_op_names", lambda: [*_list_operators()])
+
+
+def _list_operators() -> Iterator[str]:
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")) and hasattr(torch.ops.aten, name):
+            overloads = getattr(torch.ops.aten, name).overloads()
+            yield from (f"aten::{name}" if o == "default" else f"aten::{name}.{o}" for o in overloads)
+
+
+# Operators that torch takes apart. In its place: none, so that their out= variants are taken apart as well.
+registrations: Callable[[str], list[str]] = _take(
+    "torch._C:_dispatch_get_registrations_for_dispatch_key", lambda key: []
+)
+# torch's decompositions of operators without a row. In its place: none; they gather.
+decompositions: dict[Any, Callable[..., Any]] = _take("torch._decomp:decomposition_table", {})
+
+# -- modules, optimizers, data ---------------------------------------------------------------------------------------------
+
+# The types for which torch.optim and clip_grad_norm_ use foreach operators. In their place: a list that nobody reads; one
+# operator for each parameter.
+foreach_types: tuple[list[type], ...] = (
+    _take("torch.optim.optimizer:_foreach_supported_types", []),
+    _take("torch.utils._foreach_utils:_foreach_supported_types", []),
+)
+# The masks of nn.MultiheadAttention as it takes them itself.
+mask_dtype = torch.nn.functional._none_or_dtype
+canonical_mask = torch.nn.functional._canonical_mask
+
+
+def reads_by_index(loader: Any) -> bool:
+    """Whether a loader's dataset is indexed, not iterated over."""
+    return not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------------
+
+_C10D = "torch.distributed.distributed_c10d"
+
+
+def _store_of_all() -> dist.Store:
+    if not dist.is_initialized():
+        raise ValueError("there is no process group")
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+
+# The store in which the ranks met. In its place: the one under the group of all, which the group shares with its backend.
+default_store: Callable[[], dist.Store] = _take(f"{_C10D}:_get_default_store", _store_of_all)
+# Where a group sends Python objects from. In its place: a GPU under NCCL, else the CPU.
+object_device: Callable[[Any], torch.device] = _take(
+    f"{_C10D}:_get_object_coll_device",
+    lambda group: torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"),
+)
+# Makers of backends by name, ours among them. In its place: nobody's but ours.
+backend_makers: dict[str, Any] = _take("torch.distributed:Backend._plugins", {})
+# What a maker of a backend is given.
+DistributedBackendOptions = _take("torch._C._distributed_c10d:_DistributedBackendOptions", None)
+# A functional collective's group, and how its result is waited for. In their place: torch's own kernel, which shm has not.
+resolve_group: Callable[[str], Any] | None = _take("torch._C._distributed_c10d:_resolve_process_group", None)
+register_work: Callable[[Tensor, Any], None] | None = _take("torch._C._distributed_c10d:_register_work", None)
+_world = _take(f"{_C10D}:_world", None)
+
+
+def backend_config(group: Any, otherwise: str) -> str:
+    """Which backends a group was made of, "cpu:shm,cuda:nccl"."""
+    return otherwise if _world is None else _world.pg_backend_config.get(group, otherwise)
+
+
+def group_named(name: str) -> AbstractContextManager[Any]:
+    """Inside, a group made by its members alone gets this name; torch would count the groups that each of them has made.
+
+    In its place: torch's name, which members that have made different numbers of groups wait for in vain.
+    """
+    if _take(f"{_C10D}:_hash_ranks_to_str", None) is None:
+        return nullcontext()
+    return patch.object(import_module(_C10D), "_hash_ranks_to_str", lambda _: name)
+
+
+@contextmanager
+def fake_group(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, a process group of so many ranks in which nothing is sent, from torch's own tests; this is one of them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def without_recorder(is_ours: Callable[[Any], bool]) -> None:
+    """Keep torch's flight recorder from groups of ours: it asks a group written in Python for what only C++ has (2.14, 2.15).
+
+    In its place: nothing; a torch without the function attaches none.
+    """
+    name = "_maybe_attach_flight_recorder"
+    attach = getattr(import_module(_C10D), name, None)
+    if attach is not None:
+        setattr(import_module(_C10D), name, lambda group, *rest, **more: is_ours(group) or attach(group, *rest, **more))
