@@ -189,6 +189,15 @@ def test_a_program_that_sends_nothing_is_looked_at_too(x, tmp_path: Path):
     assert done.returncode != 0 and "differs between ranks" in done.stderr, done.stdout + done.stderr
 
 
+def test_ranks_of_a_test_read_the_switch_as_well(monkeypatch):
+    monkeypatch.setenv("ONECARD_CHECK", "0")
+    assert run_ranks(run, 2, "skipped", 12) == [12, 12]
+    assert run_ranks(run, 2, "edited_summand", 12, backend="gloo") == [12, 12]
+    monkeypatch.setenv("ONECARD_CHECK", "1")
+    with pytest.raises(RankError, match="differs between ranks, first at"):
+        run_ranks(run, 2, "skipped", 12)
+
+
 def test_it_can_be_switched_off(tmp_path: Path):
     done = launched(tmp_path, PROGRAM.replace("{x}", "x"), ONECARD_CHECK="0")
     assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr

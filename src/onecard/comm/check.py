@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import re
 import time
 import warnings
@@ -285,7 +284,3 @@ def _kind(x: Tensor) -> str:
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-
-if os.environ.get("ONECARD_CHECK", "0") not in ("", "0"):
-    enable()

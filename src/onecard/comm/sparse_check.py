@@ -28,7 +28,7 @@ from onecard.comm import agree, attempt, check, claims, prints, record, world
 from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 
-on = os.environ.get("ONECARD_CHECK", "") == ""
+on = True
 
 OFTEN = 8  # calls: the distance of comparisons in the steady state
 SELDOM = 512  # and never more than one call of so many, however long a run is
@@ -102,6 +102,15 @@ def serial() -> int:
     number = len(_numbers)
     _numbers[number] = None
     return number
+
+
+def obey_environment() -> None:
+    """What ONECARD_CHECK says: unset, the sparse check; 0, none; else the debug check of every call, in place of it."""
+    global on
+    wanted = os.environ.get("ONECARD_CHECK", "")
+    on = wanted == ""
+    if wanted not in ("", "0"):
+        check.enable()
 
 
 # -- what must be equal ------------------------------------------------------------------------------------------------
@@ -233,3 +242,6 @@ def stopped() -> str:
             rank, _, text = store.get(_STOPPED).decode().partition(" ")
             return f"rank {rank} has stopped: {text}" if int(rank) != world.get_rank() else ""
     return ""
+
+
+obey_environment()

@@ -68,10 +68,11 @@ def _redirect(path: str) -> None:
 
 
 def _outcome(job: Job) -> Report:
-    from onecard.comm import flight
+    from onecard.comm import flight, sparse_check
 
     try:
         _set_environment(job)
+        sparse_check.obey_environment()
         flight.board = flight.Board.create(job.path("board"))
         _open_group(job)
         function = find(job.where)

@@ -234,7 +234,8 @@ def _context() -> ForkServerContext:
 def _importable() -> Iterator[None]:
     """Gives the fork server, if it starts now, this process' import path, and one thread for each maths library."""
     # Python 3.11 drops the path it says it passes on; OpenMP and OpenBLAS read the environment when they are loaded.
-    extra = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Each rank reads ONECARD_CHECK for itself, when it begins.
+    extra = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "ONECARD_CHECK": ""}
     extra |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
