@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from onecard.comm import record
+from onecard.comm import get_rank, record
 from onecard.comm.pretend import pretend_world, rehearse
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
@@ -123,7 +123,7 @@ def coverage(
     """How every operator of a model will run, forward and backward, before any training.
 
     One process stands for rank 0 of the mesh; nothing is sent. A model whose parameters are DistTensors already is run
-    as it is, with its messages.
+    as it is, on the shards that this process holds: the bytes are then those of its own rank.
 
     Args:
         model: a module or a function. A plain module is copied (without its data) and laid out as ``shard_layer`` does.
@@ -160,7 +160,8 @@ def coverage(
         )
     found: dict[tuple[str, str], Covered] = {}
     report = Coverage()
-    with pretend_world(max(where.process_ids) + 1), rehearse():
+    rank = 0 if known is None else get_rank()
+    with pretend_world(max(*where.process_ids, rank) + 1, rank), rehearse():
         if known is None:
             model = _laid_out(model, where, shard_fn, meta)
             args, kwargs = _place((args, kwargs), where, input_placements, meta)

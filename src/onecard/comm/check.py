@@ -26,6 +26,7 @@ from torch import Tensor
 
 from onecard.comm import claims, record, world
 from onecard.comm.claims import Claim
+from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 
 on = False
@@ -33,7 +34,7 @@ LOOK = 0.5  # seconds to wait before asking where the others are
 _SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _AT = "onecard/check/at"
 
-_counts: dict[tuple[int, ...], int] = {}
+_counts: dict[tuple[int, ...], int] = of_this_rank({})
 _said: list[record.Message] = []
 _switched: list[Callable[[], None]] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecard.comm import check, hosts, world
+from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -37,8 +37,13 @@ class Group:
         return len(self.ranks)
 
 
-@cache
 def _process_group(ranks: tuple[int, ...]) -> Any:
+    if ranks not in _process_groups:
+        _process_groups[ranks] = _made(ranks)
+    return _process_groups[ranks]
+
+
+def _made(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == 1:
         return None
     if ranks == tuple(range(world.get_world_size())):
@@ -52,7 +57,9 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
-_groups: dict[tuple[ProcessMesh, int], Group] = {}
+_groups: dict[tuple[ProcessMesh, int], Group] = of_this_rank({})
+_process_groups: dict[tuple[int, ...], Any] = of_this_rank({})
+_device_meshes: dict[ProcessMesh, DeviceMesh] = of_this_rank({})
 
 
 def group(mesh: ProcessMesh, axis: int) -> Group:
@@ -92,8 +99,8 @@ def forget() -> None:
     """Forget every cached group (after the process group is destroyed, as tests do)."""
     hosts.forget()
     _groups.clear()
-    _process_group.cache_clear()
-    _device_mesh.cache_clear()
+    _process_groups.clear()
+    _device_meshes.clear()
 
 
 def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
@@ -113,12 +120,10 @@ def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
     """
     check_world(mesh)
     world.init()
-    return _device_mesh(mesh)
-
-
-@cache
-def _device_mesh(mesh: ProcessMesh) -> DeviceMesh:
-    return DeviceMesh(world.device().type, torch.tensor(mesh.mesh), mesh_dim_names=tuple(mesh.dim_names))
+    if mesh not in _device_meshes:
+        grid = torch.tensor(mesh.mesh)
+        _device_meshes[mesh] = DeviceMesh(world.device().type, grid, mesh_dim_names=tuple(mesh.dim_names))
+    return _device_meshes[mesh]
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> ProcessMesh:

@@ -9,11 +9,12 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 from onecard.comm import world
+from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 from onecard.transfer import Hosts
 
 _KEY = "onecard/host"
-_known: dict[int, str] = {}
+_known: dict[int, str] = of_this_rank({})
 
 
 def among(ranks: Collection[int]) -> Hosts:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from onecard.comm import groups
+from onecard.comm import place
 
 rehearsing = False  # meta tensors stand for values that nobody needs, not for values that are still to be made
 
@@ -24,10 +24,11 @@ def rehearse() -> Iterator[None]:
 
 
 @contextmanager
-def pretend_world(size: int) -> Iterator[None]:
-    """Be rank 0 of ``size`` ranks inside the block, unless a process group is there already.
+def pretend_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of ``size`` ranks inside the block, unless a process group is there already.
 
-    Messages have no effect, so values are meaningless; shapes, layouts and messages are those of rank 0.
+    Messages have no effect, so values are meaningless; shapes, layouts and messages are those of that rank. What is
+    decided inside (programs, groups) is dropped at its end: this process may be another rank of the real world.
 
     Example:
         >>> from onecard.comm import get_world_size
@@ -35,14 +36,14 @@ def pretend_world(size: int) -> Iterator[None]:
         ...     get_world_size()
         8
     """
-    if dist.is_initialized() or size == 1:
+    if dist.is_initialized():
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        groups.forget()
+    with place.nothing_decided():
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from onecard import mesh as _mesh
 from onecard.comm import flight, shm
+from onecard.comm.place import of_this_rank
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -81,7 +82,7 @@ def init() -> None:
 
 
 # What the ranks said before they met, to be compared as soon as they have (see ``agree``).
-waiting: list[Callable[[], None]] = []
+waiting: list[Callable[[], None]] = of_this_rank([])
 
 
 def _join() -> None:

@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 
 from onecard.comm import collectives, groups, record, world
 from onecard.comm.agree import first_to_say, when_met
+from onecard.comm.place import of_this_rank
 from onecard.cost import MACHINE
 from onecard.errors import CommunicationError, LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
 
-_loaders: Counter[str] = Counter()
+_loaders: Counter[str] = of_this_rank(Counter())
 
 
 class LoaderOrder:

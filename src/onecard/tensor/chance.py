@@ -17,6 +17,7 @@ from torch import Tensor
 from onecard import random
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
+from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
@@ -58,7 +59,7 @@ def key_for(func: Any, like: Any, generator: Any) -> Key:
     return key
 
 
-_draws: Counter[Any] = Counter()
+_draws: Counter[Any] = of_this_rank(Counter())
 
 
 def _compare(label: str, word: str) -> None:

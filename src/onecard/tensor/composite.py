@@ -156,10 +156,11 @@ def _composites_with_out() -> Iterator[Any]:
 
 def _pad_circular(keyset: DispatchKeySet, x: Tensor, pad: Sequence[int]) -> Tensor:
     """Each dim, from the last one, between a piece of its end and one of its beginning; torch fills a new tensor by views."""
-    made, spatial = x, x.dim() - 2
+    made, spatial = x, len(pad) // 2
+    fits = len(pad) == 2 * spatial and x.dim() - spatial in (1, 2)  # without and with a batch
     for dim, before, after in zip(range(-1, -1 - spatial, -1), pad[::2], pad[1::2], strict=False):
-        length = made.shape[dim] + min(before, 0) + min(after, 0)
-        if len(pad) != 2 * spatial or length < max(before, after, 0):
+        length = made.shape[dim] + min(before, 0) + min(after, 0) if fits else -1
+        if length < max(before, after, 0):
             return onward(aten._pad_circular.default, keyset, x, pad)  # an error, which torch words
         inner = made.narrow(dim, max(-before, 0), length)
         parts = [inner.narrow(dim, length - before, before)] if before > 0 else []

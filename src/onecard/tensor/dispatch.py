@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from onecard.comm import check, record
+from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
@@ -23,7 +24,7 @@ from onecard.tensor.spec import STALE
 # and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
 builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
-programs: dict[tuple[Any, ...], Any] = {}
+programs: dict[tuple[Any, ...], Any] = of_this_rank({})
 LIMIT = 50_000
 by_value: dict[Any, bool] = {}
 

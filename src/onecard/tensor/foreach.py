@@ -40,7 +40,9 @@ class ForeachProgram:
         self.func, self.element, self.elements = func, element, elements
         self.name, self.writes = schema_of(func).name, bool(schema_of(func).written)
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
-        self.together = all(p is None or not (p.expand or p.call is not p.func or p.replace) for p in elements)
+        # What sends a message is the same on every rank; only the kernel that follows may depend on this rank's shard.
+        self.together = all(p is None or not p.expand for p in elements)
+        self.one_kernel = all(p is None or not (p.call is not p.func or p.replace) for p in elements)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         result = self._run(args, kwargs)
@@ -60,6 +62,8 @@ class ForeachProgram:
             if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
                 # Settling one operand settled another one: decide again.
                 return program_for(self.func, args, kwargs)._run(args, kwargs)
+        if not self.one_kernel:
+            return self._one_by_one(args, kwargs)
         local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
         for i, (path, target, name) in self.moves:
             x = _item(args, i, path)

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
+from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
 
-_seedings: Counter[str] = Counter()
+_seedings: Counter[str] = of_this_rank(Counter())
 
 
 def manual_seed(seed: int) -> torch.Generator:

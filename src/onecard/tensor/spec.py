@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from onecard.comm.place import of_this_rank
 from onecard.layout import Layout
 
 # What a tensor's memory is (see ``memory``): its own or shared as on one card; a copy that stands for a view; such a copy
 # of windows that overlap, which cannot be written to; a copy after a write to what it was taken from. A part of the cache
 # key, so that only a copy pays for being one.
 OWN, COPY, WINDOWS, STALE = "", "copy", "windows", "stale"
-_interned: dict[tuple[Any, ...], Spec] = {}
+_interned: dict[tuple[Any, ...], Spec] = of_this_rank({})
 
 
 class Spec:
