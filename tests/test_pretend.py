@@ -29,7 +29,16 @@ SAME_ON_ALL_RANKS = {
     "tensor.memory.copies", "tensor.memory.expanded", "tensor.memory._overlaps", "tensor.memory.place",
     "tensor.recording.records", "parallel.layer.replaced", "parallel.optimizer.replaced", "parallel.optimizer._checked",
 }  # fmt: skip
-EMPTY = {"Counter", "WeakIdKeyDictionary", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict", "dict", "list", "set"}
+EMPTY = {
+    "Counter",
+    "WeakIdKeyDictionary",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "defaultdict",
+    "dict",
+    "list",
+    "set",
+}
 
 
 def tables_of(source: str) -> list[str]:

@@ -96,7 +96,7 @@ def _show(console: Console, program: Program, outcome: Outcome, options: Options
     console.print(outcome.why, markup=False)
     if options.cut:
         program, outcome = cut_down(program, outcome, plant=options.plant)
-    console.print(f"\ncut down to {len(program.lines)} statements:\n", markup=False)
+        console.print(f"\ncut down to {len(program.lines)} statements:\n", markup=False)
     console.print(runnable(program, outcome), markup=False)
     console.print(f"\nagain: {again}\n", markup=False)
 

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from hashlib import sha256
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -110,9 +109,8 @@ def work(programs: list[dict[str, Any]], folder: str, plant: str) -> None:
 
 def _agreed(store: Any, number: int, mine: Outcome, messages: str) -> Outcome:
     """The outcome, if all ranks have the same one and sent the same messages."""
-    digest = sha256(messages.encode()).hexdigest()
     world = range(oc.get_world_size())
-    store.set(f"fuzz/{number}/{oc.get_rank()}", json.dumps([*asdict(mine).values(), digest]))
+    store.set(f"fuzz/{number}/{oc.get_rank()}", json.dumps([*asdict(mine).values(), messages]))
     try:
         store.wait([f"fuzz/{number}/{rank}" for rank in world], timedelta(seconds=PATIENCE))
     except RuntimeError:
@@ -124,5 +122,11 @@ def _agreed(store: Any, number: int, mine: Outcome, messages: str) -> Outcome:
     if len({one[0] for one in said}) > 1:
         return Outcome("wrong", f"ranks end otherwise: {[one[:2] for one in said]}")
     if len({one[-1] for one in said}) > 1:
-        return Outcome("wrong", "the ranks sent different messages")
+        return Outcome("wrong", _first_different([one[-1].splitlines() for one in said]))
     return mine
+
+
+def _first_different(messages: Sequence[Sequence[str]]) -> str:
+    """Where the ranks' messages part."""
+    number, those = next((n, t) for n, t in enumerate(zip_longest(*messages, fillvalue="none")) if len(set(t)) > 1)
+    return f"the ranks sent different messages, first number {number}: {'; '.join(f'{r}: {m}' for r, m in enumerate(those))}"

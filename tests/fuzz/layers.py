@@ -93,7 +93,7 @@ def _cut(d: Draw, name: str) -> None:
     if "weight" in own and "parametriz" not in repr(module) and d.r.random() < 0.2:
         alike = [
             other for other, m in d.space["model"].items()
-            if other != name and type(m) is type(module) and m.weight.shape == module.weight.shape
+            if other != name and type(m) is type(module) and "weight" in dict(m.named_parameters()) and m.weight.shape == module.weight.shape
         ]  # fmt: skip
         if alike:
             d.prepare(f"model[{name!r}].weight = model[{d.r.choice(alike)!r}].weight")

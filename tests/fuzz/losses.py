@@ -17,7 +17,8 @@ ANY = (
     "F.kl_div({x}.log_softmax(-1), {t}.softmax(-1), reduction='batchmean')",
     "F.kl_div({x}.log_softmax(-1), {t}.log_softmax(-1), log_target=True{r})",
     "F.binary_cross_entropy_with_logits({x}, {t}.sigmoid(), pos_weight=normal({s}, {x}.shape[-1]).abs(){r})",
-    "F.mse_loss({x}, {t}, weight={t}.abs(){r})", "{x}.square().mean()", "({x} - {t}).abs().sum() / {x}.numel()", "{x}.logsumexp(0)",
+    "F.mse_loss({x}, {t}, weight={t}.abs(){r})", "{x}.square().mean()", "({x} - {t}).abs().sum() / {x}.numel()",
+    "{x}.logsumexp(0)",
 )  # fmt: skip
 CLASSES = (
     "F.cross_entropy({x}, {i}{r})", "F.cross_entropy({x}, {i}, ignore_index=1{r})",

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from onecard import resharding
 from onecard.parallel import optimizer
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows

@@ -57,7 +57,8 @@ VIEWS = (
 IN_PLACE = (
     "{x}.add_(0.5)", "{x}.mul_(0.7)", "{x}.add_({y}, alpha=0.3)", "{x}.sub_({y})", "{x}.copy_({y})", "{x}.tanh_()",
     "{x}.relu_()", "{x}.clamp_(-1, 1)", "{x}.zero_()", "{x}.fill_(0.4)", "{x}[{i}] = 0.3", "{x}[{i}:] += 0.2",
-    "{x}[..., {k}:] = 0.1", "{x}.masked_fill_({x} > 0.5, 0.2)", "{x}.lerp_({y}, 0.4)", "{x}.index_fill_({d}, ints({s}, {n}, 2), 0.1)",
+    "{x}[..., {k}:] = 0.1", "{x}.masked_fill_({x} > 0.5, 0.2)", "{x}.lerp_({y}, 0.4)",
+    "{x}.index_fill_({d}, ints({s}, {n}, 2), 0.1)",
     "{x}.index_add_({d}, ints({s}, {n}, {n}), {x}.detach().clone())", "{x}[{x} < 0] = 0.2", "{x}.neg_()", "{x} += {y}",
     "{x} *= 0.9", "{x}.select({d}, {i}).mul_(0.5)", "{x}.transpose({d}, {e}).add_(0.1)", "{x}.data.mul_(0.8)",
     "{x}.detach().add_(0.1)", "{x}.scatter_({d}, ints({s}, {n}, *{x}.shape), 0.2)", "{x}.addcmul_({y}, {y}, value=0.1)",
