@@ -152,3 +152,17 @@ def test_ranks_outside_the_mesh():
 def test_a_plain_call_needs_a_mesh():
     with pytest.raises(LayoutError, match="pass the mesh"):
         oc.local_map(torch.exp, [[S(0)]], [S(0)])(torch.ones(2))
+
+
+@multirank(2)
+def test_a_write_to_an_argument_after_the_call_is_refused_on_every_rank():
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    x = oc.shard_tensor(torch.randn(3, 5, 2), mesh, [oc.Shard(0)])  # 2 sequences and 1: what a kernel keeps differs
+    layer = oc.shard_layer(torch.nn.LSTM(2, 4, batch_first=True), mesh)
+    given = x * 1
+    layer(given)[0].sum().backward()  # nothing written
+    out = layer(given)[0]
+    with torch.no_grad():
+        given.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"argument 0 .*modified by an inplace operation after the call.*x.clone\(\)"):
+        out.sum().backward()

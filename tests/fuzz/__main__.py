@@ -91,7 +91,9 @@ def _mesh(seed: int, ranks: int) -> tuple[object, ...]:
 
 
 def _show(console: Console, program: Program, outcome: Outcome, options: Options) -> None:
-    again = f"make fuzz ARGS='--seed {program.seed} --count 1{f' --ranks {options.ranks}' if options.ranks else ''}'"
+    more = f" --ranks {options.ranks}" if options.ranks else ""
+    more += f' --plant "{options.plant}"' if options.plant else ""
+    again = f"make fuzz ARGS='--seed {program.seed} --count 1{more}'"
     console.rule(f"seed {program.seed} failed")
     console.print(outcome.why, markup=False)
     if options.cut:

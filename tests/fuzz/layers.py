@@ -91,10 +91,12 @@ def _cut(d: Draw, name: str) -> None:
     if own and d.r.random() < 0.1:
         d.prepare(f"model[{name!r}].{d.r.choice(own)}.requires_grad_(False)")
     if "weight" in own and "parametriz" not in repr(module) and d.r.random() < 0.2:
+        own_weight = [
+            (other, m) for other, m in d.space["model"].items() if "weight" in dict(m.named_parameters(recurse=False))
+        ]
         alike = [
-            other for other, m in d.space["model"].items()
-            if other != name and type(m) is type(module) and "weight" in dict(m.named_parameters()) and m.weight.shape == module.weight.shape
-        ]  # fmt: skip
+            n for n, m in own_weight if n != name and type(m) is type(module) and m.weight.shape == module.weight.shape
+        ]
         if alike:
             d.prepare(f"model[{name!r}].weight = model[{d.r.choice(alike)!r}].weight")
             d.cuts = [line for line in d.cuts if not line.startswith(f'cuts["{name}.weight"]')]

@@ -7,10 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from onecard.parallel import optimizer
+import torch
+
+import onecard as oc
+from onecard.comm import collectives
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows
-from onecard.tensor import dispatch
+from onecard.tensor import dispatch, memory
+
+_clip_value = torch.nn.utils.clip_grad_value_
+_all_gather = collectives.all_gather
 
 
 @contextmanager
@@ -29,8 +35,18 @@ def _row(name: str, form: Form, **options: Any) -> Callable[[], Any]:
     return lambda: mock.patch.dict(rows, {name: Row((name,), form, **options)})
 
 
+def _flipped(local: Any, *args: Any, **kwargs: Any) -> Any:
+    """A part that arrives in another rank's place."""
+    made = _all_gather(local, *args, **kwargs)
+    return made.flip(args[1]) if made.dim() else made
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "a pending sum passes tanh": _row("tanh", Form("... -> ...", linear="self")),
     "cumsum over a cut dim": _row("cumsum", Form("... -> ...", moves=True)),
-    "gradients are not settled before a step": lambda: mock.patch.object(optimizer, "settle_all", lambda *a, **k: None),
+    "gathered parts change places": lambda: mock.patch.object(collectives, "all_gather", _flipped),
+    "in-place writes do not reach copied views": lambda: mock.patch.object(memory, "wrote", lambda x: None),
+    "one rank clips otherwise": lambda: mock.patch.object(
+        torch.nn.utils, "clip_grad_value_", lambda p, v, **_: _clip_value(p, v * (1 + oc.get_rank()))
+    ),
 }

@@ -60,7 +60,7 @@ IN_PLACE = (
     "{x}[..., {k}:] = 0.1", "{x}.masked_fill_({x} > 0.5, 0.2)", "{x}.lerp_({y}, 0.4)",
     "{x}.index_fill_({d}, ints({s}, {n}, 2), 0.1)",
     "{x}.index_add_({d}, ints({s}, {n}, {n}), {x}.detach().clone())", "{x}[{x} < 0] = 0.2", "{x}.neg_()", "{x} += {y}",
-    "{x} *= 0.9", "{x}.select({d}, {i}).mul_(0.5)", "{x}.transpose({d}, {e}).add_(0.1)", "{x}.data.mul_(0.8)",
+    "{x} *= 0.9", "{x}.select({d}, {i}).mul_(0.5)", "{x}.transpose({d}, {e}).add_(0.1)",
     "{x}.detach().add_(0.1)", "{x}.scatter_({d}, ints({s}, {n}, *{x}.shape), 0.2)", "{x}.addcmul_({y}, {y}, value=0.1)",
     "{x}.flatten()[{i}::2].zero_()", "torch.mul({x}, 0.5, out={x})", "torch._foreach_mul_([{x}], 0.6)", "{x}.cumsum_({d})",
     "{x}.normal_().clamp_(-2, 2)", "{x}.diagonal().fill_(0.2)", "{x}.narrow({d}, {i}, 1).copy_({x}.narrow({d}, 0, 1).clone())",

@@ -77,7 +77,11 @@ class FirstCalls:
         for x in made:
             expected = x._spec.layout.local_shape(x._spec.shape) if isinstance(x, DistTensor) else tuple(x.shape)
             if isinstance(x, DistTensor) and tuple(x._local.shape) != expected:
-                return result, made, f"a part has shape {list(x._local.shape)}, and as {x._spec!r} it would be {list(expected)}"
+                return (
+                    result,
+                    made,
+                    f"a part has shape {list(x._local.shape)}, and as {x._spec!r} it would be {list(expected)}",
+                )
         return result, made, ""
 
 
