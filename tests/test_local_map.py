@@ -164,5 +164,7 @@ def test_a_write_to_an_argument_after_the_call_is_refused_on_every_rank():
     out = layer(given)[0]
     with torch.no_grad():
         given.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"argument 0 .*modified by an inplace operation after the call.*x.clone\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"argument 0 .*modified by an inplace operation after the call.*x.clone\(\)"
+    ):
         out.sum().backward()
