@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from onecard.comm import claims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz.crew import run_many
@@ -53,6 +56,12 @@ def test_a_planted_fault_is_found_and_cut_down_to_its_line():
     text = runnable(small, why)
     compile(text, "cut down", "exec")
     assert "v3 = torch.tanh(v2)  # rank 0: v3 [5, 3] differs" in text
+
+
+def test_the_digest_takes_any_strides():
+    """Found with ONECARD_CHECK=1: one element of a larger tensor is contiguous, whatever its stride."""
+    for x in (torch.ones(()).expand(1), torch.arange(6.0)[2::5], torch.ones(0, 3), torch.arange(6.0).view(2, 3).T):
+        assert claims.digest(x) == claims.digest(x.clone(memory_format=torch.contiguous_format))
 
 
 def test_a_seed_is_a_program():

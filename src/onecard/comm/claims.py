@@ -40,7 +40,10 @@ def digest(x: Tensor) -> str:
         >>> digest(torch.ones(3)) == digest(torch.ones(4)[:3]), digest(torch.ones(3)) == digest(torch.zeros(3))
         (True, False)
     """
-    data = x.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
+    data = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    data = data.as_strided(
+        (data.numel(),), (1,)
+    )  # contiguous dims of size one may have any stride, which a view of bytes refuses
     return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
