@@ -5,7 +5,7 @@ TORCH_VERSION ?= 2.13.0
 BIN := .venv/bin
 STAMP := .venv/installed-$(TORCH_VERSION)
 
-.PHONY: train test lint bench docs clean
+.PHONY: train test fuzz lint bench docs clean
 
 train: $(STAMP)
 	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
@@ -14,6 +14,11 @@ train: $(STAMP)
 test: export OMP_NUM_THREADS = 1
 test: lint
 	$(BIN)/python -m pytest
+
+# Random training programs against plain torch, on real ranks. One again: make fuzz ARGS="--seed 17 --count 1".
+fuzz: export OMP_NUM_THREADS = 1
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

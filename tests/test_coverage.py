@@ -189,7 +189,7 @@ def test_as_a_decorator():
         assert call.x.shape == (5, 3)
         return "n d, n -> n d"
 
-    assert rows["sweeptest::scale_rows"].form is rule
+    assert rows["sweeptest::scale_rows"].form.__wrapped__ is rule
 
 
 @multirank(2)

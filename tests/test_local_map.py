@@ -130,7 +130,7 @@ def test_layouts_are_checked():
 @multirank(2)
 def test_an_ambiguous_gradient_is_refused():
     w = twin(leaf(4, 6), R())
-    both = oc.local_map(lambda a, b: (a * b, b.sum()), [[S(0)], [S(0)]], [[S(0)], [R()]])
+    both = oc.local_map(lambda a, b: (a * b, 0 * b.sum()), [[S(0)], [S(0)]], [[S(0)], [R()]])
     both(w, w)  # cut inputs: each rank's gradient is its own
     mixed = oc.local_map(lambda a, b: (a + b[:2], b.sum()), [[S(0)], [R()]], [[S(0)], [R()]])
     with pytest.raises(LayoutError, match="ambiguous"):
@@ -152,3 +152,19 @@ def test_ranks_outside_the_mesh():
 def test_a_plain_call_needs_a_mesh():
     with pytest.raises(LayoutError, match="pass the mesh"):
         oc.local_map(torch.exp, [[S(0)]], [S(0)])(torch.ones(2))
+
+
+@multirank(2)
+def test_a_write_to_an_argument_after_the_call_is_refused_on_every_rank():
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    x = oc.shard_tensor(torch.randn(3, 5, 2), mesh, [oc.Shard(0)])  # 2 sequences and 1: what a kernel keeps differs
+    layer = oc.shard_layer(torch.nn.LSTM(2, 4, batch_first=True), mesh)
+    given = x * 1
+    layer(given)[0].sum().backward()  # nothing written
+    out = layer(given)[0]
+    with torch.no_grad():
+        given.mul_(0.5)
+    with pytest.raises(
+        RuntimeError, match=r"argument 0 .*modified by an inplace operation after the call.*x.clone\(\)"
+    ):
+        out.sum().backward()

@@ -338,3 +338,13 @@ def test_a_layout_of_parts_covers_the_whole():
     whole = fill(torch.empty(4, 4), law("normal_", torch.float32), Key(1, 1))
     wrong = fill(torch.empty(2, 4), law("normal_", torch.float32), Key(1, 1), (4, 4), (0, 0))
     assert not torch.equal(wrong, whole[layout.local_slices((4, 4), (1,))])
+
+
+def test_writes_of_foreach_operators_count_in_one_card_random():
+    w = torch.full((3,), 2.0, requires_grad=True)
+    with oc.one_card_random():
+        x = w * 1
+        other = x.view(3, 1)
+        torch._foreach_mul_([x[1:]], 3)
+        other.square().sum().backward()
+    assert torch.equal(w.grad, torch.tensor([4.0, 36.0, 36.0]))

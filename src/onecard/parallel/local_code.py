@@ -76,7 +76,9 @@ def local_map(
         local = [_enter(v, pending) if p is not None else v for v, p in zip(laid_out, wanted, strict=True)]
         result = fn(*local, **kwargs)
         uneven = _uneven_axes([v for v, p in zip(laid_out, wanted, strict=True) if p is not None], where)
-        return _leave(fn, result, outs, where, out_shapes, uneven)
+        left = _leave(fn, result, outs, where, out_shapes, uneven)
+        _refuse_writes(_name(fn), [(v, p is not None) for v, p in zip(laid_out, wanted, strict=True)], left)
+        return left
 
     return run
 
@@ -162,6 +164,27 @@ def _check_gradients(
 
 def _enter(x: DistTensor, pending: tuple[int, ...]) -> Tensor:
     return _Enter.apply(x, pending) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
+
+
+def _refuse_writes(name: str, entered: Sequence[tuple[Any, Any]], left: Any) -> None:
+    """Let backward raise if an argument was written to after the call.
+
+    Autograd counts the writes to a DistTensor; what the local code keeps for backward are parts, with counters of their
+    own. Whether it keeps one may depend on a rank's part (a copy here, the memory itself there), and an error may not.
+    """
+    given = [(i, x, x._version) for i, (x, inside) in enumerate(entered) if inside and not x._local.is_inference()]
+
+    def check(grad: Tensor) -> None:
+        for i, x, version in given:
+            if x._version != version:
+                raise RuntimeError(
+                    f"{name}: argument {i} ({x._spec!r}) has been modified by an inplace operation after the call, and its "
+                    "backward may need what was there before. Give it a copy, x.clone(), or write to one"
+                )
+
+    for y in left if isinstance(left, list | tuple) else [left]:
+        if isinstance(y, DistTensor) and y.requires_grad:
+            y.register_hook(check)
 
 
 def _gradient_spec(x: DistTensor, pending: tuple[int, ...]) -> Spec:

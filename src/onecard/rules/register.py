@@ -14,6 +14,7 @@ from onecard.rules import registry
 from onecard.rules.notation import parse
 from onecard.rules.registry import Row, row, rows
 from onecard.rules.rule import Form
+from onecard.rules.stated import check_row, checked_form
 
 Sample = Callable[[], Any]
 _OPTIONS = sorted(({f.name for f in fields(Form)} | {f.name for f in fields(Row)}) - {"text", "names", "form"})
@@ -21,7 +22,7 @@ _OPTIONS = sorted(({f.name for f in fields(Form)} | {f.name for f in fields(Row)
 # Called when a row is added or taken away: decisions made before are void.
 changed: list[Callable[[], None]] = []
 
-# Names of rows that were registered without a sample: the debug check warns of them.
+# Names of rows that were registered without a sample: their first calls are compared with the operator on whole tensors.
 unproved: set[str] = set()
 
 
@@ -34,7 +35,10 @@ def register_rule(
     replace: bool = False,
     **traits: Any,
 ) -> Any:
-    """State how an operator may run on parts of its tensors; prove it at once if samples are given.
+    """State how an operator may run on parts of its tensors; prove it at once if samples are given, else in its first calls.
+
+    Without ``verify=``, the first calls under each layout also gather their operands, run the operator on whole tensors and
+    compare: that costs messages and time, once for each layout, and proves no more than what those calls show.
 
     Args:
         op: ``"mylib::op"``, or the operator (what ``torch.library.custom_op`` returns, or ``torch.ops.mylib.op``).
@@ -50,8 +54,9 @@ def register_rule(
         The operator; as a decorator the function.
 
     Raises:
-        RuleError: no such operator, a rule that cannot be read, an unknown trait, a second row; or a sample on which the
-            rule is wrong, with the layouts. A wrong rule is not kept.
+        RuleError: no such operator, a rule that cannot be read or that does not fit the operator's schema, a factor of a
+            result that no operand has, an unknown trait, a second row; or a sample on which the rule is wrong, with the
+            layouts. A wrong rule is not kept. Without samples: at the first call that shows that the rule is wrong.
 
     Source: rules as factors after Shardy (OpenXLA) and einsum; ``register_sharding`` of PyTorch lists strategies instead.
 
@@ -68,7 +73,8 @@ def register_rule(
     def register(form: Any) -> Any:
         before = rows.pop(name, None)
         try:
-            row(name, form, **traits) if isinstance(form, str) else row(name, **traits)(form)
+            row(name, form, **traits) if isinstance(form, str) else row(name, **traits)(checked_form(name, form))
+            check_row(name, rows[name])
             _tell()
             _prove(name, verify, mesh_shapes)
             (unproved.discard if verify else unproved.add)(name)

@@ -18,6 +18,8 @@ from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
 from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
+from onecard.tensor.first_calls import FirstCalls, believed
+from onecard.tensor.program import Program
 from onecard.tensor.spec import STALE
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
@@ -89,6 +91,8 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
             value._refresh()
         return program_for(func, args, kwargs)
     program = builders.get(func, build)(func, args, kwargs)
+    if unproved and isinstance(program, Program) and believed(func):
+        program = FirstCalls(program)
     if not trace.faking():  # what is decided there may hold tensors without data
         programs[key] = program
     return program

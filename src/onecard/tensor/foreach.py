@@ -26,6 +26,7 @@ from onecard.tensor import fallback, memory
 from onecard.tensor.buckets import settle_all
 from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_for
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
+from onecard.tensor.first_calls import believed
 from onecard.tensor.program import Program
 from onecard.tensor.spec import OWN
 from onecard.tensor.watched import written
@@ -55,7 +56,7 @@ class ForeachProgram:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if not self.together:
-            return self._one_by_one(args, kwargs)
+            return one_by_one(self.element)(self.func, args, kwargs)
         settle = [_item(args, i, m[0]) for i, m in self.moves]
         settle_all(
             [x for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])], self.name, False
@@ -65,7 +66,7 @@ class ForeachProgram:
                 # Settling one operand settled another one: decide again.
                 return program_for(self.func, args, kwargs)._run(args, kwargs)
         if not self.one_kernel:
-            return self._one_by_one(args, kwargs)
+            return one_by_one(self.element)(self.func, args, kwargs)
         local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
         for i, (path, target, name) in self.moves:
             x = _item(args, i, path)
@@ -86,12 +87,18 @@ class ForeachProgram:
             result if p is None else wrap(result, p.specs[0]) for result, p in zip(results, self.elements, strict=True)
         ]
 
-    def _one_by_one(self, args: Any, kwargs: Any) -> Any:
+
+def one_by_one(element: Any) -> Any:
+    """A handler that runs a foreach operator as so many calls of the operator on one element."""
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
         results = []
-        for i in range(len(self.elements)):
-            element_args, element_kwargs = _element_args(self.element, [_pick(a, i) for a in args], kwargs)
-            results.append(self.element(*element_args, **element_kwargs))
-        return None if schema_of(self.func).written else results
+        for i in range(len(next(a for a in args if isinstance(a, list | tuple)))):
+            element_args, element_kwargs = _element_args(element, [_pick(a, i) for a in args], kwargs)
+            results.append(element(*element_args, **element_kwargs))
+        return None if schema_of(func).written else results
+
+    return run
 
 
 def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -99,6 +106,8 @@ def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
     element = _element(func)
     if element is None:
         return Direct(func, fallback.gather)
+    if believed(element):
+        return Direct(func, one_by_one(element))
     programs: list[Program | None] = []
     for i in range(len(next(a for a in args if isinstance(a, list | tuple)))):
         element_args, element_kwargs = _element_args(element, [_pick(a, i) for a in args], kwargs)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -15,6 +16,7 @@ from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.place import of_this_rank
 from onecard.errors import DispatchError
+from onecard.rules.call import schema_of
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -60,7 +62,10 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         handler = handlers.get(func) or factories.get(func)
         if handler is None or _not_plain((*args, *kwargs.values())):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func._schema.name.startswith("aten::_foreach_") and schema_of(func).written:
+                increment_version(args[0])  # their kernels, which count the writes of lists, do not under a mode
+            return result
         return handler(func, args, kwargs)
 
 
