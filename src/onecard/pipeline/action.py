@@ -54,19 +54,20 @@ class Action(NamedTuple):
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    __str__ = __repr__
-
 
 def received_by(send: Action) -> Action:
     """The action at the other end of a send."""
     kind, stage, microbatch = send
-    return Action("RECV_F", stage + 1, microbatch) if kind == "SEND_F" else Action("RECV_B", stage - 1, microbatch)
+    return _action(("RECV_F", stage + 1, microbatch) if kind == "SEND_F" else ("RECV_B", stage - 1, microbatch))
 
 
 def sent_by(receive: Action) -> Action:
     """The action at the other end of a receive."""
     kind, stage, microbatch = receive
-    return Action("SEND_F", stage - 1, microbatch) if kind == "RECV_F" else Action("SEND_B", stage + 1, microbatch)
+    return _action(("SEND_F", stage - 1, microbatch) if kind == "RECV_F" else ("SEND_B", stage + 1, microbatch))
+
+
+_action = Action._make
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def per_stage(value: float | Sequence[float], stages: int, name: str) -> list[fl
     """A number for each stage, from one number or a sequence of them; ScheduleError if the count does not fit."""
     values = [float(value)] * stages if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != stages:
-        raise ScheduleError(f"{name} has {len(values)} entries, the schedule {stages} stages: give one number, or {stages}")
+        raise ScheduleError(
+            f"{name} has {len(values)} entries, the schedule {stages} stages: give one number, or {stages}"
+        )
     if any(not 0 <= v < float("inf") for v in values):
         raise ScheduleError(f"{name}={value!r}: want finite numbers that are not negative")
     return values

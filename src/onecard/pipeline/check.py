@@ -12,7 +12,9 @@ from onecard.pipeline.memory import Sizes
 from onecard.pipeline.report import Report
 from onecard.pipeline.timing import Times
 
-Places = dict[Action, tuple[int, int]]  # action -> (rank, position)
+# Action -> (rank, position). Plain tuples equal Actions and cost a fraction to make; a check may see a million.
+Key = tuple[str, int, int]
+Places = dict[Key, tuple[int, int]]
 
 
 def check_schedule(schedule: Schedule, times: Times | None = None, sizes: Sizes | None = None) -> Report:
@@ -86,67 +88,83 @@ def _complete(schedule: Schedule, places: Places) -> None:
         if rank is None:
             raise _fault(schedule, f"stage {stage} is on no rank: {Action('F', stage, 0)} is missing")
         for i in range(schedule.num_microbatches):
-            whole, half, weight = Action("B", stage, i), Action("I", stage, i), Action("W", stage, i)
-            if Action("F", stage, i) not in places:
-                raise _fault(schedule, f"rank {rank}: {Action('F', stage, i)} is missing")
-            if whole in places:
-                both = next((a for a in (half, weight) if a in places), None)
-                if both:
-                    raise _fault(schedule, f"{_at(both, places)} is computed twice: {_at(whole, places)} contains it")
-            elif half not in places:
-                raise _fault(schedule, f"rank {rank}: {half} is missing" if weight in places else
-                                       f"rank {rank}: {whole} is missing (or {half} and {weight})")  # fmt: skip
-            elif weight not in places:
-                raise _fault(schedule, f"rank {rank}: {weight} is missing, the other half of {half}")
+            _computed_once(schedule, places, rank, stage, i)
+
+
+def _computed_once(schedule: Schedule, places: Places, rank: int, stage: int, i: int) -> None:
+    whole, half, weight = (("B", stage, i) in places, ("I", stage, i) in places, ("W", stage, i) in places)
+    if ("F", stage, i) in places and whole + half == 1 and half == weight:
+        return
+    missing = f"rank {rank}: {stage}%s{i} is missing"
+    if ("F", stage, i) not in places:
+        raise _fault(schedule, missing % "F")
+    if whole:
+        both = Action("I" if half else "W", stage, i)
+        raise _fault(schedule, f"{_at(both, places)} is computed twice: {stage}B{i} contains it")
+    if half:
+        raise _fault(schedule, missing % "W" + f", the other half of {stage}I{i}")
+    raise _fault(schedule, missing % "I" if weight else missing % "B" + f" (or {stage}I{i} and {stage}W{i})")
 
 
 def _told(schedule: Schedule, places: Places) -> None:
     """Every result that another rank wants has its send and its receive; there are no others."""
     if not schedule.has_messages and any(schedule.send_of(a) for row in schedule.ranks for a in row):
-        raise _fault(schedule, "no send and no receive is in it; onecard.pipeline.with_messages(schedule) adds them all")
-    homes = schedule.stage_to_rank
-    wanted = set()
+        raise _fault(
+            schedule, "no send and no receive is in it; onecard.pipeline.with_messages(schedule) adds them all"
+        )
+    homes, expected = schedule.stage_to_rank, 0
     for action, (rank, position) in places.items():
-        send = schedule.send_of(action) if action.kind in COMPUTE else None
-        if send is None:
+        kind, stage, i = action
+        if kind == "W" or kind not in COMPUTE:
             continue
-        for end in (send, received_by(send)):
-            home = homes[end.stage]
-            if end not in places:
-                raise _fault(schedule, f"rank {home}: {end} is missing; {action} (rank {rank}, position {position}) makes what "
-                                       f"stage {received_by(send).stage} on rank {homes[received_by(send).stage]} needs")  # fmt: skip
-            if places[end][0] != home:
-                raise _fault(schedule, f"{_at(end, places)} belongs on rank {home}, where stage {end.stage} is")
-            wanted.add(end)
-    for action in places:
-        if action.kind not in COMPUTE and action not in wanted:
-            raise _fault(schedule, f"{_at(action, places)} moves what no other rank computes or wants")
+        other, letter = (stage + 1, "F") if kind == "F" else (stage - 1, "B")
+        if homes.get(other, rank) == rank:
+            continue
+        expected += 2
+        for end, home in ((("SEND_" + letter, stage, i), rank), (("RECV_" + letter, other, i), homes[other])):
+            place = places.get(end)
+            if place is None:
+                raise _fault(schedule, f"rank {home}: {Action(*end)} is missing; {action} (rank {rank}, position {position}) "
+                                       f"makes what stage {other} on rank {homes[other]} needs")  # fmt: skip
+            if place[0] != home:
+                raise _fault(schedule, f"{_at(Action(*end), places)} belongs on rank {home}, where stage {end[1]} is")
+    if sum(kind not in COMPUTE for kind, _, _ in places) != expected:
+        idle = next(Action(*a) for a in places if a[0] not in COMPUTE and _idle(Action(*a), schedule))
+        raise _fault(schedule, f"{_at(idle, places)} moves what no other rank computes or wants")
 
 
-def _needs(action: Action, schedule: Schedule) -> list[Action]:
+def _idle(message: Action, schedule: Schedule) -> bool:
+    """Whether a message links no two stages on different ranks."""
+    homes, stages = schedule.stage_to_rank, (message.stage, _partner(message).stage)
+    return message.microbatch >= schedule.num_microbatches or len({homes.get(stage) for stage in stages} - {None}) < 2
+
+
+def _needs(action: Key) -> tuple[Key, ...]:
     """What has to stand before an action on its own rank; where there are ways to write it, each of them."""
     kind, stage, i = action
-    last = schedule.num_stages - 1
     if kind == "F":
-        return [] if stage == 0 else [Action("RECV_F", stage, i), Action("F", stage - 1, i)]
+        return (("RECV_F", stage, i), ("F", stage - 1, i))
     if kind == "W":
-        return [Action("I", stage, i)]
-    if kind in ("B", "I"):
-        own = [Action("F", stage, i)]
-        after = [Action(kind, stage + 1, i) for kind in ("B", "I")]
-        return own if stage == last else own + [Action("RECV_B", stage, i)] + after
+        return (("I", stage, i),)
     if kind == "SEND_F":
-        return [Action("F", stage, i)]
-    return [Action("B", stage, i), Action("I", stage, i)] if kind == "SEND_B" else []
+        return (("F", stage, i),)
+    if kind == "SEND_B":
+        return (("B", stage, i), ("I", stage, i))
+    if kind == "B" or kind == "I":
+        return (("F", stage, i), ("RECV_B", stage, i), ("B", stage + 1, i), ("I", stage + 1, i))
+    return ()
 
 
 def _ordered(schedule: Schedule, places: Places) -> None:
     """On every rank each action comes after what it needs there."""
     for action, (rank, position) in places.items():
-        for needed in _needs(action, schedule):
+        for needed in _needs(action):
             place = places.get(needed)
             if place and place[0] == rank and place[1] > position:
-                raise _fault(schedule, f"{_at(action, places)} needs {needed}, which comes later, at position {place[1]}")
+                raise _fault(
+                    schedule,
+                    f"{_at(Action(*action), places)} needs {Action(*needed)}, which comes later, at position {place[1]}",
+                )
 
 
 def _meet(schedule: Schedule, places: Places) -> None:
@@ -181,10 +199,8 @@ def _circle(schedule: Schedule, places: Places, at: list[int], rank: int) -> lis
         seen.append(rank)
         rank = places[_partner(schedule.ranks[rank][at[rank]])][0]
     words = []
-    for rank in seen[seen.index(rank) :]:
-        action = schedule.ranks[rank][at[rank]]
+    for member in seen[seen.index(rank) :]:
+        action = schedule.ranks[member][at[member]]
         other, position = places[_partner(action)]
         words.append(f"{_at(action, places)} waits for {_partner(action)} (rank {other}, position {position})")
     return words
-
-

@@ -53,18 +53,15 @@ def draw_text(what: Schedule | Timeline, times: Times | None = None, width: int 
         at = 0
         for span in line:
             start, end = round(span.start * columns), round(span.end * columns)
-            text.append(" " * (start - at))
-            text.append(_cell(label(span), end - start), style=f"black on {COLOURS[span.action.kind]}")
-            at = max(at, end)
-    text.rstrip()
+            text.append(" " * max(0, start - at))
+            text.append(_cell(label(span), end - start - 1), style=f"black on {COLOURS[span.action.kind]}")
+            at = start + max(1, end - start - 1)
     return text
 
 
 def _cell(label: str, size: int) -> str:
-    """A label in so many columns, the last one free; its first letter where it does not fit."""
-    if size <= 1:
-        return label[:size]
-    return (label if len(label) < size else label[:1]).ljust(size - 1, "─") + " "
+    """A label in so many columns, or its first letter where it does not fit."""
+    return (label if len(label) <= size else label[:1]).ljust(size, "─")
 
 
 def draw_figure(
@@ -100,24 +97,23 @@ def draw_figure(
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         longest = max(timeline.makespan for timeline in timelines)
         for axis, timeline in zip(axes, timelines, strict=True):
-            _draw_panel(axis, timeline, longest)
+            _draw_panel(axis, timeline, longest, unit)
         axes[-1].set_xlabel(f"time ({unit})" if unit else "time")
         _draw_legend(figure, timelines)
         figure.savefig(path, dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
 
 
-def _draw_panel(axis: Axes, timeline: Timeline, longest: float) -> None:
+def _draw_panel(axis: Axes, timeline: Timeline, longest: float, unit: str) -> None:
     lines, chunk_of = rows_of(timeline), _chunks(timeline)
-    inches = 12.0 / (longest or 1.0)  # of an axis for a unit of time
+    size_of = _number_sizes(timeline, 12.0 / (longest or 1.0))
     for row, line in enumerate(lines.values()):
         looks: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for span in line:
-            look = span.action.kind, chunk_of(span)
-            looks.setdefault(look, []).append((span.start, span.end - span.start))
-            size = (span.end - span.start) * inches / len(str(span.action.microbatch))
-            if size > 0.055:  # else the number would not be legible
-                centre, points = (span.start + span.end) / 2, min(8.0, size * 100)
-                axis.text(centre, row, str(span.action.microbatch), ha="center", va="center", fontsize=points)
+            kind, _, microbatch = span.action
+            looks.setdefault((kind, chunk_of(span)), []).append((span.start, span.end - span.start))
+            if size_of[kind]:
+                centre = (span.start + span.end) / 2
+                axis.text(centre, row, str(microbatch), ha="center", va="center", fontsize=size_of[kind])
         for (kind, chunk), bars in looks.items():
             axis.broken_barh(
                 bars, (row - 0.42, 0.84), facecolor=_shade(COLOURS[kind], chunk), edgecolor="#333333", linewidth=0.4
@@ -126,8 +122,19 @@ def _draw_panel(axis: Axes, timeline: Timeline, longest: float) -> None:
     axis.set_ylim(len(lines) - 0.4, -0.6)
     axis.set_yticks(range(len(lines)), [f"rank {rank}" for rank in lines])
     axis.tick_params(left=False)
-    axis.set_title(title_of(timeline), loc="left", fontsize=10)
+    axis.set_title(title_of(timeline, unit), loc="left", fontsize=10)
     axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _number_sizes(timeline: Timeline, inches: float) -> dict[str, float]:
+    """For each kind the size of its microbatches' numbers in points; 0 if the longest would not be legible in its box."""
+    digits = len(str(max((span.action.microbatch for span in timeline.computing), default=0)))
+    sizes = {}
+    for kind in COLOURS:
+        narrowest = min((s.end - s.start for s in timeline.computing if s.action.kind == kind), default=0.0)
+        points = narrowest * inches * 100 / digits  # a digit is about 0.64 as wide as high, a point 1/72 inch
+        sizes[kind] = 0.0 if points < 5.5 else min(points, 8.0)
+    return sizes
 
 
 def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
@@ -139,7 +146,7 @@ def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
         Patch(facecolor=_shade(COLOURS[kind], chunk), edgecolor="#333333", linewidth=0.4, label=_named(kind, chunk, chunks))
         for kind in COLOURS if kind in kinds for chunk in range(chunks)
     ]  # fmt: skip
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 8), frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), frameon=False)
 
 
 def _named(kind: str, chunk: int, chunks: int) -> str:
@@ -186,11 +193,13 @@ def timeline_of(what: Schedule | Timeline, times: Times | None) -> Timeline:
     return what if isinstance(what, Timeline) else simulate(what, times)
 
 
-def title_of(timeline: Timeline) -> str:
+def title_of(timeline: Timeline, unit: str = "") -> str:
     """What it is, its size, how long a step takes and how much of it is bubble."""
-    microbatches = len({span.action.microbatch for span in timeline.computing})
-    ranks = len(timeline.per_rank)
-    return f"{timeline.name}: {ranks} ranks, {microbatches} microbatches, step {timeline.step:.6g}, bubble {timeline.bubble_rate:.1%}"
+    microbatches, ranks = len({span.action.microbatch for span in timeline.computing}), len(timeline.per_rank)
+    step = f"{timeline.step:.6g} {unit}".rstrip()
+    return (
+        f"{timeline.name}: {ranks} ranks, {microbatches} microbatches, step {step}, bubble {timeline.bubble_rate:.1%}"
+    )
 
 
 def rows_of(timeline: Timeline) -> dict[int, list[Span]]:

@@ -43,7 +43,11 @@ def naive(ranks: int, microbatches: int) -> Schedule:
     Bubble (p - 1) / p. Activations held: 1.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(naive(2, 3)))
+        naive: 2 ranks, 3 microbatches, step 18, bubble 50.0%
+        0 │F0          B0─── F1          B1─── F2          B2───
+        1 │   F0 B0───          F1 B1───          F2 B2───
     """
     positive(ranks=ranks, microbatches=microbatches)
     return _schedule("naive", [_shifted(t, t, 0) for t in (_tasks(r, microbatches) for r in range(ranks))])
@@ -57,7 +61,11 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     Source: GPipe, Huang et al., arXiv 1811.06965.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(gpipe(2, 3)))
+        GPipe: 2 ranks, 3 microbatches, step 12, bubble 25.0%
+        0 │F0 F1 F2          B0─── B1─── B2───
+        1 │   F0 F1 F2 B0─── B1─── B2───
     """
     positive(ranks=ranks, microbatches=microbatches)
     tasks = [_tasks(rank, microbatches) for rank in range(ranks)]
@@ -72,7 +80,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Source: PipeDream-Flush, Narayanan et al., arXiv 2006.09503; DAPPLE, Fan et al., arXiv 2007.01045.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(one_f_one_b(2, 3)))
+        1F1B: 2 ranks, 3 microbatches, step 12, bubble 25.0%
+        0 │F0 F1       B0─── F2 B1───    B2───
+        1 │   F0 B0─── F1 B1─── F2 B2───
     """
     positive(ranks=ranks, microbatches=microbatches)
     tasks = [_tasks(rank, microbatches) for rank in range(ranks)]
@@ -88,7 +100,11 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Source: Zhuang et al., arXiv 2211.05322.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(eager_one_f_one_b(2, 3)))
+        eager 1F1B: 2 ranks, 3 microbatches, step 12, bubble 25.0%
+        0 │F0 F1 F2    B0───    B1───    B2───
+        1 │   F0 B0─── F1 B1─── F2 B2───
     """
     positive(ranks=ranks, microbatches=microbatches)
     tasks = [_tasks(rank, microbatches) for rank in range(ranks)]
@@ -104,7 +120,11 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     Source: Qi et al., arXiv 2401.10241; with chunks, torch's ``ScheduleInterleavedZeroBubble``.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(zb_h1(2, 3)))
+        ZB-H1: 2 ranks, 3 microbatches, step 10, bubble 10.0%
+        0 │F0 F1    I0 W0 F2 I1 W1 I2 W2
+        1 │   F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     rows = []
     for rank, forwards, backwards, ahead in _interleaved(ranks, microbatches, chunks):
@@ -120,7 +140,11 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     Source: Qi et al., arXiv 2401.10241.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(zb_h2(2, 3)))
+        ZB-H2: 2 ranks, 3 microbatches, step 9, bubble 0.0%
+        0 │F0 F1 F2 I0 W0 I1 W1 I2 W2
+        1 │   F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
     positive(ranks=ranks, microbatches=microbatches)
     tasks = [_tasks(rank, microbatches) for rank in range(ranks)]
@@ -136,7 +160,11 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: Narayanan et al., arXiv 2104.04473.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(interleaved(2, 2)))
+        interleaved 1F1B x2: 2 ranks, 2 microbatches, step 15, bubble 20.0%
+        0 │F0a F1a F0b F1b         B0b────     B1b──── B0a──── B1a────
+        1 │    F0a F1a F0b B0b──── F1b B1b──── B0a──── B1a────
     """
     rows = []
     for rank, forwards, backwards, ahead in _interleaved(ranks, microbatches, chunks):
@@ -152,7 +180,11 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: Lamy-Poirier, arXiv 2211.05953.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(breadth_first(2, 2)))
+        breadth-first x2: 2 ranks, 2 microbatches, step 15, bubble 20.0%
+        0 │F0a F1a F0b F1b             B0b──── B1b──── B0a──── B1a────
+        1 │    F0a F1a F0b F1b B0b──── B1b──── B0a──── B1a────
     """
     positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
     rows = []

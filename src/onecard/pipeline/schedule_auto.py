@@ -65,7 +65,11 @@ def zb_1p(ranks: int, microbatches: int, times: Times | None = None, sizes: Size
     Source: Qi et al., arXiv 2401.10241.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(zb_1p(2, 3)))
+        ZB-1p: 2 ranks, 3 microbatches, step 10, bubble 10.0%
+        0 │F0 F1    I0 W0 F2 I1 W1 I2 W2
+        1 │   F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     positive(ranks=ranks)
     return zb_auto(ranks, microbatches, times or Times(), _activations(ranks, sizes), sizes, "ZB-1p")
@@ -79,7 +83,11 @@ def zb_2p(ranks: int, microbatches: int, times: Times | None = None, sizes: Size
     Source: Qi et al., arXiv 2401.10241.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(zb_2p(2, 3)))
+        ZB-2p: 2 ranks, 3 microbatches, step 9, bubble 0.0%
+        0 │F0 F1 F2 I0 W0 I1 W1 I2 W2
+        1 │   F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
     positive(ranks=ranks)
     return zb_auto(ranks, microbatches, times or Times(), _activations(2 * ranks, sizes), sizes, "ZB-2p")

@@ -61,7 +61,11 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     Source: Qi et al., arXiv 2401.10241, section 6.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(zb_v(2, 2)))
+        ZB-V: 2 ranks, 2 microbatches, step 14, bubble 14.3%
+        0 │F0a F1a     F0b I0b W0b F1b I1b W1b I0a W0a     I1a W1a
+        1 │    F0a F0b F1a F1b I0b W0b I0a W0a I1b W1b I1a W1a
     """
     positive(ranks=ranks, microbatches=microbatches)
     total = max(microbatches, 2 * ranks - 1)
@@ -93,7 +97,11 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     and then a backward; a runtime may run them at once.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(dualpipe_v(2, 2)))
+        DualPipe-V: 2 ranks, 2 microbatches, step 15, bubble 20.0%
+        0 │F0a F1a     F0b I0b W0b F1b B1b──── B0a────         B1a────
+        1 │    F0a F0b F1a F1b B0b──── B0a──── B1b──── B1a────
     """
     positive(ranks=ranks, microbatches=microbatches)
     total = max(microbatches, 2 * ranks)
@@ -123,7 +131,11 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(v_half(2, 2)))
+        V-Half: 2 ranks, 2 microbatches, step 15, bubble 20.0%
+        0 │F0a         F0b I0b F1a W0b     F1b I1b I0a W1b I1a W0a W1a
+        1 │    F0a F0b         I0b F1a F1b I0a W0b I1b I1a W0a W1b W1a
     """
     return _repeated("V-Half", ranks, microbatches, (1, 2, 1, 2))
 
@@ -136,7 +148,11 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
     Example:
-        >>> @
+        >>> from onecard.pipeline import draw_text
+        >>> print(draw_text(v_min(2, 2)))
+        V-Min: 2 ranks, 2 microbatches, step 15, bubble 20.0%
+        0 │F0a         F0b I0b W0b F1a I0a W0a F1b I1b W1b     I1a W1a
+        1 │    F0a F0b         I0b I0a F1a F1b W0b W0a I1b I1a W1b W1a
     """
     return _repeated("V-Min", ranks, microbatches, (1, 1, 1, 1))
 

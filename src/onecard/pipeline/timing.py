@@ -83,7 +83,9 @@ class Timeline:
         spans = tuple(Span(r, a if isinstance(a, Action) else Action.parse(a), s, e) for r, a, s, e in run)
         for span in spans:
             if not span.start <= span.end:
-                raise ScheduleError(f"rank {span.rank}: {span.action} ends at {span.end}, before its start, {span.start}")
+                raise ScheduleError(
+                    f"rank {span.rank}: {span.action} ends at {span.end}, before its start, {span.start}"
+                )
         return Timeline(spans, name)
 
     @cached_property
