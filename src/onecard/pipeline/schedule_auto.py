@@ -12,7 +12,7 @@ from onecard.pipeline.timing import Times, simulate
 
 # How long a rank holds its next forward back for the first backward. Shorter is better with few ranks, longer with many;
 # the rest of a policy hardly matters once W fill every gap.
-POLICIES = (Policy(forward=0.3), Policy(forward=0.5), Policy(forward=0.7), Policy(forward=0.9))
+POLICIES = (Policy(forward=0.5), Policy(forward=0.7), Policy(forward=0.9))
 
 
 def zb_auto(

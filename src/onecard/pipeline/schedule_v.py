@@ -88,9 +88,10 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe-V: forwards of one chunk beside backwards of the other all the time, so that each hides the other's messages.
+    """DualPipe-V: forwards of one chunk beside backwards of the other, each to hide the other's messages.
 
-    Whole backwards where they are paired, halved ones at both ends. Activations of a chunk held: min(2 p + 1, 2 m).
+    Whole backwards where they are paired, halved ones at both ends. Bubble, run one after the other with F = I = W and
+    m >= 2 p: (p - 1) / (6 m + p - 1). Activations of a chunk held: min(2 p + 1, 2 m).
     Fewer than 2 p microbatches run as the first of 2 p.
 
     Source: DeepSeek-V3, arXiv 2412.19437, and its DualPipe repository, in the V form of Qi et al. Here a pair is a forward
@@ -126,7 +127,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """V-Half: about half the activations of 1F1B, for a bubble between those of ZB-V and 1F1B.
 
-    Activations of a chunk held: at most p + 2, the memory of p / 2 + 1 whole ones.
+    If F = I = W and m >= 2 p, the bubble is at most (p - 1) / (2 m + p - 1), half of 1F1B's for many microbatches.
+    Activations of a chunk held: at most p + 3, the memory of p / 2 + 1.5 whole ones.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
@@ -143,7 +145,8 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """V-Min: about a third of the activations of 1F1B, the least that a V can do, for a larger bubble.
 
-    Activations of a chunk held: at most 2 p / 3 + 2, the memory of p / 3 + 1 whole ones.
+    If F = I = W and m >= 2 p, the bubble is at most (4 p - 3) / (6 m + 4 p - 3), two thirds of 1F1B's for many microbatches.
+    Activations of a chunk held: at most 2 p / 3 + 3, the memory of p / 3 + 1.5 whole ones.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
