@@ -44,6 +44,8 @@ def draw_text(what: Schedule | Timeline, times: Times | None = None, width: int 
     spans = [span for line in lines.values() for span in line]
     shortest = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
     columns = (1 + max((len(label(s)) for s in spans), default=1)) / shortest
+    if any(abs(s.start * columns - round(s.start * columns)) > 1e-6 for s in spans):
+        columns += 1 / shortest  # rounding costs a label at most one column
     margin = len(str(max(lines, default=0))) + 2
     if width is not None and timeline.makespan:
         columns = min(columns, (width - margin) / timeline.makespan)
