@@ -251,6 +251,9 @@ def test_memory_of_uneven_stages_and_halved_backwards():
     assert pl.peak_memory(Schedule.of(HALVED), sizes) == [10, 1]
     row = [["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"]]
     assert pl.peak_memory(Schedule.of(row), pl.Sizes(10, 4)) == [14]
+    assert pl.peak_memory(Schedule.of(row), pl.Sizes(10)) == [20]
+    with pytest.raises(ScheduleError, match="stage 0: weight=4 stays until W, but F keeps only activation=3"):
+        pl.peak_memory(Schedule.of(row), pl.Sizes(3, 4))
 
 
 def test_the_report_says_all_in_one_line():

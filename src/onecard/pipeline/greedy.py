@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from onecard.pipeline.action import Action, per_stage
+from onecard.pipeline.action import Action
 from onecard.pipeline.memory import Sizes
 from onecard.pipeline.timing import Times
 
 _NEVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """When a rank rather waits than starts something that would hold up what is about to arrive.
-
-    Attributes:
-        forward: before its first backward it starts no F if the backward arrives within this part of an F.
-        weight: it starts no W if anything arrives within this part of a W.
-        last_weight: the same once its forwards are done.
-    """
-
-    forward: float = 0.0
-    weight: float = 0.0
-    last_weight: float = 0.0
 
 
 class _Rank:
@@ -35,7 +19,6 @@ class _Rank:
     def __init__(self, lanes: Iterable[Iterable[Action]], limit: float) -> None:
         self.lanes = [deque(lane) for lane in lanes]
         self.limit, self.held = limit + 1e-9, 0.0
-        self.forwards_left = sum(a.kind == "F" for lane in self.lanes for a in lane)
         self.begun = False  # its first backward
         self.owed: deque[Action] = deque()  # weight gradients put off
         self.order: list[Action] = []
@@ -45,10 +28,9 @@ class _Rank:
 class _Run:
     """The state of all ranks; `ready` says when an input is there, by the action that wants it."""
 
-    def __init__(self, stages: int, times: Times, sizes: Sizes, policy: Policy) -> None:
-        self.lasts, self.communication, self.policy = times.durations(stages), times.communication, policy
-        self.whole = per_stage(sizes.activation, stages, "activation")
-        self.late = per_stage(sizes.weight, stages, "weight")
+    def __init__(self, stages: int, times: Times, sizes: Sizes, hold: float) -> None:
+        self.lasts, self.communication, self.hold = times.durations(stages), times.communication, hold
+        self.whole, self.late = sizes.kept(stages)
         self.ready: dict[tuple[str, int, int], float] = {}
 
     def choose(self, rank: _Rank, now: float) -> tuple[Action | None, float]:
@@ -61,15 +43,12 @@ class _Run:
             if kind == "F" and rank.held + self.whole[stage] > rank.limit:
                 continue
             arrival = now if kind == "F" and stage == 0 else self.ready.get(action, _NEVER)
-            patient = kind == "F" and not rank.begun and soonest - now < self.policy.forward * self.lasts["F"][stage]
-            if arrival <= now and not patient:
+            held_back = kind == "F" and not rank.begun and soonest - now < self.hold * self.lasts["F"][stage]
+            if arrival <= now and not held_back:
                 return lane.popleft(), now
             if arrival > now:
                 soonest = min(soonest, arrival)
-        patience = self.policy.weight if rank.forwards_left else self.policy.last_weight
-        if rank.owed and soonest - now >= patience * self.lasts["W"][rank.owed[0].stage]:
-            return rank.owed.popleft(), now
-        return None, soonest
+        return (rank.owed.popleft(), now) if rank.owed else (None, soonest)
 
     def account(self, rank: _Rank, action: Action, now: float) -> float:
         """What running an action changes on its rank; when it ends."""
@@ -79,7 +58,6 @@ class _Run:
         rank.start, rank.end = min(rank.start, now), end
         if kind == "F":
             rank.held += self.whole[stage]
-            rank.forwards_left -= 1
         elif kind == "I":
             rank.held -= self.whole[stage] - self.late[stage]
             rank.begun = True
@@ -95,7 +73,7 @@ def run_greedily(
     times: Times,
     sizes: Sizes,
     limits: Sequence[float],
-    policy: Policy,
+    hold: float = 0.0,
 ) -> tuple[list[list[Action]], float]:
     """For each rank the order in which it computes, W included, and the longest that a rank takes.
 
@@ -105,10 +83,11 @@ def run_greedily(
         times: how long everything takes.
         sizes: what F keeps, and what of it stays until W.
         limits: for each rank how much it may hold.
-        policy: when to wait.
+        hold: before its first backward a rank starts no F if that backward arrives within this part of an F: late first
+            backwards add up along the pipeline.
     """
     stages = len(stage_to_rank)
-    run = _Run(stages, times, sizes, policy)
+    run = _Run(stages, times, sizes, hold)
     ranks = [_Rank(own, limit) for own, limit in zip(lanes, limits, strict=True)]
     queue = [(0.0, rank) for rank in range(len(ranks))]
     parked: set[int] = set()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from onecard.errors import ScheduleError
-from onecard.pipeline.action import Action, Schedule, per_stage, positive
-from onecard.pipeline.greedy import Policy, run_greedily
+from onecard.pipeline.action import Action, Schedule, positive
+from onecard.pipeline.greedy import run_greedily
 from onecard.pipeline.memory import Sizes, peak_memory
 from onecard.pipeline.messages import with_messages
 from onecard.pipeline.schedule import zb_h1, zb_h2
 from onecard.pipeline.timing import Times, simulate
 
-# How long a rank holds its next forward back for the first backward. Shorter is better with few ranks, longer with many;
-# the rest of a policy hardly matters once W fill every gap.
-POLICIES = (Policy(forward=0.5), Policy(forward=0.7), Policy(forward=0.9))
+# How long a rank holds its next forward back for the first backward: shorter is better with few ranks, longer with many.
+HOLDS = (0.5, 0.7, 0.9)
 
 
 def zb_auto(
@@ -20,7 +19,7 @@ def zb_auto(
 ) -> Schedule:
     """The best order found for these times in which no rank holds more than ``limit``.
 
-    Tried are a greedy run of every policy, and ZB-H1 and ZB-H2 where they fit. In the greedy run each rank takes an input
+    Tried are three greedy runs, and ZB-H1 and ZB-H2 where they fit. In the greedy run each rank takes an input
     gradient before a forward, and weight gradients only where it would wait or lacks memory.
 
     Args:
@@ -43,13 +42,13 @@ def zb_auto(
     """
     positive(ranks=ranks, microbatches=microbatches)
     sizes = sizes or Sizes()
-    whole = per_stage(sizes.activation, ranks, "activation")
+    whole, _ = sizes.kept(ranks)
     if limit < max(whole):
         raise ScheduleError(f"{name}: a limit of {limit:g} holds no microbatch: stage {whole.index(max(whole))} alone keeps "
                             f"{max(whole):g}; give at least that")  # fmt: skip
     lanes = [[[Action(kind, r, i) for i in range(microbatches)] for kind in ("I", "F")] for r in range(ranks)]
     stages = {rank: rank for rank in range(ranks)}
-    tried = [run_greedily(lanes, stages, times, sizes, [limit] * ranks, policy) for policy in POLICIES]
+    tried = [run_greedily(lanes, stages, times, sizes, [limit] * ranks, hold) for hold in HOLDS]
     for known in (zb_h1(ranks, microbatches), zb_h2(ranks, microbatches)):
         if max(peak_memory(known, sizes)) <= limit:
             tried.append(([list(row) for row in known.compute().ranks], simulate(known.compute(), times).step))

@@ -12,7 +12,7 @@ from itertools import accumulate, product
 
 from onecard.errors import ScheduleError
 from onecard.pipeline.action import Action, Schedule, positive
-from onecard.pipeline.greedy import Policy, run_greedily
+from onecard.pipeline.greedy import run_greedily
 from onecard.pipeline.memory import Sizes, peak_memory
 from onecard.pipeline.messages import with_messages
 from onecard.pipeline.timing import Times
@@ -176,7 +176,7 @@ def _repeated(name: str, ranks: int, microbatches: int, offsets: tuple[int, int,
         rows.append([Action(w[0], 2 * ranks - 1 - rank if w[1] == "1" else rank, i) for _, w, i in order])
     pattern = Schedule.of(rows, name)
     lanes = [[[action for action in row if action.kind != "W"]] for row in pattern.ranks]
-    filled, _ = run_greedily(lanes, pattern.stage_to_rank, Times(), Sizes(), peak_memory(pattern), Policy())
+    filled, _ = run_greedily(lanes, pattern.stage_to_rank, Times(), Sizes(), peak_memory(pattern))
     return with_messages(Schedule.of(filled, name))
 
 
