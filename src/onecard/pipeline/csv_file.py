@@ -26,7 +26,8 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
     """
     path = Path(path)
     with path.open(newline="", encoding="utf-8") as file:
-        rows = [[a for i, cell in enumerate(row) for a in _read(cell, path, line, i)] for line, row in _lines(file)]
+        cells = list(enumerate(csv.reader(file), 1))
+    rows = [[a for i, cell in enumerate(row, 1) for a in _read(cell, path, line, i)] for line, row in cells]
     return Schedule.of(rows, name or path.stem)
 
 
@@ -39,10 +40,6 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
         csv.writer(file).writerows(schedule.ranks)
 
 
-def _lines(file):  # type: ignore[no-untyped-def]
-    return enumerate(csv.reader(file), 1)
-
-
 def _read(cell: str, path: Path, line: int, column: int) -> list[Action]:
     text = cell.strip()
     if not text or _NOT_OURS.fullmatch(text):
@@ -51,4 +48,4 @@ def _read(cell: str, path: Path, line: int, column: int) -> list[Action]:
     try:
         return [Action.parse(part) for part in (pair[1].split(";") if pair else [text])]
     except ScheduleError as fault:
-        raise ScheduleError(f"{path.name}, line {line} (rank {line - 1}), column {column + 1}: {fault}") from None
+        raise ScheduleError(f"{path.name}, line {line} (rank {line - 1}), column {column}: {fault}") from None
