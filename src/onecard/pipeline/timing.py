@@ -37,8 +37,8 @@ class Times:
         def part(value: float | Sequence[float]) -> float | list[float]:
             return value / chunks if isinstance(value, int | float) else [v / chunks for v in value]
 
-        kinds = (self.forward, self.backward_input, self.backward_weight)
-        return Times(*(part(value) for value in kinds), communication=self.communication)
+        forward, backward_input = part(self.forward), part(self.backward_input)
+        return Times(forward, backward_input, part(self.backward_weight), self.communication)
 
     def durations(self, stages: int) -> dict[str, list[float]]:
         """For each kind of computation the time of each stage."""
