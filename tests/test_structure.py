@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
     "errors", "_torch", "elsewhere", "mesh", "layout", "cost", "random", "rules", "resharding", "transfer", "comm", "tensor",
-    "parallel",
+    "parallel", "pipeline",
     "message_report", "operator_report", "testing", "launch", "cli", "__main__",
 ]  # fmt: skip
 MAX_LINES = 380
@@ -66,6 +66,20 @@ def test_only_comm_calls_collectives():
         if layer_of(path) not in allowed:
             used = [m for m, _ in imports_of(path.read_text()) if m.startswith("torch.distributed")]
             assert all(m.startswith("torch.distributed.tensor.") for m in used), f"{path}: {used}"
+
+
+def test_schedules_stand_alone():
+    """Making, proving and drawing schedules needs no tensor, mesh or process; a runtime beside them may need all of that."""
+    pure = {
+        "action", "check", "csv_file", "draw", "greedy", "memory", "messages", "report", "schedule", "schedule_auto",
+        "schedule_v", "timing",
+    }  # fmt: skip
+    assert pure <= {path.stem for path in (PACKAGE / "pipeline").glob("*.py")}
+    for name in pure:
+        used = [m for m, _ in imports_of((PACKAGE / "pipeline" / f"{name}.py").read_text())]
+        outside = [m for m in used if m.split(".")[0] in ("onecard", "torch")]
+        allowed = ("onecard.errors.", *(f"onecard.pipeline.{other}." for other in pure))
+        assert [m for m in outside if not m.startswith(allowed)] == [], name
 
 
 def hidden_modules(package: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Draws the figures of the documentation: `python docs/figures/make.py` writes the SVG files beside this script.
 
-What is cut, and where, is asked of `onecard.Layout`, so that a figure cannot disagree with the library.
+What is cut, and where, is asked of `onecard.Layout`, and what runs when of `onecard.pipeline`, so that a figure cannot disagree with the library.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import onecard as oc
+from onecard import pipeline
 
 # Each figure brings its own background, because a page's theme and the reader's system may differ.
 STYLE = """
@@ -34,6 +35,10 @@ STYLE = """
     .send { fill: #d4574e; }
     text { fill: #e6e8eb; } .small { fill: #a4acb6; } .mark { fill: #ffffff; }
   }
+"""
+PASSES_STYLE = """
+  .c4 { fill: #f0e442; } .later { fill-opacity: 0.5; } .tiny { font-size: 10px; }
+  @media (prefers-color-scheme: dark) { .c4 { fill: #a39a1c; } }
 """
 CELL = 11
 
@@ -64,12 +69,12 @@ def tensor(x: float, y: float, layout: oc.Layout, shape: tuple[int, int], rank: 
     return drawn
 
 
-def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
+def svg(width: int, height: int, parts: Sequence[str], title: str, style: str = STYLE) -> str:
     head = '<marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
     head += '<path d="M0 0 L7 3 L0 6 z" class="head"/></marker>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
-        f"<title>{title}</title><style>{STYLE}</style><defs>{head}</defs>"
+        f"<title>{title}</title><style>{style}</style><defs>{head}</defs>"
         + box(0.5, 0.5, width - 1, height - 1, "page", 10)
         + "".join(parts)
         + "</svg>\n"
@@ -182,7 +187,40 @@ def concepts() -> str:
     return svg(920, 260, parts, "The five concepts: mesh, placement, layout, rule, reshard")
 
 
-FIGURES = {"program.svg": program, "concepts.svg": concepts}
+def pipelines() -> str:
+    """Six schedules, drawn from what `simulate` says of them; a rank's chunks together are one stage of the others."""
+    whole = pipeline.Times()
+    panels = [
+        (pipeline.gpipe(4, 8), whole),
+        (pipeline.one_f_one_b(4, 8), whole),
+        (pipeline.interleaved(4, 8), whole.per_chunk(2)),
+        (pipeline.zb_h1(4, 8), whole),
+        (pipeline.zb_v(4, 8), whole.per_chunk(2)),
+        (pipeline.v_half(4, 8), whole.per_chunk(2)),
+    ]
+    left, unit, line, parts, top = 78, 24, 17, [], 12
+    for schedule, times in panels:
+        report = pipeline.check_schedule(schedule, times)
+        chunks = schedule.num_stages // 4
+        title = f"{schedule.name}: bubble {report.bubble_rate:.1%}, activations {max(report.peak_memory) / chunks:g}"
+        parts.append(text(left, top + 15, title, "title", "start"))
+        for rank in range(4):
+            parts.append(text(left - 10, top + 35 + line * rank, f"rank {rank}", "small", "end"))
+        for rank, (kind, stage, i), start, end in report.timeline.spans:
+            x, y, width = left + unit * start, top + 23 + line * rank, unit * (end - start)
+            later = " later" if chunks > 1 and stage >= 4 else ""
+            parts.append(box(x, y, width, line - 2, f"{PASSES[kind]} cell{later}"))
+            parts.append(text(x + width / 2, y + 11.5, str(i), "tiny mark"))
+        top += 4 * line + 34
+    for i, (kind, word) in enumerate(zip("FBIW", ("forward", "backward", "input gradient", "weight gradient"), strict=True)):
+        parts += [box(left + 150 * i, top + 4, 22, 13, f"{PASSES[kind]} cell")]
+        parts += [text(left + 30 + 150 * i, top + 15, word, "small", "start")]
+    parts.append(text(left + 600, top + 15, "lighter: the rank's second chunk", "small", "start"))
+    return svg(920, top + 30, parts, "Six pipeline schedules of 4 ranks and 8 microbatches, with their bubbles", STYLE + PASSES_STYLE)
+
+
+PASSES = {"F": "c0", "B": "c1", "I": "c4", "W": "c2"}
+FIGURES = {"program.svg": program, "concepts.svg": concepts, "pipelines.svg": pipelines}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

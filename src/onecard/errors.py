@@ -30,6 +30,10 @@ class CommunicationError(OnecardError, RuntimeError):
     """A collective that cannot run: no such rank, no process group, a peer that is gone."""
 
 
+class ScheduleError(OnecardError, ValueError):
+    """A pipeline schedule that cannot be made, read, or run to its end."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 
