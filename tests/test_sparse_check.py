@@ -135,6 +135,15 @@ def test_each_line_of_ranks_has_copies_of_its_own():
         assert torch.equal(again.to_local(), part)
 
 
+@multirank(4)
+def test_meshes_of_the_same_ranks_are_told_apart():
+    """Each has its own first call; the words of one must not be taken for the other's."""
+    for mesh in (oc.ProcessMesh([0, 1, 2, 3], ["x"]), oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])):
+        x = oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Replicate()] * mesh.ndim)
+        x * torch.full((4,), float(mesh.ndim))
+        oc.from_local(torch.full((3,), float(mesh.ndim)), mesh, [oc.Replicate()] * mesh.ndim)
+
+
 @multirank(3)
 def test_ranks_outside_a_mesh_meet_the_others():
     mesh = oc.ProcessMesh([0, 2], ["x"])

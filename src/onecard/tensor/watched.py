@@ -49,11 +49,11 @@ def _plain(name: str, x: Tensor) -> Subject:
 
 
 def _site(mesh: ProcessMesh, what: str) -> Site:
-    return sparse_check.site((mesh, what), lambda: f"{mesh.process_ids}/{what}")
+    return sparse_check.site((mesh, what), lambda: f"{mesh!r}/{what}")
 
 
 def _site_of(layout: Layout, *what: Any) -> Site:
-    return sparse_check.site((layout, *what), lambda: f"{layout.mesh.process_ids}/{layout}/{'/'.join(map(str, what))}")
+    return sparse_check.site((layout, *what), lambda: f"{layout.mesh!r}/{layout}/{'/'.join(map(str, what))}")
 
 
 def whole(call: str, x: Tensor, layout: Layout) -> None:
