@@ -96,9 +96,10 @@ def run_on_rank(source: str, name: str, store: str) -> str:
     """``run_program`` where no process group is there yet, as under ``onecard run``: the program's first message makes it."""
     dist.destroy_process_group()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    begin = dist.init_process_group
+    begin, here = dist.init_process_group, {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+    dist.rendezvous = lambda *args, **kwargs: iter([(dist.FileStore(store, size), rank, size)])  # type: ignore[assignment]
     dist.init_process_group = lambda *args, **kwargs: begin(  # type: ignore[assignment]
-        *args, **{"init_method": f"file://{store}", "rank": rank, "world_size": size, **kwargs}
+        *args, **kwargs if "store" in kwargs else {**here, **kwargs}
     )
     return run_program(source, name)
 
