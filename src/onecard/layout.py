@@ -4,7 +4,8 @@ Three written rules that everything else relies on:
 
 * **Sizes.** A dim of size ``n`` over an axis of ``k`` ranks is cut as ``torch.chunk`` cuts it: shards of
   ``ceil(n / k)``, the last ones smaller or empty. Several axes on one dim apply the rule in their order, the
-  outermost axis first, each to what the one before it left.
+  outermost axis first, each to what the one before it left. A merged dim (see ``Part``) is a row-major product of
+  parts, to each of which the rule applies; a rank holds the product of its stretches.
 * **Values.** On an axis that is neither in a dim nor pending, all ranks hold equal values. On a pending axis the
   value is the reduction (its operator) over the ranks' local tensors.
 * **Gradients.** The gradient of a value is one whole tensor like any other and may have any layout; that of a
@@ -16,15 +17,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
 
 Axes = tuple[int, ...]
+Dim = tuple[Any, ...]  # Axes, outermost first; or, of a merged dim, its Parts
+Shape = tuple[int, ...]
 REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 _REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 _interned: dict[tuple[Any, ...], Layout] = {}
@@ -42,6 +47,134 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+def _span(size: int, axes: Axes, mesh: ProcessMesh, coordinate: Sequence[int]) -> tuple[int, int]:
+    """Offset and length of a rank's stretch of so many indices, cut by these axes in turn."""
+    offset, length = 0, size
+    for axis in axes:
+        start, length = chunk(length, mesh.shape[axis], coordinate[axis])
+        offset += start
+    return offset, length
+
+
+class Part(NamedTuple):
+    """One factor of a merged dim: its size and the axes that cut it. ``x.flatten(0, 1)`` has a dim of two parts."""
+
+    size: int
+    axes: Axes
+
+
+def is_merged(dim: Dim) -> bool:
+    """Whether a dim of a layout consists of several parts."""
+    return bool(dim) and type(dim[0]) is Part
+
+
+def axes_of(dim: Dim) -> Axes:
+    """The axes that cut a dim, in one piece or in parts."""
+    return tuple(axis for part in dim for axis in part.axes) if is_merged(dim) else dim
+
+
+def merge(parts: Iterable[tuple[int, Axes]], mesh: ProcessMesh) -> Dim:
+    """Parts of at least two indices as a dim: neighbours whose shards are those of one dim become one part.
+
+    Example:
+        >>> mesh = ProcessMesh([0, 1], ["x"])
+        >>> merge([(4, (0,)), (3, ())], mesh), merge([(5, ()), (2, ()), (4, (0,))], mesh)
+        ((0,), (Part(size=10, axes=()), Part(size=4, axes=(0,))))
+        >>> merge([(5, (0,)), (6, ())], mesh)  # 18 and 12 of 30, not 15 and 15
+        (Part(size=5, axes=(0,)), Part(size=6, axes=()))
+    """
+    done: list[Part] = []
+    for size, axes in parts:
+        before = done[-1] if done else Part(1, ())
+        outer, inner = (prod(mesh.shape[a] for a in cut) for cut in (before.axes, axes))
+        one = before.size % outer == 0 and (inner == 1 or outer == before.size)
+        if one or not done:
+            done[-1:] = [Part(before.size * size, before.axes + tuple(axes))]
+        else:
+            done.append(Part(size, tuple(axes)))
+    if len(done) < 2:
+        return done[0].axes if done else ()
+    return tuple(done)
+
+
+def spread(dim: Dim, sizes: Sequence[int], mesh: ProcessMesh) -> tuple[Axes, ...] | None:
+    """The axes of a dim over the factors that it is made of, from the outside in; None if its shards are no product of theirs.
+
+    Example:
+        >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
+        >>> spread((0, 1), (2, 6), mesh), spread((0, 1), (4, 3), mesh), spread((0,), (3, 4), mesh)
+        (((0,), (1,)), ((0, 1), ()), None)
+        >>> spread((Part(6, ()), Part(2, (1,))), (3, 2, 2), mesh)
+        ((), (), (1,))
+    """
+    if not is_merged(dim):
+        return _spread_part(dim, sizes, mesh)
+    found: tuple[Axes, ...] = ()
+    for size, axes in dim:
+        stop = len(found)
+        while stop < len(sizes) and prod(sizes[len(found) : stop]) < size:
+            stop += 1
+        mine = sizes[len(found) : stop]
+        placed = _spread_part(axes, mine, mesh) if prod(mine) == size else None
+        if placed is None:
+            return None
+        found += placed
+    return found if len(found) == len(sizes) else None
+
+
+def _spread_part(axes: Axes, sizes: Sequence[int], mesh: ProcessMesh) -> tuple[Axes, ...] | None:
+    found: list[list[int]] = [[] for _ in sizes]
+    at, left = 0, sizes[0] if sizes else 1
+    for axis in axes:
+        while left == 1 and at + 1 < len(sizes):
+            at += 1
+            left = sizes[at]
+        if not sizes or (at + 1 < len(sizes) and left % mesh.shape[axis]):
+            return None
+        found[at].append(axis)
+        left = -(-left // mesh.shape[axis])
+    return tuple(map(tuple, found))
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The factors of which two products of the same size are both made, from the outside in; None if they cross each other.
+
+    Example:
+        >>> common((4, 6), (8, 3)), common((4, 6), (6, 4))
+        ((4, 2, 3), None)
+    """
+    a, b, found = list(one), list(other), []
+    while a and b:
+        size = min(a[0], b[0])
+        if not size or a[0] % size or b[0] % size:
+            return None
+        found.append(size)
+        for left in (a, b):
+            left[0] //= size
+            if left[0] == 1:
+                left.pop(0)
+    return tuple(found) if not a and not b else None
+
+
+class MergedShard(Shard):
+    """What an axis does that cuts one part of a merged dim. Shown by ``placements``; nothing can be laid out by it."""
+
+    def __init__(self, dim: int, part: int, sizes: Sequence[int]) -> None:
+        super().__init__(dim)
+        self.part, self.sizes = part, tuple(sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MergedShard) and self._words() == other._words()
+
+    def __hash__(self) -> int:
+        return hash(self._words())
+
+    def _words(self) -> str:
+        return f"Shard({self.dim}, part {self.part} of {list(self.sizes)})"
+
+    __repr__ = __str__ = _words
+
+
 class Layout:
     """Where each part of a tensor is: ``dims[d]`` are the axes that cut dim ``d``, outermost first.
 
@@ -49,7 +182,8 @@ class Layout:
 
     Attributes:
         mesh: the ProcessMesh.
-        dims: for each tensor dim, the axes (indices into the mesh) that cut it, outermost first.
+        dims: for each tensor dim, the axes (indices into the mesh) that cut it, outermost first; of a merged dim its Parts.
+        merged: whether a dim is merged.
         pending: (axis, operator) for each axis whose ranks hold summands; operators as in ``Partial``.
 
     Example:
@@ -61,20 +195,22 @@ class Layout:
         ((3, 2), (0, 3))
     """
 
-    __slots__ = ("_placements", "dims", "mesh", "pending")
+    __slots__ = ("_placements", "dims", "merged", "mesh", "pending")
     mesh: ProcessMesh
-    dims: tuple[Axes, ...]
+    dims: tuple[Dim, ...]
+    merged: bool
     pending: tuple[tuple[int, str], ...]
     _placements: tuple[Placement, ...]
 
     @staticmethod
-    def make(mesh: ProcessMesh, dims: tuple[Axes, ...], pending: tuple[tuple[int, str], ...] = ()) -> Layout:
+    def make(mesh: ProcessMesh, dims: tuple[Dim, ...], pending: tuple[tuple[int, str], ...] = ()) -> Layout:
         """The layout with these axes; no check (``Layout.of`` checks)."""
         key = (mesh, dims, pending)
         found = _interned.get(key)
         if found is None:
             found = object.__new__(Layout)
             found.mesh, found.dims, found.pending = mesh, dims, pending
+            found.merged = any(map(is_merged, dims))
             found._placements = _placements(found)
             _interned[key] = found
         return found
@@ -130,26 +266,52 @@ class Layout:
 
     def dim_of(self, axis: int) -> int | None:
         """The tensor dim that an axis cuts, or None."""
-        return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+        return next((d for d, axes in enumerate(self.dims) if axis in axes_of(axes)), None)
+
+    def axes(self, dim: int) -> Axes:
+        """The axes that cut a dim, in one piece or in parts."""
+        return axes_of(self.dims[dim])
 
     def settled(self) -> Layout:
         """The same layout with every pending axis replicated."""
         return Layout.make(self.mesh, self.dims) if self.pending else self
 
+    def opened(self, shape: Sequence[int]) -> tuple[Layout, Shape]:
+        """The ordinary layout of the tensor with its merged dims taken apart, and its shape then.
+
+        Example:
+            >>> mesh = ProcessMesh([0, 1], ["x"])
+            >>> layout = Layout.make(mesh, ((), (Part(3, ()), Part(4, (0,)))))
+            >>> layout, layout.opened((5, 12))
+            (x=Shard(1, part 1 of [3, 4]), (x=Shard(2), (5, 3, 4)))
+        """
+        if not self.merged:
+            return self, tuple(shape)
+        parts = [d if is_merged(d) else (Part(n, d),) for d, n in zip(self.dims, shape, strict=True)]
+        dims = tuple(part.axes for dim in parts for part in dim)
+        return Layout.make(self.mesh, dims, self.pending), tuple(part.size for dim in parts for part in dim)
+
     def bounds(self, shape: Sequence[int], dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Offset and length of the shard of one dim at a coordinate of the mesh."""
-        offset, length = 0, shape[dim]
-        for axis in self.dims[dim]:
-            start, length = chunk(length, self.mesh.shape[axis], coordinate[axis])
-            offset += start
-        return offset, length
+        """Offset and length of the shard of one dim at a coordinate of the mesh. Of a merged dim it is no one stretch."""
+        if self.merged and is_merged(self.dims[dim]):
+            raise LayoutError(
+                f"[{self}]: dim {dim} of {list(shape)} is merged, so a rank does not hold one stretch of it"
+            )
+        return _span(shape[dim], self.dims[dim], self.mesh, coordinate)
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the local tensor at a coordinate (by default this process; zeros for a rank outside the mesh)."""
         place = self.mesh.coordinate() if coordinate is None else coordinate
         if place is None:
             return (0,) * len(shape)
+        if self.merged:
+            return tuple(self._length(shape, d, place) for d in range(self.ndim))
         return tuple(self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims))
+
+    def _length(self, shape: Sequence[int], dim: int, place: Sequence[int]) -> int:
+        """The local length of a dim: of a merged one the product of its parts'."""
+        parts = self.dims[dim] if is_merged(self.dims[dim]) else ((shape[dim], self.dims[dim]),)
+        return prod(_span(size, axes, self.mesh, place)[1] for size, axes in parts)
 
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Index of the local tensor's first element in the whole tensor."""
@@ -162,6 +324,21 @@ class Layout:
         """The part of the whole tensor that a rank holds, as an index."""
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
         return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+    def local_part(self, whole: Tensor, coordinate: Sequence[int] | None = None) -> Tensor:
+        """A rank's part of a whole tensor: a view, or of a merged dim a copy.
+
+        Example:
+            >>> layout = Layout.make(ProcessMesh([0, 1], ["x"]), ((Part(3, ()), Part(4, (0,))),))
+            >>> layout.local_part(torch.arange(12), (1,))
+            tensor([ 2,  3,  6,  7, 10, 11])
+        """
+        if not self.merged:
+            return whole[self.local_slices(whole.shape, coordinate)]
+        layout, shape = self.opened(whole.shape)
+        return whole.reshape(shape)[layout.local_slices(shape, coordinate)].reshape(
+            self.local_shape(whole.shape, coordinate)
+        )
 
     def __eq__(self, other: object) -> bool:
         # PyTorch asks ``x.layout == torch.strided`` before it takes the ordinary path; a DistTensor's memory is that.
@@ -180,7 +357,8 @@ class Layout:
 
     def __repr__(self) -> str:
         parts = [f"{name}={short(p)}" for name, p in zip(self.mesh.dim_names, self._placements, strict=True)]
-        swapped = [axes for axes in self.dims if list(axes) != sorted(axes)]
+        pieces = [axes for d in self.dims for axes in ([p.axes for p in d] if is_merged(d) else [d])]
+        swapped = [axes for axes in pieces if list(axes) != sorted(axes)]
         order = "".join(f", {'>'.join(self.mesh.dim_names[a] for a in axes)}" for axes in swapped)
         return ", ".join(parts) + order
 
@@ -192,6 +370,8 @@ def short(placement: Placement) -> str:
         >>> short(Shard(0)), short(Replicate()), short(Partial())
         ('Shard(0)', 'Replicate', 'Partial(sum)')
     """
+    if isinstance(placement, MergedShard):
+        return repr(placement)
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return f"Partial({placement.reduce_op})" if isinstance(placement, Partial) else "Replicate"
@@ -234,6 +414,13 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement], call: s
     if placements and all(p is None or isinstance(p, str) for p in placements):
         placements = _from_dims_mapping(mesh, placements)
     for placement in placements:
+        if isinstance(placement, MergedShard):
+            raise LayoutError(
+                f"{placement!r} says how a merged dim lies, and cannot be asked for. Lay out the tensor with that dim taken "
+                f"apart, and merge it again: onecard.reshard(x.unflatten({placement.dim}, {placement.sizes}), mesh, "
+                f"[..., Shard({placement.dim + placement.part}), ...]).flatten({placement.dim}, "
+                f"{placement.dim + len(placement.sizes) - 1})"
+            )
         # A subclass (DTensor's masked or strided placements) means more than its base says.
         if type(placement) not in (Shard, Replicate, Partial):
             raise LayoutError(
@@ -289,9 +476,12 @@ def _from_dims_mapping(mesh: ProcessMesh, mapping: Sequence[Any]) -> tuple[Place
 
 def _placements(layout: Layout) -> tuple[Placement, ...]:
     result: list[Placement] = [Replicate() for _ in range(layout.mesh.ndim)]
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            result[axis] = Shard(dim)
+    for number, dim in enumerate(layout.dims):
+        for axis in () if is_merged(dim) else dim:
+            result[axis] = Shard(number)
+        for at, part in enumerate(dim if is_merged(dim) else ()):
+            for axis in part.axes:
+                result[axis] = MergedShard(number, at, [p.size for p in dim])
     for axis, op in layout.pending:
         result[axis] = Partial(op)
     return tuple(result)
