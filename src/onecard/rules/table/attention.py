@@ -119,14 +119,18 @@ row(
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable""",
     local=_local,
+    positions="",
     values=True,
 )(_forward)
-row("_scaled_dot_product_flash_attention_for_cpu", local=_local, values=True, results=_cpu_results)(_forward)
+row("_scaled_dot_product_flash_attention_for_cpu", local=_local, positions="", values=True, results=_cpu_results)(
+    _forward
+)
 
 row(
     """_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
     _scaled_dot_product_fused_attention_overrideable_backward""",
     local=_local,
+    positions="",
     values=True,
 )(_backward)

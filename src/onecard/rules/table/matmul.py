@@ -136,7 +136,7 @@ def _einsum_local(c: Local) -> None:
     c.run = lambda equation, tensors, **_: torch.einsum(equation, tensors).contiguous()
 
 
-@row("einsum", local=_einsum_local)
+@row("einsum", local=_einsum_local, positions="")
 def _einsum(call: Call) -> Form | None:
     """The equation is the rule."""
     terms = subscripts(call.equation)
