@@ -291,6 +291,10 @@ class Layout:
         dims = tuple(part.axes for dim in parts for part in dim)
         return Layout.make(self.mesh, dims, self.pending), tuple(part.size for dim in parts for part in dim)
 
+    def in_one_piece(self) -> Layout:
+        """The ordinary layout with the same axes on each dim; itself if no dim is merged."""
+        return Layout.make(self.mesh, tuple(map(axes_of, self.dims)), self.pending) if self.merged else self
+
     def bounds(self, shape: Sequence[int], dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
         """Offset and length of the shard of one dim at a coordinate of the mesh. Of a merged dim it is no one stretch."""
         if self.merged and is_merged(self.dims[dim]):

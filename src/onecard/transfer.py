@@ -146,6 +146,8 @@ def split(box: Box, parts: int) -> list[Box]:
 
 def settled_source(layout: Layout, shape: Shape) -> Layout:
     """Where to bring a pending tensor before it leaves its mesh: summed, and cut where that saves half of the message."""
+    if layout.merged:
+        return layout.settled()
     dims = [list(axes) for axes in layout.dims]
     for axis, _ in layout.pending:
         sizes = [

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from onecard.comm import check, groups, world
 from onecard.errors import LayoutError
-from onecard.layout import Layout
+from onecard.layout import Layout, as_code
 from onecard.mesh import ProcessMesh
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
 from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
@@ -252,6 +252,12 @@ def to_dtensor(x: DistTensor) -> DTensor:
     Raises:
         LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say.
     """
+    if x._spec.layout.merged:
+        fits = ", ".join(map(as_code, x._spec.layout.in_one_piece().placements))
+        raise LayoutError(
+            f"[{x._spec.layout}]: a merged dim, of which each rank holds several stretches. DTensor has no placement for it; "
+            f"bring it into one piece first: onecard.reshard(x, x.mesh, [{fits}]).to_dtensor()"
+        )
     if any(list(axes) != sorted(axes) for axes in x._spec.layout.dims):
         raise LayoutError(f"[{x._spec.layout}]: DTensor cannot say this order of axes; reshard first")
     mesh = groups.to_device_mesh(x.mesh)
