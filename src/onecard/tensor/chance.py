@@ -41,8 +41,10 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     x.settle()
     spec = x._spec
     if spec.here:
-        layout, shape = spec.layout.opened(spec.shape)  # the same places in the whole
-        local = x._local.view(layout.local_shape(shape)) if spec.layout.merged else x._local
+        layout, shape, local = spec.layout, spec.shape, x._local
+        if layout.merged:  # with its merged dims taken apart: the same places in the whole
+            layout, shape = layout.opened(shape)  # type: ignore[assignment]
+            local = local.view(layout.local_shape(shape))
         random.fill(local, law, key, shape, layout.local_offset(shape))
     memory.wrote(x)
     return x
