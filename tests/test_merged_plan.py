@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from onecard import ProcessMesh
 from onecard.errors import LayoutError
-from onecard.layout import Layout, Part, is_merged, merge
+from onecard.layout import Layout
+from onecard.parts import Part, is_merged, merge
 from onecard.resharding import alike, plan, seconds
 from onecard.transfer import lower_bound
 

@@ -14,7 +14,8 @@ from math import inf, prod
 
 from onecard.cost import MACHINE
 from onecard.errors import LayoutError
-from onecard.layout import Dim, Layout, common, is_merged, merge, spread
+from onecard.layout import Layout
+from onecard.parts import Dim, common, is_merged, merge, spread
 
 Shape = tuple[int, ...]
 

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from onecard.cost import MACHINE
-from onecard.layout import Layout, chunk
+from onecard.layout import Layout
+from onecard.parts import chunk
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole tensor

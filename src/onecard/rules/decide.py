@@ -12,8 +12,9 @@ from itertools import permutations, product
 from math import prod
 
 from onecard.cost import MACHINE
-from onecard.layout import Axes, Dim, Layout, axes_of, chunk, is_merged, merge
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import Axes, Dim, axes_of, chunk, is_merged, merge
 from onecard.rules.refine import refine
 from onecard.rules.rule import Bound, Shape
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from onecard.layout import Layout, common, is_merged
+from onecard.layout import Layout
+from onecard.parts import common, is_merged
 from onecard.rules.rule import Bound, Shape
 
 Sizes = dict[int, Shape]  # of factors that are taken apart: the sizes of their parts, outermost first
@@ -18,7 +19,7 @@ def refine(bound: Bound, layouts: Sequence[Layout]) -> Bound:
     Of operands whose parts cross each other the larger one counts. A factor that must be whole, or in one piece, stays.
 
     Example:
-        >>> from onecard.layout import Part
+        >>> from onecard.parts import Part
         >>> from onecard.mesh import ProcessMesh
         >>> from onecard.rules.rule import Form, bind
         >>> bound = bind(Form("m k, k n -> m n"), ["self", "mat2"], [(12, 5), (5, 7)], [(12, 7)])

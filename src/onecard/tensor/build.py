@@ -11,8 +11,9 @@ from torch import Tensor
 from onecard import resharding as planner
 from onecard.comm.groups import check_world
 from onecard.errors import DispatchError, RuleError
-from onecard.layout import Layout, axes_of, is_merged
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import axes_of, is_merged
 from onecard.rules.call import Call, Path
 from onecard.rules.decide import Decision, decide, factor_of
 from onecard.rules.local import Local

@@ -17,8 +17,9 @@ from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
-from onecard.layout import Layout, axes_of
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import axes_of
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
 from onecard.tensor import fallback, memory
