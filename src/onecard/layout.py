@@ -26,7 +26,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
-from onecard.parts import Axes, Dim, Part, Shape, axes_of, is_merged, span
+from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, span
 
 REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 _REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
@@ -178,7 +178,11 @@ class Layout:
             raise LayoutError(
                 f"[{self}]: dim {dim} of {list(shape)} is merged, so a rank does not hold one stretch of it"
             )
-        return span(shape[dim], self.dims[dim], self.mesh, coordinate)
+        offset, length = 0, shape[dim]
+        for axis in self.dims[dim]:  # ``span``, without a call: this runs with every step
+            start, length = chunk(length, self.mesh.shape[axis], coordinate[axis])
+            offset += start
+        return offset, length
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the local tensor at a coordinate (by default this process; zeros for a rank outside the mesh)."""
@@ -187,7 +191,9 @@ class Layout:
             return (0,) * len(shape)
         if self.merged:
             return tuple(self._length(shape, d, place) for d in range(self.ndim))
-        return tuple(self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims))
+        return tuple(
+            span(n, axes, self.mesh, place)[1] if axes else n for n, axes in zip(shape, self.dims, strict=True)
+        )
 
     def _length(self, shape: Sequence[int], dim: int, place: Sequence[int]) -> int:
         """The local length of a dim: of a merged one the product of its parts'."""

@@ -45,8 +45,8 @@ def _addbmm(call: Call) -> Form:
 
 @row("addmv")
 def _addmv(call: Call) -> Form:
-    # With a summand of one element the kernel gives one element, too, where there is no row.
-    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec", nonempty="m")
+    # With a summand of one element the kernel gives one element, too, where there is no row or no column.
+    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec", nonempty="m k")
 
 
 @row("addr")
