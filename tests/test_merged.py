@@ -362,3 +362,16 @@ def test_sequence_parallel_gpt_with_the_plain_loss() -> None:
     assert_close(loss.full_tensor(), want)
     for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
         assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@multirank(2)
+def test_attention_of_a_cut_time_gathers_keys_and_values_only() -> None:
+    whole = [normal(2, 2, 6, 4, seed=n).requires_grad_() for n in range(3)]
+    want = F.scaled_dot_product_attention(*whole)
+    want.square().sum().backward()
+    cut = [oc.shard_tensor(x.detach(), MESH, [Shard(2)], requires_grad=True) for x in whole]
+    with oc.explain() as report:
+        found = F.scaled_dot_product_attention(*cut)
+    assert [m.operand for m in report.messages] == ["key", "value"], str(report)
+    found.square().sum().backward()
+    assert_close([found, *(x.grad for x in cut)], [want, *(x.grad for x in whole)])
