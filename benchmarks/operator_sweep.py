@@ -36,6 +36,7 @@ class SweepArgs:
     """stop after this many operators"""
     dtype: tuple[str, ...] = ("float32", "int64", "bool")
     libraries: tuple[str, ...] = ("onecard", "DTensor")
+    """or "onecard merged": what is cut lies in the inner part of a merged dim"""
     samples: int = 3
     placings: int = 8
     partial: bool = False

@@ -32,6 +32,7 @@ def cases() -> Iterator[tuple[dict[str, Any], list[Tensor], dict[str, Any]]]:
         yield {}, [x], call
         yield {"dropout": 0.5}, [x], call
         yield {"bias": False}, [x, memory, memory], call
+        yield {"add_bias_kv": True, "add_zero_attn": True}, [x, memory, memory], call
         yield {"kdim": 6, "vdim": 6}, [x, narrow, narrow], call
         yield {}, [x], call | {"attn_mask": CAUSAL, "is_causal": True}
         yield {}, [x], call | {"attn_mask": CAUSAL == 0, "key_padding_mask": ~PADDING & False}

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
 from onecard.errors import LayoutError, MeshError
-from onecard.layout import Layout, check_placements, chunk
+from onecard.layout import Layout, check_placements
+from onecard.parts import chunk
 
 ONE = ProcessMesh([0, 1, 2], ["x"])
 TWO = ProcessMesh([[0, 1, 2], [3, 4, 5]], ["dp", "tp"])

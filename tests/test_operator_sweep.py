@@ -49,6 +49,24 @@ def test_the_operators_are_right():
     assert outcomes["nonzero"].how == "gathered" and outcomes["linalg.svd"].how == outcomes["mm"].how == "ruled"
 
 
+def in_sizes_of_six(names, options, path):
+    """What a rank runs: the database's samples have dims of 6, which has divisors, instead of 5."""
+    database()
+    from torch.testing._internal import common_methods_invocations
+    from torch.testing._internal.opinfo import core
+
+    common_methods_invocations.S = core.S = 6
+    engine.run(names, options, path)
+
+
+def test_operators_of_merged_dims():
+    """What is cut along a dim is cut along the inner part of that dim, as after ``flatten``."""
+    options = engine.Options("onecard merged", samples=1, placings=3)
+    outcomes = operator_sweep.sweep(RIGHT[:52:2], options, in_sizes_of_six)
+    assert not (faults := report.faults("onecard merged", outcomes, 3)), faults
+    assert not [o.name for o in outcomes if o.cases < 2]
+
+
 def test_samples_of_nothing():
     """All samples of operators that are written out here, of which some have no elements."""
     names = ["matmul", "softmax", "log_softmax", "linalg.householder_product"]

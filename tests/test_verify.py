@@ -15,12 +15,13 @@ from onecard.layout import Layout
 from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 from onecard.rules.samples import Sample, elsewhere, samples
-from onecard.rules.verify import capture, verify_call
+from onecard.rules.verify import Captured, capture, verify_call
 from onecard.rules.verify.__main__ import Options, main, prove_and_show
 from onecard.rules.verify.guard import guarded
 from onecard.rules.verify.proof import mesh_of
 from onecard.rules.verify.report import calls_of_samples, verify_calls
 from onecard.rules.verify.split import coordinates, mismatch, split, summands
+from onecard.rules.verify.trial import Trial
 
 aten = torch.ops.aten
 
@@ -45,6 +46,15 @@ def test_no_row_is_wrong_on_other_meshes(calls):
     for shape, part in (((3,), calls[::2]), ((2, 2), calls[1::3])):
         report = verify_calls(part, [shape], limit=12)
         assert not report.wrong, "\n".join(map(str, report.wrong[:10]))
+
+
+def test_dims_in_parts_are_tried():
+    trial = Trial(Captured(aten.mm.default, (random(4, 6), random(6, 3)), {}), rows["mm"], mesh_of((2,)), 0)
+    merged = {decision.operands for decision in trial.strategies() if any(x.merged for x in decision.operands)}
+    assert {tuple(map(repr, operands)) for operands in merged} == {
+        ("x=Shard(0, part 1 of [2, 2])", "x=Replicate"),
+        ("x=Shard(1, part 1 of [2, 3])", "x=Shard(0, part 1 of [2, 3])"),
+    }
 
 
 def test_every_sample_runs_on_one_card():
@@ -96,6 +106,12 @@ def mask_right(c):
         return found
 
     c.run = run
+
+
+def shifted_triangle(c):
+    (row, rows), (column, columns) = c.span("a"), c.span("b")
+    if (rows, columns) != c.call.self.shape:
+        c.set("diagonal", row - column)
 
 
 X34, X43 = random(3, 4), random(4, 3)
@@ -194,6 +210,10 @@ CONTROLS = {
     "einsum: summands in another order in memory on each rank": (
         aten.einsum.default, ("aik,aij->jk", [random(1, 3, 4), random(1, 3, 4)]), Form("a i k, a i j -> j k"),
         Row((), Form("a i k, a i j -> j k"), local=in_one_order), (2,),
+    ),
+    "tril: a hook that needs positions and does not say so": (
+        aten.tril.default, (random(6, 4),), Row((), Form("a b -> a b"), local=shifted_triangle, positions=""),
+        Row((), Form("a b -> a b"), local=shifted_triangle, positions="a b"), (2,),
     ),
     "clone: a dim that is not there": (
         aten.clone.default, (X43,), Form("a b c -> a b c"), Form("a b -> a b"), (2,),

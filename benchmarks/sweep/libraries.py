@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import onecard as oc
 from onecard.errors import OnecardError
@@ -63,6 +63,19 @@ class Onecard:
             fallback.observers.remove(note)
 
 
+class OnecardMerged(Onecard):
+    """onecard, with what is cut along a dim cut along the inner part of that dim instead, as after ``flatten``."""
+
+    def place(self, whole: Tensor, placement: Placement) -> Tensor:
+        size = whole.shape[placement.dim] if isinstance(placement, Shard) else 0
+        outer = next((n for n in range(2, size) if size % n == 0), 0)
+        if not outer or not isinstance(placement, Shard):
+            return super().place(whole, placement)
+        dim = placement.dim
+        parts = oc.shard_tensor(whole.detach().unflatten(dim, (outer, -1)), self.mesh, [Shard(dim + 1)])
+        return parts.flatten(dim, dim + 1).requires_grad_(whole.requires_grad)
+
+
 class TorchDTensor:
     """torch's own DTensor. Plain tensors are replicated first, as it wants its users to do."""
 
@@ -87,7 +100,7 @@ class TorchDTensor:
 
 def make(name: str) -> Library:
     warnings.simplefilter("ignore")
-    return Onecard() if name == "onecard" else TorchDTensor()
+    return {"onecard": Onecard, "onecard merged": OnecardMerged, "DTensor": TorchDTensor}[name]()
 
 
 def replicated(library: Library, whole: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ ATTRIBUTES = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
 # The same of objects that have them only once they are made: the agent's processes, a module's contents.
-MADE = ("_pcontext", "_parameters", "_buffers", "_qkv_same_embed_dim", "_timeout")
+MADE = ("_pcontext", "_parameters", "_buffers", "_timeout")
 
 
 def _take(path: str, instead: Any) -> Any:
@@ -129,9 +129,6 @@ foreach_types: tuple[list[type], ...] = (
     _take("torch.optim.optimizer:_foreach_supported_types", []),
     _take("torch.utils._foreach_utils:_foreach_supported_types", []),
 )
-# The masks of nn.MultiheadAttention as it takes them itself.
-mask_dtype = torch.nn.functional._none_or_dtype
-canonical_mask = torch.nn.functional._canonical_mask
 
 
 def reads_by_index(loader: Any) -> bool:

@@ -4,7 +4,8 @@ Three written rules that everything else relies on:
 
 * **Sizes.** A dim of size ``n`` over an axis of ``k`` ranks is cut as ``torch.chunk`` cuts it: shards of
   ``ceil(n / k)``, the last ones smaller or empty. Several axes on one dim apply the rule in their order, the
-  outermost axis first, each to what the one before it left.
+  outermost axis first, each to what the one before it left. A merged dim (see ``Part``) is a row-major product of
+  parts, to each of which the rule applies; a rank holds the product of its stretches.
 * **Values.** On an axis that is neither in a dim nor pending, all ranks hold equal values. On a pending axis the
   value is the reduction (its operator) over the ranks' local tensors.
 * **Gradients.** The gradient of a value is one whole tensor like any other and may have any layout; that of a
@@ -16,30 +17,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
+from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, span
 
-Axes = tuple[int, ...]
 REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 _REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 _interned: dict[tuple[Any, ...], Layout] = {}
 
 
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and length of one shard: the one rule for sizes that do not divide.
+class MergedShard(Shard):
+    """What an axis does that cuts one part of a merged dim. Shown by ``placements``; nothing can be laid out by it."""
 
-    Example:
-        >>> [chunk(5, 4, i) for i in range(4)]
-        [(0, 2), (2, 2), (4, 1), (5, 0)]
-    """
-    step = -(-size // parts)
-    start = min(index * step, size)
-    return start, min(step, size - start)
+    def __init__(self, dim: int, part: int, sizes: Sequence[int]) -> None:
+        super().__init__(dim)
+        self.part, self.sizes = part, tuple(sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MergedShard) and self._words() == other._words()
+
+    def __hash__(self) -> int:
+        return hash(self._words())
+
+    def _words(self) -> str:
+        return f"Shard({self.dim}, part {self.part} of {list(self.sizes)})"
+
+    __repr__ = __str__ = _words
 
 
 class Layout:
@@ -49,7 +59,8 @@ class Layout:
 
     Attributes:
         mesh: the ProcessMesh.
-        dims: for each tensor dim, the axes (indices into the mesh) that cut it, outermost first.
+        dims: for each tensor dim, the axes (indices into the mesh) that cut it, outermost first; of a merged dim its Parts.
+        merged: whether a dim is merged.
         pending: (axis, operator) for each axis whose ranks hold summands; operators as in ``Partial``.
 
     Example:
@@ -61,20 +72,22 @@ class Layout:
         ((3, 2), (0, 3))
     """
 
-    __slots__ = ("_placements", "dims", "mesh", "pending")
+    __slots__ = ("_placements", "dims", "merged", "mesh", "pending")
     mesh: ProcessMesh
-    dims: tuple[Axes, ...]
+    dims: tuple[Dim, ...]
+    merged: bool
     pending: tuple[tuple[int, str], ...]
     _placements: tuple[Placement, ...]
 
     @staticmethod
-    def make(mesh: ProcessMesh, dims: tuple[Axes, ...], pending: tuple[tuple[int, str], ...] = ()) -> Layout:
+    def make(mesh: ProcessMesh, dims: tuple[Dim, ...], pending: tuple[tuple[int, str], ...] = ()) -> Layout:
         """The layout with these axes; no check (``Layout.of`` checks)."""
         key = (mesh, dims, pending)
         found = _interned.get(key)
         if found is None:
             found = object.__new__(Layout)
             found.mesh, found.dims, found.pending = mesh, dims, pending
+            found.merged = any(map(is_merged, dims))
             found._placements = _placements(found)
             _interned[key] = found
         return found
@@ -130,16 +143,43 @@ class Layout:
 
     def dim_of(self, axis: int) -> int | None:
         """The tensor dim that an axis cuts, or None."""
-        return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+        return next((d for d, axes in enumerate(self.dims) if axis in axes_of(axes)), None)
+
+    def axes(self, dim: int) -> Axes:
+        """The axes that cut a dim, in one piece or in parts."""
+        return axes_of(self.dims[dim])
 
     def settled(self) -> Layout:
         """The same layout with every pending axis replicated."""
         return Layout.make(self.mesh, self.dims) if self.pending else self
 
+    def opened(self, shape: Sequence[int]) -> tuple[Layout, Shape]:
+        """The ordinary layout of the tensor with its merged dims taken apart, and its shape then.
+
+        Example:
+            >>> mesh = ProcessMesh([0, 1], ["x"])
+            >>> layout = Layout.make(mesh, ((), (Part(3, ()), Part(4, (0,)))))
+            >>> layout, layout.opened((5, 12))
+            (x=Shard(1, part 1 of [3, 4]), (x=Shard(2), (5, 3, 4)))
+        """
+        if not self.merged:
+            return self, tuple(shape)
+        parts = [d if is_merged(d) else (Part(n, d),) for d, n in zip(self.dims, shape, strict=True)]
+        dims = tuple(part.axes for dim in parts for part in dim)
+        return Layout.make(self.mesh, dims, self.pending), tuple(part.size for dim in parts for part in dim)
+
+    def in_one_piece(self) -> Layout:
+        """The ordinary layout with the same axes on each dim; itself if no dim is merged."""
+        return Layout.make(self.mesh, tuple(map(axes_of, self.dims)), self.pending) if self.merged else self
+
     def bounds(self, shape: Sequence[int], dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Offset and length of the shard of one dim at a coordinate of the mesh."""
+        """Offset and length of the shard of one dim at a coordinate of the mesh. Of a merged dim it is no one stretch."""
+        if self.merged and is_merged(self.dims[dim]):
+            raise LayoutError(
+                f"[{self}]: dim {dim} of {list(shape)} is merged, so a rank does not hold one stretch of it"
+            )
         offset, length = 0, shape[dim]
-        for axis in self.dims[dim]:
+        for axis in self.dims[dim]:  # ``span``, without a call: this runs with every step
             start, length = chunk(length, self.mesh.shape[axis], coordinate[axis])
             offset += start
         return offset, length
@@ -149,7 +189,16 @@ class Layout:
         place = self.mesh.coordinate() if coordinate is None else coordinate
         if place is None:
             return (0,) * len(shape)
-        return tuple(self.bounds(shape, d, place)[1] if axes else shape[d] for d, axes in enumerate(self.dims))
+        if self.merged:
+            return tuple(self._length(shape, d, place) for d in range(self.ndim))
+        return tuple(
+            span(n, axes, self.mesh, place)[1] if axes else n for n, axes in zip(shape, self.dims, strict=True)
+        )
+
+    def _length(self, shape: Sequence[int], dim: int, place: Sequence[int]) -> int:
+        """The local length of a dim: of a merged one the product of its parts'."""
+        parts = self.dims[dim] if is_merged(self.dims[dim]) else ((shape[dim], self.dims[dim]),)
+        return prod(span(size, axes, self.mesh, place)[1] for size, axes in parts)
 
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Index of the local tensor's first element in the whole tensor."""
@@ -162,6 +211,21 @@ class Layout:
         """The part of the whole tensor that a rank holds, as an index."""
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
         return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+    def local_part(self, whole: Tensor, coordinate: Sequence[int] | None = None) -> Tensor:
+        """A rank's part of a whole tensor: a view, or of a merged dim a copy.
+
+        Example:
+            >>> layout = Layout.make(ProcessMesh([0, 1], ["x"]), ((Part(3, ()), Part(4, (0,))),))
+            >>> layout.local_part(torch.arange(12), (1,))
+            tensor([ 2,  3,  6,  7, 10, 11])
+        """
+        if not self.merged:
+            return whole[self.local_slices(whole.shape, coordinate)]
+        layout, shape = self.opened(whole.shape)
+        return whole.reshape(shape)[layout.local_slices(shape, coordinate)].reshape(
+            self.local_shape(whole.shape, coordinate)
+        )
 
     def __eq__(self, other: object) -> bool:
         # PyTorch asks ``x.layout == torch.strided`` before it takes the ordinary path; a DistTensor's memory is that.
@@ -180,7 +244,8 @@ class Layout:
 
     def __repr__(self) -> str:
         parts = [f"{name}={short(p)}" for name, p in zip(self.mesh.dim_names, self._placements, strict=True)]
-        swapped = [axes for axes in self.dims if list(axes) != sorted(axes)]
+        pieces = [axes for d in self.dims for axes in ([p.axes for p in d] if is_merged(d) else [d])]
+        swapped = [axes for axes in pieces if list(axes) != sorted(axes)]
         order = "".join(f", {'>'.join(self.mesh.dim_names[a] for a in axes)}" for axes in swapped)
         return ", ".join(parts) + order
 
@@ -192,6 +257,8 @@ def short(placement: Placement) -> str:
         >>> short(Shard(0)), short(Replicate()), short(Partial())
         ('Shard(0)', 'Replicate', 'Partial(sum)')
     """
+    if isinstance(placement, MergedShard):
+        return repr(placement)
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return f"Partial({placement.reduce_op})" if isinstance(placement, Partial) else "Replicate"
@@ -234,6 +301,13 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement], call: s
     if placements and all(p is None or isinstance(p, str) for p in placements):
         placements = _from_dims_mapping(mesh, placements)
     for placement in placements:
+        if isinstance(placement, MergedShard):
+            raise LayoutError(
+                f"{placement!r} says how a merged dim lies, and cannot be asked for. Lay out the tensor with that dim taken "
+                f"apart, and merge it again: onecard.reshard(x.unflatten({placement.dim}, {placement.sizes}), mesh, "
+                f"[..., Shard({placement.dim + placement.part}), ...]).flatten({placement.dim}, "
+                f"{placement.dim + len(placement.sizes) - 1})"
+            )
         # A subclass (DTensor's masked or strided placements) means more than its base says.
         if type(placement) not in (Shard, Replicate, Partial):
             raise LayoutError(
@@ -289,9 +363,12 @@ def _from_dims_mapping(mesh: ProcessMesh, mapping: Sequence[Any]) -> tuple[Place
 
 def _placements(layout: Layout) -> tuple[Placement, ...]:
     result: list[Placement] = [Replicate() for _ in range(layout.mesh.ndim)]
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            result[axis] = Shard(dim)
+    for number, dim in enumerate(layout.dims):
+        for axis in () if is_merged(dim) else dim:
+            result[axis] = Shard(number)
+        for at, part in enumerate(dim if is_merged(dim) else ()):
+            for axis in part.axes:
+                result[axis] = MergedShard(number, at, [p.size for p in dim])
     for axis, op in layout.pending:
         result[axis] = Partial(op)
     return tuple(result)

@@ -176,7 +176,7 @@ def no_implicit_communication() -> Iterator[None]:
         step = message.step
         if message.explicit or not step.bytes:
             return
-        wanted = ", ".join(as_code(p) for p in step.target.placements)
+        wanted = ", ".join(as_code(p) for p in step.target.in_one_piece().placements)
         raise ImplicitCommunication(
             f"{message.operator} at {message.source} needs {step.kind} of {step.bytes:,} bytes on axis "
             f"{_axis(message)!r}: its operand {message.operand!r} {list(message.shape)} is "

@@ -7,14 +7,15 @@ that lie between the two; with one or two axes that is a handful of states, and 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
 from onecard.cost import MACHINE
 from onecard.errors import LayoutError
 from onecard.layout import Layout
+from onecard.parts import Dim, common, is_merged, merge, spread
 
 Shape = tuple[int, ...]
 
@@ -30,6 +31,7 @@ class Step:
         dim: the dim that is cut, joined or, for all_to_all, joined; ``to_dim`` the dim that all_to_all cuts.
         op: the reduction.
         bytes: what one rank sends, at most; ``seconds``: what the cost model expects.
+        inner: where a dim is merged, the step on the tensor with its merged dims taken apart, which has the shape ``opened``.
     """
 
     kind: str
@@ -41,6 +43,8 @@ class Step:
     op: str = ""
     bytes: int = 0
     seconds: float = 0.0
+    inner: Step | None = None
+    opened: Shape = ()
 
 
 @lru_cache(maxsize=65536)
@@ -67,6 +71,8 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
         [('reduce_scatter', 64)]
     """
     check_norms(source, target)
+    if source.merged or target.merged:
+        return _plan_opened(shape, itemsize, source, target)
     counter = 0
     heap: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, source, ())]
     done: set[Layout] = set()
@@ -82,6 +88,83 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
                 counter += 1
                 heapq.heappush(heap, (seconds + step.seconds, length + 1, counter, step.target, (*steps, step)))
     raise AssertionError(f"no chain from {source} to {target}")  # every layout can be gathered and cut again
+
+
+def alike(shape: Shape, source: Layout, target: Layout) -> tuple[tuple[Shape, ...], Layout, Layout] | None:
+    """Two layouts of a tensor with every dim taken apart into the parts that both are made of.
+
+    Returns:
+        The sizes of each dim's parts, and both layouts in those dims; None if their parts cross each other.
+
+    Example:
+        >>> from onecard.mesh import ProcessMesh
+        >>> mesh = ProcessMesh([0, 1], ["x"])
+        >>> cut, merged = Layout.make(mesh, ((0,),)), Layout.make(mesh, ((Part(2, ()), Part(6, (0,))),))
+        >>> alike((12,), cut, merged)
+        (((2, 6),), x=Shard(0), x=Shard(1))
+    """
+    sizes = [_common(n, a, b) for n, a, b in zip(shape, source.dims, target.dims, strict=True)]
+    if None in sizes:
+        return None
+    opened = [_in_parts(layout, sizes) for layout in (source, target)]  # type: ignore[arg-type]
+    return None if None in opened else (tuple(sizes), *opened)  # type: ignore[return-value, arg-type]
+
+
+def _common(size: int, one: Dim, other: Dim) -> Shape | None:
+    first, second = (tuple(part.size for part in dim) if is_merged(dim) else (size,) for dim in (one, other))
+    return first if first == second else common(first, second)
+
+
+def _in_parts(layout: Layout, sizes: Sequence[Shape]) -> Layout | None:
+    """The layout in dims of these sizes; None if its shards are no products of them."""
+    dims = [spread(dim, parts, layout.mesh) for dim, parts in zip(layout.dims, sizes, strict=True)]
+    if None in dims:
+        return None
+    return Layout.make(layout.mesh, tuple(axes for dim in dims for axes in dim or ()), layout.pending)
+
+
+def _merged(layout: Layout, sizes: Sequence[Shape]) -> Layout:
+    """The way back from ``_in_parts``."""
+    axes = iter(layout.dims)
+    dims = [
+        merge([(size, next(axes)) for size in parts], layout.mesh) if len(parts) > 1 else next(axes) for parts in sizes
+    ]
+    return Layout.make(layout.mesh, tuple(dims), layout.pending)
+
+
+def one_piece(shape: Shape, source: Layout, target: Layout) -> Layout:
+    """The source with those dims gathered whose parts cross the target's."""
+    keep = []
+    for d, (size, a, b) in enumerate(zip(shape, source.dims, target.dims, strict=True)):
+        parts = _common(size, a, b)
+        fits = parts is not None and None not in (
+            spread(dim, parts, lay.mesh) for dim, lay in ((a, source), (b, target))
+        )
+        keep.append(source.dims[d] if fits else ())
+    return Layout.make(source.mesh, tuple(keep), source.pending)
+
+
+def _plan_opened(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The plan of the tensor with its merged dims taken apart, said of the tensor itself."""
+    found = alike(shape, source, target)
+    if found is None:
+        between = one_piece(shape, source, target)
+        return plan(shape, itemsize, source, between) + plan(shape, itemsize, between, target)
+    sizes, opened, goal = found
+    numbers = [d for d, parts in enumerate(sizes) for _ in parts]
+    whole = tuple(size for parts in sizes for size in parts)
+    return tuple(
+        replace(
+            step,
+            source=_merged(step.source, sizes),
+            target=_merged(step.target, sizes),
+            dim=numbers[step.dim] if step.dim >= 0 else -1,
+            to_dim=numbers[step.to_dim] if step.to_dim >= 0 else -1,
+            inner=step if step.dim >= 0 else None,
+            opened=whole if step.dim >= 0 else (),
+        )
+        for step in plan(whole, itemsize, opened, goal)
+    )
 
 
 def loses_sign(source: Layout, target: Layout) -> bool:

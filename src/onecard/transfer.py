@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from onecard.cost import MACHINE
-from onecard.layout import Layout, chunk
+from onecard.layout import Layout
+from onecard.parts import chunk
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole tensor
@@ -146,6 +147,8 @@ def split(box: Box, parts: int) -> list[Box]:
 
 def settled_source(layout: Layout, shape: Shape) -> Layout:
     """Where to bring a pending tensor before it leaves its mesh: summed, and cut where that saves half of the message."""
+    if layout.merged:
+        return layout.settled()
     dims = [list(axes) for axes in layout.dims]
     for axis, _ in layout.pending:
         sizes = [

@@ -33,6 +33,9 @@ def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Te
     line = group(step.source.mesh, step.axis)
     if line.size == 1:
         return local
+    if step.inner is not None:
+        made = _run_one(step.inner, local.reshape(step.inner.source.local_shape(step.opened)), step.opened, owned)
+        return made.reshape(step.target.local_shape(shape))
     if step.kind == "all_reduce":
         return collectives.all_reduce(local, line, step.op, inplace=owned)
     if step.kind == "all_gather":

@@ -17,9 +17,10 @@ from onecard._torch import tree_leaves
 from onecard.comm import clock, collectives, groups, record, world
 from onecard.cost import MACHINE
 from onecard.errors import DispatchError, LayoutError
-from onecard.layout import Layout, chunk
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parallel.order import LoaderOrder, PassOrder, check_shapes
+from onecard.parts import chunk
 from onecard.resharding import Step
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap

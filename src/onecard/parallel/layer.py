@@ -13,7 +13,6 @@ from onecard._torch import tree_map
 from onecard.comm import record
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
-from onecard.parallel.attention import keep_dims_apart
 from onecard.tensor import DistTensor, reshard, shard_tensor
 
 # Plain parameters whose place distributed ones have taken, with their names: an optimizer that holds one trains nothing.
@@ -67,7 +66,6 @@ def shard_layer(
         if shard_fn is not None:
             _run_shard_fn(shard_fn, name, submodule, mesh)
         _replicate(submodule, mesh)
-        keep_dims_apart(submodule)
         _name_tensors(submodule, name)
         for key, tensor in before.items():
             if tensor is not None and not isinstance(tensor, DistTensor):

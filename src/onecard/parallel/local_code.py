@@ -210,9 +210,10 @@ def _uneven_axes(args: Sequence[DistTensor], mesh: ProcessMesh) -> set[int]:
     """Axes that cut an argument into unequal parts."""
     found = set()
     for x in args:
-        for dim, axes in enumerate(x._spec.layout.dims):
+        layout, shape = x._spec.layout.opened(x.shape)
+        for size, axes in zip(shape, layout.dims, strict=True):
             parts = torch.Size([mesh.shape[a] for a in axes]).numel()
-            if x.shape[dim] % parts:
+            if size % parts:
                 found |= set(axes)
     return found
 

@@ -101,7 +101,7 @@ def batch_placements(mesh: ProcessMesh, x: Tensor) -> tuple[Placement, ...]:
     """The cuts of the batch, dim 1, that leave every rank a part; other axes have everything."""
     if not isinstance(x, DistTensor):
         return (Replicate(),) * mesh.ndim
-    axes = x._spec.layout.dims[1]
+    axes = x._spec.layout.axes(1)
     parts = torch.Size(mesh.shape[a] for a in axes).numel()
     even = x.shape[1] % parts == 0
     nobody_idle = x.shape[1] > 0 and (even or (len(axes) == 1 and -(-x.shape[1] // parts) * (parts - 1) < x.shape[1]))

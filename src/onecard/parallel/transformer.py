@@ -31,7 +31,7 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Operands are (batch, sequence, width). Dims are never merged, so batch and heads may be cut."""
+    """Operands are (batch, sequence, width)."""
     if query is key and key is value:
         projected: Sequence[Tensor] = F.linear(query, qkv_weight, qkv_bias).chunk(3, -1)
     else:

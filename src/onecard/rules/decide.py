@@ -12,8 +12,10 @@ from itertools import permutations, product
 from math import prod
 
 from onecard.cost import MACHINE
-from onecard.layout import Axes, Layout, chunk
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import Axes, Dim, axes_of, chunk, is_merged, merge
+from onecard.rules.refine import refine
 from onecard.rules.rule import Bound, Shape
 
 # (shape, bytes an element, from, to) -> seconds
@@ -38,17 +40,19 @@ IDLE = Use()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The layouts a call runs under; ``uses`` says what each mesh axis does."""
+    """The layouts a call runs under; ``uses`` says what each mesh axis does, in terms of the factors of ``bound``."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     uses: tuple[Use, ...]
     seconds: float
+    bound: Bound
 
-    def reason(self, bound: Bound) -> str:
+    def reason(self) -> str:
         """Why the rule needs these layouts, in words."""
         return ", ".join(
-            f"{name} {_words(use, bound)}" for name, use in zip(self.operands[0].mesh.dim_names, self.uses, strict=True)
+            f"{name} {_words(use, self.bound)}"
+            for name, use in zip(self.operands[0].mesh.dim_names, self.uses, strict=True)
         )
 
 
@@ -77,18 +81,29 @@ def decide(
         The decision, or None if ``fixed`` cannot be met.
     """
     mesh = layouts[0].mesh
-    options = [_options(bound, layouts, axis) for axis in range(mesh.ndim)]
-    for axis, factor in (noted or {}).items():
-        options[axis].insert(0, Use(factor=factor))
     best: Decision | None = None
-    for uses in product(*options):
-        candidate = _try(bound, layouts, mesh, uses)
-        if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
-            continue
-        seconds = _price(candidate, layouts, operands, results, cost) + _work(bound, candidate, uses, operands, results)
-        if best is None or seconds < best.seconds:
-            best = Decision(candidate[0], candidate[1], uses, seconds)
+    for rule in _rules(bound, layouts):
+        options = [_options(rule, layouts, axis) for axis in range(mesh.ndim)]
+        for axis, factor in (noted or {}).items():
+            if rule is bound:
+                options[axis].insert(0, Use(factor=factor))
+        for uses in product(*options):
+            candidate = _try(rule, layouts, mesh, uses)
+            if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
+                continue
+            seconds = _price(candidate, layouts, operands, results, cost)
+            seconds += _work(rule, candidate, uses, operands, results)
+            if best is None or seconds < best.seconds:
+                best = Decision(candidate[0], candidate[1], uses, seconds, rule)
     return best
+
+
+def _rules(bound: Bound, layouts: Sequence[Layout]) -> tuple[Bound, ...]:
+    """The rule in terms of the operands' parts, if some are merged, and as it is."""
+    if not any(layout.merged for layout in layouts):
+        return (bound,)
+    fine = refine(bound, layouts)
+    return (bound,) if fine is bound else (fine, bound)
 
 
 def exactly(bound: Bound, layouts: Sequence[Layout]) -> Decision | None:
@@ -97,7 +112,7 @@ def exactly(bound: Bound, layouts: Sequence[Layout]) -> Decision | None:
     for uses in product(*(_options(bound, layouts, axis) for axis in range(mesh.ndim))):
         candidate = _try(bound, layouts, mesh, uses)
         if candidate is not None and candidate[0] == tuple(layouts):
-            return Decision(candidate[0], candidate[1], uses, 0.0)
+            return Decision(candidate[0], candidate[1], uses, 0.0, bound)
     return None
 
 
@@ -114,7 +129,7 @@ def strategies(bound: Bound, mesh: ProcessMesh) -> Iterator[Decision]:
         for order in product(*(permutations(axes) for axes in groups.values())):
             candidate = _arrange(bound, mesh, uses, dict(zip(groups, order, strict=True)))
             if candidate is not None:
-                yield Decision(candidate[0], candidate[1], uses, 0.0)
+                yield Decision(candidate[0], candidate[1], uses, 0.0, bound)
 
 
 def _every_use(bound: Bound) -> list[Use]:
@@ -140,7 +155,9 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
     for dims, layout in zip(bound.operands, layouts, strict=True):
         dim = layout.dim_of(axis)
         if dim is not None:
-            factor = factor_under(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
+            factor = factor_of(dims[dim], layout.dims[dim], axis, bound.sizes, layout.mesh)
+            if factor is None and layout.merged and dims[dim]:
+                factor = dims[dim][0]  # in one piece
             if factor in bound.free:
                 uses[Use(factor=factor)] = None
         ops |= {op for a, op in layout.pending if a == axis}
@@ -149,6 +166,23 @@ def _options(bound: Bound, layouts: Sequence[Layout], axis: int) -> list[Use]:
             uses[Use(op=op, carriers=carriers)] = None
     uses[IDLE] = None
     return list(uses)
+
+
+def factor_of(factors: Axes, dim: Dim, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
+    """Which factor of a dim an axis cuts; None if the dim's parts are no products of its factors."""
+    if not is_merged(dim):
+        return factor_under(factors, dim, axis, sizes, mesh)
+    at = 0
+    for part in dim:
+        stop = at
+        while stop < len(factors) and prod(sizes[f] for f in factors[at:stop]) < part.size:
+            stop += 1
+        if prod(sizes[f] for f in factors[at:stop]) != part.size:
+            return None
+        if axis in part.axes:
+            return factor_under(factors[at:stop], part.axes, axis, sizes, mesh)
+        at = stop
+    return None
 
 
 def factor_under(factors: Axes, axes: Axes, axis: int, sizes: Sequence[int], mesh: ProcessMesh) -> int | None:
@@ -196,7 +230,7 @@ def _arrange(bound: Bound, mesh: ProcessMesh, uses: Sequence[Use], cut: Mapping[
         return None
     places = []
     for dims in (*bound.operands, *bound.results):
-        placed = tuple(_place(dim, cut, bound.sizes, mesh) for dim in dims)
+        placed = tuple(_place(dim, cut, bound, mesh) for dim in dims)
         if any(axes is None for axes in placed):
             return None
         places.append(placed)
@@ -217,7 +251,7 @@ def _cut_order(bound: Bound, layouts: Sequence[Layout], uses: Sequence[Use]) -> 
             cut.setdefault(use.factor, []).append(axis)
     for axes in cut.values():
         if len(axes) > 1:
-            seen = [a for layout in layouts for dim in layout.dims for a in dim if a in axes]
+            seen = [a for layout in layouts for dim in layout.dims for a in axes_of(dim) if a in axes]
             axes.sort(key=lambda a: seen.index(a) if a in seen else len(seen) + a)
     return {factor: tuple(axes) for factor, axes in cut.items()}
 
@@ -234,24 +268,18 @@ def _divides(bound: Bound, factor: int, axes: Axes, mesh: ProcessMesh) -> bool:
     return True
 
 
-def _place(factors: Axes, cut: Mapping[int, Axes], sizes: Sequence[int], mesh: ProcessMesh) -> Axes | None:
-    """The axes of one dim. An inner factor can be cut only where the factors outside it are down to one element."""
+def _place(factors: Axes, cut: Mapping[int, Axes], bound: Bound, mesh: ProcessMesh) -> Dim | None:
+    """The axes of one dim, or its parts; None if it must not be merged, or has no elements to be."""
     if len(factors) == 1:
         return cut.get(factors[0], ())
-    axes: list[int] = []
-    closed = False
-    for at, factor in enumerate(factors):
-        mine = cut.get(factor, ())
-        if mine and closed:
-            return None
-        left = sizes[factor]
-        for axis in mine:
-            if left % mesh.shape[axis] and at + 1 < len(factors):
-                return None
-            left = -(-left // mesh.shape[axis])
-        axes += mine
-        closed = closed or left != 1
-    return tuple(axes)
+    parts = [(bound.sizes[factor], cut.get(factor, ())) for factor in factors]
+    dim = merge(parts, mesh) if all(size for size, _ in parts) else _outermost(parts)
+    return None if dim is None or (is_merged(dim) and any(f in bound.pieces for f in factors)) else dim
+
+
+def _outermost(parts: Sequence[tuple[int, Axes]]) -> Axes | None:
+    """Among no elements, what is cut on the outside."""
+    return None if any(axes for _, axes in parts[1:]) else parts[0][1]
 
 
 def _pend(bound: Bound, axis: int, use: Use, pending: list[list[tuple[int, str]]]) -> bool:

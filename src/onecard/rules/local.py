@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
-from onecard.layout import chunk
+from onecard.parts import axes_of, chunk
 from onecard.rules.call import Call
 from onecard.rules.decide import Decision
 from onecard.rules.rule import Bound
@@ -35,14 +36,23 @@ class Local:
 
     def cut(self, name: str) -> bool:
         """Whether any axis cuts a factor."""
-        factor = self.bound.factor(name)
-        return factor is not None and any(use.factor == factor for use in self.decision.uses)
+        factors = self.bound.factors(name)
+        return any(use.factor in factors for use in self.decision.uses)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Offset and length of this rank's part of a factor; the whole of it if it is not cut."""
+        """Offset and length of this rank's part of a factor; the whole of it if it is not cut. See ``Row.positions``."""
         factor = self.bound.factor(name)
-        if factor is None:
-            return 0, 1
+        return (0, 1) if factor is None else self._span(factor)
+
+    def length(self, name: str) -> int:
+        """How many indices of a factor this rank has, whichever they are."""
+        return prod(self._span(factor)[1] for factor in self.bound.factors(name))
+
+    def lengths(self) -> list[int]:
+        """How many indices of each factor this rank has."""
+        return [self._span(factor)[1] for factor in range(len(self.bound.sizes))]
+
+    def _span(self, factor: int) -> tuple[int, int]:
         offset, length = 0, self.bound.sizes[factor]
         mesh = self.decision.operands[0].mesh
         for axis in self._axes(factor):
@@ -55,15 +65,14 @@ class Local:
             (*self.bound.operands, *self.bound.results), (*self.decision.operands, *self.decision.results), strict=True
         ):
             for dim, axes in zip(dims, layout.dims, strict=True):
-                mine = tuple(a for a in axes if self.decision.uses[a].factor == factor)
+                mine = tuple(a for a in axes_of(axes) if self.decision.uses[a].factor == factor)
                 if factor in dim and mine:
                     return mine
         return ()
 
     def size(self, name: str) -> int:
         """The whole size of a factor."""
-        factor = self.bound.factor(name)
-        return 1 if factor is None else self.bound.sizes[factor]
+        return prod(self.bound.sizes[factor] for factor in self.bound.factors(name))
 
     def operand_shape(self, index: int = 0) -> tuple[int, ...]:
         """The local shape of an operand."""

@@ -22,6 +22,8 @@ class Row:
         names: the operators, "sum" (every overload) or "sum.dim_IntList".
         form: the rule, or a function from the call's static arguments and shapes to the rule (None: no rule applies).
         local: hook that adapts one rank's call (shape arguments, masks, shifts); see ``rules.local``.
+        positions: the factors along which ``local`` needs to know which indices a rank has (``span``, offsets): such a factor
+            is cut in one piece only (see ``Layout``). "" if it looks at shapes alone; left out, it is taken to need all.
         instead: runs the call as other operators when an operand arrives cut along a factor that must be whole.
         note: (operand, factor). A forward operator notes on the operand which axes cut the factor; its backward operator,
             whose result alone has the factor, cuts it likewise. So the gradient of a table is cut as the table is.
@@ -36,6 +38,12 @@ class Row:
     values: bool = False
     note: tuple[str, str] | None = None
     results: Callable[[Call], list[Tensor]] | None = None
+    positions: str | None = None
+
+    @property
+    def pieces(self) -> str:
+        """The factors that are cut in one piece only; "*": all."""
+        return self.positions if self.positions is not None else "*" if self.local is not None else ""
 
     def form_for(self, call: Call) -> Form | None:
         """The rule for one call."""
@@ -54,8 +62,8 @@ _TRAITS = {f.name for f in fields(Form)} - {"text"}
 def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
-    Options are the traits of ``Form`` (with a text) and ``local``, ``instead``, ``note``, ``values``, ``results``
-    of ``Row``.
+    Options are the traits of ``Form`` (with a text) and ``local``, ``positions``, ``instead``, ``note``, ``values``,
+    ``results`` of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
 

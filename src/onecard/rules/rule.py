@@ -57,6 +57,8 @@ class Bound:
         sources: for each result, the operands that it depends on.
         reduce: for each result, what joins it over a factor that it lacks.
         moves, nonempty, even, unread, keeps: as in ``Form``.
+        pieces: factors that are cut in one piece only, because a hook needs positions along them (see ``Row.positions``).
+        parts: by its name, the numbers of each factor that is taken apart (see ``refine``).
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -72,19 +74,32 @@ class Bound:
     even: frozenset[int]
     unread: frozenset[int] = frozenset()
     keeps: str = ""
+    pieces: frozenset[int] = frozenset()
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     def factor(self, name: str) -> int | None:
         """The number of a factor by its name; None if it fell away (size one, or its operand is absent)."""
+        if name in self.parts:
+            raise RuleError(
+                f"factor {name!r} is in parts here; a hook that needs its positions says positions={name!r}"
+            )
         return self.names.index(name) if name in self.names else None
 
+    def factors(self, name: str) -> tuple[int, ...]:
+        """The numbers of a factor's parts, outermost first; () if it fell away."""
+        return self.parts.get(name) or tuple(i for i, known in enumerate(self.names) if known == name)
 
-def bind(form: Form, operand_names: Sequence[str], operands: Sequence[Shape], results: Sequence[Shape]) -> Bound:
+
+def bind(
+    form: Form, operand_names: Sequence[str], operands: Sequence[Shape], results: Sequence[Shape], positions: str = ""
+) -> Bound:
     """Bind a form to the shapes of one call.
 
     Args:
         form: the rule.
         operand_names: schema names of the tensor operands that are present (in a list: the list's name).
         operands, results: their shapes.
+        positions: factors that are cut in one piece only; "*": all.
 
     Raises:
         RuleError: the rule does not fit the shapes.
@@ -123,6 +138,7 @@ def bind(form: Form, operand_names: Sequence[str], operands: Sequence[Shape], re
         even=_numbers(form.even, number),
         unread=frozenset(i for i, name in enumerate(operand_names) if name in names_of(form.unread)),
         keeps=form.keeps,
+        pieces=frozenset(number.values()) if positions == "*" else _numbers(positions, number),
     )
 
 

@@ -43,7 +43,7 @@ class _Call:
         self.given, self.name = given, schema_of(func).name
         query = given["query"]
         lead = next(x for x in given.values() if isinstance(x, DistTensor))
-        self.layout = Layout.make(lead.mesh, (*lead._spec.layout.dims[:2], (), ()))
+        self.layout = Layout.make(lead.mesh, (*lead._spec.layout.in_one_piece().dims[:2], (), ()))
         self.device, self.here = lead._spec.device, lead._spec.here
         self.shape = (*query.shape[:3], given["key"].shape[2])  # of the weights
         self.scale = given["scale"] if given["scale"] is not None else query.shape[-1] ** -0.5

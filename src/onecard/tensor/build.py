@@ -14,8 +14,9 @@ from onecard.comm.groups import check_world
 from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import axes_of, is_merged
 from onecard.rules.call import Call, Path
-from onecard.rules.decide import Decision, decide, factor_under
+from onecard.rules.decide import Decision, decide, factor_of
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
@@ -63,6 +64,7 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     if decision is None:
         program.expand = fallback.copy_back(func)
         return program
+    bound = decision.bound
     _plan(program, call, bound, layouts, decision, device)
     if row.note is not None and not noted:
         _note(program, call, bound, decision, row.note)
@@ -133,7 +135,7 @@ def _plan(
     program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], decision: Decision, device: torch.device
 ) -> None:
     """Which operands move where, and what the results are."""
-    program.reason = decision.reason(bound)
+    program.reason = decision.reason()
     program.specs = tuple(
         Spec.like(layout, t, device) for layout, t in zip(decision.results, call.results, strict=True)
     )
@@ -157,8 +159,8 @@ def _plan(
 
 def _note(program: Program, call: Call, bound: Bound, decision: Decision, note: tuple[str, str]) -> None:
     """What to note on an operand for the backward operator."""
-    operand, factor = call.index(note[0]), bound.factor(note[1])
-    axes = tuple(axis for axis, use in enumerate(decision.uses) if factor is not None and use.factor == factor)
+    operand, factors = call.index(note[0]), bound.factors(note[1])
+    axes = tuple(axis for axis, use in enumerate(decision.uses) if use.factor in factors)
     program.note = (call.paths[operand], axes) if axes else None
 
 
@@ -261,7 +263,8 @@ def _bind(row: Row, call: Call) -> Bound | None:
     if form is None:
         return None
     try:
-        return bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
+        operands, results = ([tuple(t.shape) for t in tensors] for tensors in (call.operands, call.results))
+        return bind(form, call.names, operands, results, row.pieces)
     except RuleError:
         return None
 
@@ -269,11 +272,11 @@ def _bind(row: Row, call: Call) -> Bound | None:
 def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
     """Whether an operand arrives cut along a factor that must be whole."""
     return any(
-        factor_under(factors, axes, axis, bound.sizes, layout.mesh) in whole
+        (factor_of(factors, dim, axis, bound.sizes, layout.mesh) in whole or is_merged(dim))
         for dims, layout in zip(bound.operands, layouts, strict=True)
-        for factors, axes in zip(dims, layout.dims, strict=True)
+        for factors, dim in zip(dims, layout.dims, strict=True)
         if (whole := set(factors) - bound.free)
-        for axis in axes
+        for axis in axes_of(dim)
     )
 
 

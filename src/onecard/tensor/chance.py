@@ -42,7 +42,11 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     x.settle()
     spec = x._spec
     if spec.here:
-        random.fill(x._local, law, key, spec.shape, spec.layout.local_offset(spec.shape))
+        layout, shape, local = spec.layout, spec.shape, x._local
+        if layout.merged:  # with its merged dims taken apart: the same places in the whole
+            layout, shape = layout.opened(shape)  # type: ignore[assignment]
+            local = local.view(layout.local_shape(shape))
+        random.fill(local, law, key, shape, layout.local_offset(shape))
     memory.wrote(x)
     return x
 
@@ -236,7 +240,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     key = key_for(func, x, given["generator"])
     if not isinstance(x, DistTensor):
         return _choose(x, count, again, key, tuple(x.shape), (0,) * x.dim())
-    layout = Layout.make(x.mesh, (*x._spec.layout.dims[:-1], ()))
+    layout = Layout.make(x.mesh, (*x._spec.layout.in_one_piece().dims[:-1], ()))
     local = x._become(layout, "multinomial", "self", "probabilities must be whole", explicit=False)
     shape = torch.Size((*x.shape[:-1], count))
     meta = torch.empty(shape, dtype=torch.int64, device="meta")

@@ -28,7 +28,7 @@ def _noise(x: Tensor, p: float) -> Tensor:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
     lead: Any = x
     ones = x.dim() - 2
-    layout = Layout.make(lead.mesh, (*lead._spec.layout.dims[:2], *[()] * ones))
+    layout = Layout.make(lead.mesh, (*lead._spec.layout.in_one_piece().dims[:2], *[()] * ones))
     return empty((*x.shape[:2], *[1] * ones), layout, x.dtype).bernoulli_(1 - p)
 
 

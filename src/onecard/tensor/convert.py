@@ -265,6 +265,12 @@ def to_dtensor(x: DistTensor) -> DTensor:
         LayoutError: several axes cut one dim in another order than the mesh's, which placements cannot say; or the ranks
             along a cut axis do not ascend, as torch's groups do: it would join the parts in another order.
     """
+    if x._spec.layout.merged:
+        fits = ", ".join(map(as_code, x._spec.layout.in_one_piece().placements))
+        raise LayoutError(
+            f"[{x._spec.layout}]: a merged dim, of which each rank holds several stretches. DTensor has no placement for it; "
+            f"bring it into one piece first: onecard.reshard(x, x.mesh, [{fits}]).to_dtensor()"
+        )
     if turned := _turned(x._spec.layout):
         ascending = ProcessMesh(np.sort(x.mesh.process_ids).reshape(x.mesh.shape), x.mesh.dim_names)
         raise LayoutError(

@@ -132,6 +132,8 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
         raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
     memory.check_writable(out, "eye")
     out.settle()
+    if out._spec.layout.merged:
+        return out.copy_(torch.eye(*size))
     if out._spec.here:
         rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))
         out._local.copy_(rows[:, None] == columns)

@@ -276,8 +276,9 @@ def copies_claim(name: str, x: DistTensor) -> Claim:
     """What the layout of a tensor promises: equal copies on the ranks of each axis that neither cuts it nor is pending."""
     spec, place = x._spec, x.mesh.coordinate()
     part = tuple(i for axis, i in enumerate(place or ()) if not _is_copied(spec.layout, axis))
-    offset = spec.layout.local_offset(spec.shape)
-    return Claim(f"{name} {spec!r}", x._local, "promises equal copies", COPIES, part, offset)
+    layout, shape = spec.layout.opened(spec.shape)
+    local = x._local.reshape(layout.local_shape(shape)) if spec.layout.merged else x._local
+    return Claim(f"{name} {spec!r}", local, "promises equal copies", COPIES, part, layout.local_offset(shape))
 
 
 COPIES = (

@@ -136,7 +136,7 @@ def write(target: Any, value: Tensor) -> None:
     local = (
         value._become(target._spec.layout, "copy_", "src", "keeps the target's layout", explicit=False)
         if isinstance(value, DistTensor)
-        else value[target._spec.layout.local_slices(target.shape)]
+        else target._spec.layout.local_part(value)
     )
     target._local.copy_(local)
     memory.wrote(target)

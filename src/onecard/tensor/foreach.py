@@ -20,6 +20,7 @@ from onecard.comm.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parts import axes_of
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
 from onecard.tensor import fallback, memory
@@ -255,7 +256,7 @@ class FusedProgram:
                 raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
             moved = x._become(target, self.name, "grads", "follows its parameter", explicit=False)
             return x._local if x._spec.layout is target else _dense(moved, param._local)
-        return _dense(x[target.local_slices(x.shape)], param._local)
+        return _dense(target.local_part(x), param._local)
 
 
 def _dense(local: Tensor, param: Tensor) -> Tensor:
@@ -284,7 +285,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     cuts: dict[ProcessMesh, set[int]] = {}
     for g in grads:
         if isinstance(g, DistTensor) and g._spec.here:
-            cuts.setdefault(g.mesh, set()).update(a for dim in g._spec.layout.dims for a in dim)
+            cuts.setdefault(g.mesh, set()).update(a for dim in g._spec.layout.dims for a in axes_of(dim))
     shape = tuple(found.shape)
     for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))

@@ -193,7 +193,7 @@ def _write_back(copy: Copy) -> None:
     base = copy.base
     base.settle()
     _outdate(copy.key, copy)
-    if copy.window is not None and not any(expanded(base._spec)):
+    if copy.window is not None and not any(expanded(base._spec)) and not base._spec.layout.merged:
         _write_window(copy, base, *copy.window)
     else:
         value = _laid_out(copy, Layout.replicated(base.mesh, copy.whole.dim()))
@@ -215,8 +215,8 @@ def _write_through(take: Callable[[Tensor], Tensor], base: DistTensor, value: Te
     written = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
     _overwrite(take(fresh), value)
     _overwrite(take(written), torch.ones_like(value))
-    mine = spec.layout.local_slices(spec.shape)
-    _overwrite(base._local, torch.where(written[mine] != 0, fresh[mine], base._local))
+    written, fresh = spec.layout.local_part(written), spec.layout.local_part(fresh)
+    _overwrite(base._local, torch.where(written != 0, fresh, base._local))
 
 
 def _write_window(copy: Copy, base: DistTensor, func: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTen
         return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)
     if src is not None:
         whole = _from_rank(whole.to(device), layout.mesh, src)
-    local = whole[layout.local_slices(shape)].to(device).clone(memory_format=torch.contiguous_format)
+    local = layout.local_part(whole).to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
     steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
     return wrap(run_steps(steps, local, shape).contiguous(), spec)
@@ -131,14 +131,25 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
     planner.check_norms(x._spec.layout, layout)
     shape = tuple(x.shape)
     source = settled_source(x._spec.layout, shape)
+    if planner.alike(shape, source, layout) is None:
+        source = planner.one_piece(shape, source, layout)
     local = _to_layout(x, source, name)
     ranks = {*source.mesh.process_ids, *layout.mesh.process_ids}
-    plan = plan_transfer(shape, x.dtype.itemsize, source, layout, () if local.is_meta else hosts.among(ranks))
+    near = () if local.is_meta else hosts.among(ranks)
+    if source.merged or layout.merged:
+        sizes, opened, goal = planner.alike(shape, source, layout)  # type: ignore[misc]
+        plan = plan_transfer(tuple(n for parts in sizes for n in parts), x.dtype.itemsize, opened, goal, near)
+        local = local.reshape(opened.local_shape(plan.shape)) if x._spec.here else local
+    else:
+        plan = plan_transfer(shape, x.dtype.itemsize, source, layout, near)
     if record.observers:
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
-    return _own(run_transfer(plan, local, answered), x._spec.with_layout(layout))
+    made = run_transfer(plan, local, answered)
+    if plan.target is not layout and layout.mesh.coordinate() is not None:
+        made = made.reshape(layout.local_shape(shape))
+    return _own(made, x._spec.with_layout(layout))
 
 
 def _idle(layout: Layout, axis: int) -> bool:

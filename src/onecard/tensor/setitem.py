@@ -18,7 +18,13 @@ def _set_item(x: DistTensor, index: Any, value: Any) -> None:
     parts = index if isinstance(index, tuple) else (index,)
     ellipses, picks = sum(p is Ellipsis for p in parts), sum(isinstance(p, Tensor) for p in parts)
     fits = ellipses <= 1 and picks <= 1 and len(parts) - ellipses <= x.dim() and all(map(_is_simple, parts))
-    if not fits or not is_number(value) or x._is_view() or (torch.is_grad_enabled() and x.requires_grad):
+    if (
+        not fits
+        or x._spec.layout.merged
+        or not is_number(value)
+        or x._is_view()
+        or (torch.is_grad_enabled() and x.requires_grad)
+    ):
         return torch.Tensor.__setitem__(x, index, value)
     x._refresh()
     memory.check_writable(x, "setitem")

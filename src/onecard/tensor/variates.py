@@ -27,7 +27,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     params = [given["self"]] if name != "binomial" else [given["count"], given["prob"]]
     func(*[torch.empty(0, dtype=p.dtype) for p in params])  # torch's own check of dtypes
     like = params[0] if len(params) == 1 else params[0] + params[1]
-    layout = like._spec.layout.settled() if isinstance(like, DistTensor) else None
+    layout = like._spec.layout.settled().in_one_piece() if isinstance(like, DistTensor) else None
     return _make(func, name, params, like.shape, layout, key_for(func, like, given["generator"]))
 
 
@@ -36,7 +36,7 @@ def _dirichlet(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     x = given["self"]
     func(torch.empty((0, 1), dtype=x.dtype))
-    layout = Layout.make(x.mesh, (*x._spec.layout.dims[:-1], ())) if isinstance(x, DistTensor) else None
+    layout = Layout.make(x.mesh, (*x._spec.layout.in_one_piece().dims[:-1], ())) if isinstance(x, DistTensor) else None
     return _make(func, "dirichlet", [x], x.shape, layout, key_for(func, x, given["generator"]))
 
 

@@ -35,6 +35,7 @@ SAMPLES = [
     lambda: torch.mv(real(4, 6), real(6)),
     lambda: torch.addmv(real(4), real(4, 6), real(6), beta=0.5),
     lambda: torch.addmv(real(1), real(4, 6), real(6)),
+    lambda: torch.addmv(real(1), real(3, 4), real(4)),
     lambda: torch.addr(real(4, 3), real(4), real(3)),
     lambda: torch.addr(real(3), real(4), real(3)),
     lambda: torch.dot(real(6), real(6)),

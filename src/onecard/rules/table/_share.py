@@ -59,8 +59,8 @@ def share(c: Local, index: int = 0) -> float:
 
 def share_of_factors(c: Local) -> float:
     """Which part of all combinations of the rule's factors this rank works on: of elements after broadcasting."""
-    whole = prod(c.size(name) for name in c.bound.names)
-    return prod(c.span(name)[1] for name in c.bound.names) / whole if whole else 1.0
+    whole = prod(c.bound.sizes)
+    return prod(c.lengths()) / whole if whole else 1.0
 
 
 def scaled(c: Local, part: float, index: int = 0) -> None:

@@ -28,7 +28,7 @@ def _triangle_local(c: Local) -> None:
         c.set("diagonal", c.call.diagonal + row_start - column_start)
 
 
-row("tril triu", "... a b -> ... a b", linear="self", local=_triangle_local)
+row("tril triu", "... a b -> ... a b", linear="self", local=_triangle_local, positions="a b")
 
 
 def _trace_local(c: Local) -> None:
@@ -37,7 +37,7 @@ def _trace_local(c: Local) -> None:
         c.run = lambda x: x.diagonal(offset).sum()
 
 
-row("trace", "a _ -> ()", linear="self", local=_trace_local)
+row("trace", "a _ -> ()", linear="self", local=_trace_local, positions="a")
 
 
 @row("diagonal diagonal_copy")
@@ -72,7 +72,7 @@ def _sizes_local(c: Local) -> None:
     c.set("input_sizes", list(c.result_shape()))
 
 
-@row("diagonal_backward", local=_sizes_local)
+@row("diagonal_backward", local=_sizes_local, positions="")
 def _diagonal_backward(call: Call) -> Form:
     rank = len(call.input_sizes)
     taken = {call.dim1 % rank, call.dim2 % rank}
@@ -120,7 +120,7 @@ def _unfold(call: Call) -> Form:
     return Form(signature([dims], [[*dims, "_"]]), moves=True)
 
 
-@row("unfold_backward", local=_sizes_local)
+@row("unfold_backward", local=_sizes_local, positions="")
 def _unfold_backward(call: Call) -> Form:
     rank = len(call.input_sizes)
     dims = with_whole(names(rank), [call.dim % rank] if rank else [])
@@ -157,6 +157,7 @@ row(
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward""",
     local=_pad_local,
+    positions="",
 )(_pad_form)
 
 

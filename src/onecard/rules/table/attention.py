@@ -1,5 +1,6 @@
-"""Scaled dot-product attention: every kernel that torch chooses from. Batch and heads may be cut, sequences are whole.
+"""Scaled dot-product attention: every kernel that torch chooses from.
 
+Batch and heads may be cut, and on CPU, without a causal mask, the queries. Keys and values are whole.
 With grouped queries each key head serves ``g`` query heads side by side: queries have ``(h g)`` heads, keys ``h``.
 """
 
@@ -16,8 +17,8 @@ from onecard.rules.registry import row
 from onecard.rules.rule import Form
 from onecard.rules.table._dims import term
 
-QUERY, KEY = ["b", "h", "_", "_"], ["b", "h", "_", "_"]
-GROUPED = ["b", "(h g)", "_", "_"]
+KEY = ["b", "h", "_", "_"]
+GROUPED = "(h g)"
 
 # How an operand, or a result of the backward operators, lies: as the queries, as the keys, or as the mask.
 _AS_KEY = ("key", "value")
@@ -30,14 +31,16 @@ def _heads(call: Call) -> list[str] | None:
     q, k, v = call.query, call.key, call.value
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[1] != v.shape[1]:
         return None
+    # A causal mask counts queries from the first; the GPU kernels' log-sum-exp has another length.
+    time = "t" if "_for_cpu" in call.schema.name and not call.is_causal else "_"
     if q.shape[1] == k.shape[1]:
-        return QUERY
-    return GROUPED if k.shape[1] and q.shape[1] % k.shape[1] == 0 else None
+        return ["b", "h", time, "_"]
+    return ["b", GROUPED, time, "_"] if k.shape[1] and q.shape[1] % k.shape[1] == 0 else None
 
 
 def _sizes(call: Call, query: list[str]) -> dict[str, int]:
     heads = call.key.shape[1]
-    return {"h": heads, "g": call.query.shape[1] // heads} if query is GROUPED else {}
+    return {"h": heads, "g": call.query.shape[1] // heads} if GROUPED in query else {}
 
 
 def _fit(dims: list[str], tensor: Tensor) -> list[str]:
@@ -61,7 +64,7 @@ def _forward(call: Call) -> Form | None:
         return None
     operands = [_operand(name, t, query) for name, t in zip(call.names, call.operands, strict=True)]
     results = [term(_fit(query, t) if i < 2 else ["_"] * t.dim()) for i, t in enumerate(call.results)]
-    return Form(f"{', '.join(operands)} -> {', '.join(results)}", nonempty="b h g", sizes=_sizes(call, query))
+    return Form(f"{', '.join(operands)} -> {', '.join(results)}", nonempty="b h g t", sizes=_sizes(call, query))
 
 
 def _backward(call: Call) -> Form | None:
@@ -72,7 +75,7 @@ def _backward(call: Call) -> Form | None:
     alike = ("query", "key", "value", "attn_bias")
     results = [_operand(name, t, query) for name, t in zip(alike, call.results, strict=False)]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
-    return Form(text, linear=call.names[0], nonempty="b h g", sizes=_sizes(call, query))
+    return Form(text, linear=call.names[0], nonempty="b h g t", sizes=_sizes(call, query))
 
 
 def _rows_dense(x: Any) -> Any:
@@ -119,14 +122,18 @@ row(
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable""",
     local=_local,
+    positions="",
     values=True,
 )(_forward)
-row("_scaled_dot_product_flash_attention_for_cpu", local=_local, values=True, results=_cpu_results)(_forward)
+row("_scaled_dot_product_flash_attention_for_cpu", local=_local, positions="", values=True, results=_cpu_results)(
+    _forward
+)
 
 row(
     """_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
     _scaled_dot_product_fused_attention_overrideable_backward""",
     local=_local,
+    positions="",
     values=True,
 )(_backward)

@@ -90,7 +90,7 @@ def _reserve(input: Tensor) -> Tensor:
     return input.new_empty([0], dtype=torch.uint8)
 
 
-@row("native_batch_norm _native_batch_norm_legit", local=_no_stats, instead=_forward)
+@row("native_batch_norm _native_batch_norm_legit", local=_no_stats, positions="", instead=_forward)
 def _batch_norm(call: Call) -> Form:
     return _forward_form(call, call.training)
 
@@ -110,12 +110,12 @@ def _cudnn(*args: Any) -> tuple[Tensor, ...]:
     return *_forward(*args), _reserve(args[0])
 
 
-@row("cudnn_batch_norm", local=_no_stats, instead=_cudnn)
+@row("cudnn_batch_norm", local=_no_stats, positions="", instead=_cudnn)
 def _cudnn_rule(call: Call) -> Form:
     return _forward_form(call, call.training)
 
 
-@row("miopen_batch_norm", local=_no_stats, instead=_forward)
+@row("miopen_batch_norm", local=_no_stats, positions="", instead=_forward)
 def _miopen_rule(call: Call) -> Form:
     return _forward_form(call, call.training)
 
@@ -131,7 +131,7 @@ def _with_update_rule(call: Call) -> Form:
     return _forward_form(call, True)
 
 
-@row("_batch_norm_no_update", local=_no_stats)
+@row("_batch_norm_no_update", local=_no_stats, positions="")
 def _no_update_rule(call: Call) -> Form:
     return _forward_form(call, False)
 

@@ -29,10 +29,10 @@ def _terms(call: Call) -> tuple[dict[str, str], dict[str, int]]:
 
 def _groups_local(c: Local) -> None:
     if c.cut("g"):
-        c.set("groups", c.span("g")[1])
+        c.set("groups", c.length("g"))
 
 
-@row("convolution", local=_groups_local)
+@row("convolution", local=_groups_local, positions="")
 def _convolution(call: Call) -> Form | None:
     if call.input.dim() != call.weight.dim():
         return None
@@ -47,7 +47,7 @@ def _backward_local(c: Local) -> None:
         c.set("bias_sizes", list(c.result_shape(len(c.call.results) - 1)))
 
 
-@row("convolution_backward", local=_backward_local)
+@row("convolution_backward", local=_backward_local, positions="")
 def _convolution_backward(call: Call) -> Form | None:
     if call.input.dim() != call.weight.dim():
         return None

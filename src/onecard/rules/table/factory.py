@@ -35,7 +35,7 @@ def _resize(c: Local) -> None:
             c.set("stride", dense_stride(shape, c.call.stride))
 
 
-@row("new_empty new_zeros new_ones new_full new_empty_strided", local=_resize)
+@row("new_empty new_zeros new_ones new_full new_empty_strided", local=_resize, positions="")
 def _new(call: Call) -> Form:
     """A tensor of as many dims keeps the cuts of those of equal size: it is most often filled from the old one."""
     old = names(call.self.dim())

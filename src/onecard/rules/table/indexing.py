@@ -40,7 +40,7 @@ def _select_local(c: Local) -> None:
     c.run = run
 
 
-@row("select.int select_copy", local=_select_local)
+@row("select.int select_copy", local=_select_local, positions="v")
 def _select(call: Call) -> Form:
     old = names(call.self.dim())
     new = [d for i, d in enumerate(old) if i != call.dim % len(old)]
@@ -83,7 +83,7 @@ def _is_all(call: Call, size: int) -> bool:
     return _bounds(call, size) == (0, size, 1)
 
 
-@row("slice.Tensor slice_copy.Tensor", local=_slice_local)
+@row("slice.Tensor slice_copy.Tensor", local=_slice_local, positions="v")
 def _slice(call: Call) -> Form:
     old = names(call.self.dim())
     new = list(old)
@@ -97,7 +97,7 @@ def _sizes_local(c: Local) -> None:
     c.set("input_sizes", list(c.result_shape()))
 
 
-@row("select_backward", local=_sizes_local)
+@row("select_backward", local=_sizes_local, positions="")
 def _select_backward(call: Call) -> Form:
     new = names(len(call.input_sizes))
     old = [d for i, d in enumerate(new) if i != call.dim % len(new)]
@@ -105,7 +105,7 @@ def _select_backward(call: Call) -> Form:
     return Form(signature([old], [new]), linear="grad_output")
 
 
-@row("slice_backward", local=_sizes_local)
+@row("slice_backward", local=_sizes_local, positions="")
 def _slice_backward(call: Call) -> Form:
     dims = names(len(call.input_sizes))
     if not _is_all(call, call.input_sizes[call.dim]):
@@ -130,7 +130,7 @@ def _embedding_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding", local=_embedding_local, note=("indices", "v"))
+@row("embedding", local=_embedding_local, positions="v", note=("indices", "v"))
 def _embedding(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     return Form(signature([["v", "d"], i], [[*i, "d"]]), linear="weight")
@@ -150,7 +150,7 @@ def _embedding_backward_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding_dense_backward", local=_embedding_backward_local, note=("indices", "v"))
+@row("embedding_dense_backward", local=_embedding_backward_local, positions="v", note=("indices", "v"))
 def _embedding_backward(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     # Scaling by frequency counts an index over the whole batch.
@@ -187,7 +187,7 @@ def _bag_local(c: Local) -> None:
     c.run = run
 
 
-@row("_embedding_bag", local=_bag_local, results=_bag_results)
+@row("_embedding_bag", local=_bag_local, positions="", results=_bag_results)
 def _embedding_bag(call: Call) -> Form:
     operands = [["_", "d"], *[["_"]] * (len(call.operands) - 1)]
     bags = [f"{' '.join(dims)} @1 2" if "d" not in dims else "_ d" for dims in _bag_sizes(call)]
@@ -234,7 +234,7 @@ def _index_select_local(c: Local) -> None:
     c.run = run
 
 
-@row("index_select", local=_index_select_local)
+@row("index_select", local=_index_select_local, positions="v")
 def _index_select(call: Call) -> Form:
     old, index = names(call.self.dim()), call.values["index"]
     if not old:
@@ -257,7 +257,7 @@ def _gather_local(c: Local) -> None:
     c.run = run
 
 
-@row("gather", local=_gather_local)
+@row("gather", local=_gather_local, positions="v")
 def _gather(call: Call) -> Form:
     x, index = call.self, call.values["index"]
     if x.dim() != index.dim() or x.dim() == 0:
@@ -297,6 +297,9 @@ class Indexed:
         self.after = len(kept) - self.at
 
 
+INDEXED = " ".join(f"v{dim}" for dim in range(16))  # the dims that indices may look up
+
+
 def _index_local(c: Local) -> None:
     indexed = Indexed(c.call.self, c.call.indices)
     cut = [p for p in indexed.places if c.cut(f"v{p}")]
@@ -316,7 +319,7 @@ def _index_local(c: Local) -> None:
     c.run = run
 
 
-@row("index.Tensor _unsafe_index", local=_index_local)
+@row("index.Tensor _unsafe_index", local=_index_local, positions=INDEXED)
 def _index(call: Call) -> Form | None:
     indexed = Indexed(call.self, call.indices)
     if not indexed.plain:

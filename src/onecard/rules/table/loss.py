@@ -31,8 +31,10 @@ def _elementwise(call: Call) -> str:
     return f"{', '.join(['...'] * len(call.operands))} -> {result}"
 
 
-row("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy", local=_mean_of_part)(_elementwise)
-row("binary_cross_entropy_with_logits", local=_mean_of_part)(_elementwise)
+row("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy", local=_mean_of_part, positions="")(
+    _elementwise
+)
+row("binary_cross_entropy_with_logits", local=_mean_of_part, positions="")(_elementwise)
 
 
 def _gradient_of_part(c: Local) -> None:
@@ -46,7 +48,7 @@ _BACKWARD = """
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward"""
 
 
-@row(_BACKWARD, local=_gradient_of_part)
+@row(_BACKWARD, local=_gradient_of_part, positions="")
 def _backward(call: Call) -> Form:
     grad = "..." if call.reduction == NONE else "()"
     return Form(f"{grad}, {', '.join(['...'] * (len(call.operands) - 1))} -> ...", linear="grad_output")
@@ -110,8 +112,8 @@ def _nll_of_part(c: Local) -> None:
     c.run = run
 
 
-row("nll_loss_forward", local=_nll_of_part, instead=_mean_of_sums)(_nll_form)
-row("nll_loss2d_forward", local=_nll_of_part, instead=_mean_of_sums_2d)(_nll_form)
+row("nll_loss_forward", local=_nll_of_part, positions="c", instead=_mean_of_sums)(_nll_form)
+row("nll_loss2d_forward", local=_nll_of_part, positions="c", instead=_mean_of_sums_2d)(_nll_form)
 
 
 def _nll_gradient_of_part(c: Local) -> None:
@@ -134,7 +136,7 @@ def _nll_gradient_of_part(c: Local) -> None:
     c.run = run
 
 
-@row("nll_loss_backward nll_loss2d_backward", local=_nll_gradient_of_part)
+@row("nll_loss_backward nll_loss2d_backward", local=_nll_gradient_of_part, positions="c")
 def _nll_backward(call: Call) -> Form:
     dims, batch = _classes(call)
     grad = batch if call.reduction == NONE else []
@@ -151,14 +153,14 @@ def _batch(call: Call) -> list[str]:
 
 def _mean_of_batch(c: Local) -> None:
     if c.call.reduction == MEAN and c.cut("n"):
-        scaled(c, c.span("n")[1] / c.size("n"))
+        scaled(c, c.length("n") / c.size("n"))
 
 
 def _margin_result(call: Call) -> list[str]:
     return ["n"] if call.reduction == NONE and call.self.dim() > 1 else []
 
 
-@row("multi_margin_loss", local=_mean_of_batch)
+@row("multi_margin_loss", local=_mean_of_batch, positions="")
 def _multi_margin(call: Call) -> str:
     target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
     return signature([_batch(call), target, *[["_"]] * (call.weight is not None)], [_margin_result(call)])
@@ -166,7 +168,7 @@ def _multi_margin(call: Call) -> str:
 
 def _mean_of_multilabel(c: Local) -> None:
     """Only the loss is a mean; the second result says which classes are targets."""
-    part = c.span("n")[1] / max(c.size("n"), 1)
+    part = c.length("n") / max(c.size("n"), 1)
     if c.call.reduction != MEAN or not c.cut("n"):
         return
 
@@ -179,7 +181,7 @@ def _mean_of_multilabel(c: Local) -> None:
     c.run = run
 
 
-@row("multilabel_margin_loss_forward", local=_mean_of_multilabel)
+@row("multilabel_margin_loss_forward", local=_mean_of_multilabel, positions="")
 def _multilabel(call: Call) -> str:
     return signature([_batch(call)] * 2, [_margin_result(call), _batch(call)])
 
@@ -188,14 +190,14 @@ def _like_input(call: Call) -> list[Tensor]:
     return [call.self.new_empty(call.self.shape)]
 
 
-@row("multi_margin_loss_backward", local=_mean_of_batch, results=_like_input)
+@row("multi_margin_loss_backward", local=_mean_of_batch, positions="", results=_like_input)
 def _multi_margin_backward(call: Call) -> Form:
     target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
     operands = [_margin_result(call), _batch(call), target, *[["_"]] * (call.weight is not None)]
     return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")
 
 
-@row("multilabel_margin_loss_backward", local=_mean_of_batch, results=_like_input)
+@row("multilabel_margin_loss_backward", local=_mean_of_batch, positions="", results=_like_input)
 def _multilabel_backward(call: Call) -> Form:
     operands = [_margin_result(call), *[_batch(call)] * 3]
     return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")

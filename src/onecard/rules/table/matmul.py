@@ -45,8 +45,8 @@ def _addbmm(call: Call) -> Form:
 
 @row("addmv")
 def _addmv(call: Call) -> Form:
-    # With a summand of one element the kernel gives one element, too, where there is no row.
-    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec", nonempty="m")
+    # With a summand of one element the kernel gives one element, too, where there is no row or no column.
+    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec", nonempty="m k")
 
 
 @row("addr")
@@ -136,7 +136,7 @@ def _einsum_local(c: Local) -> None:
     c.run = lambda equation, tensors, **_: torch.einsum(equation, tensors).contiguous()
 
 
-@row("einsum", local=_einsum_local)
+@row("einsum", local=_einsum_local, positions="")
 def _einsum(call: Call) -> Form | None:
     """The equation is the rule."""
     terms = subscripts(call.equation)

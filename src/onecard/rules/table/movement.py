@@ -104,7 +104,7 @@ def _resize(c: Local) -> None:
     c.run = _local_view
 
 
-@row("view _unsafe_view _reshape_alias view_copy", local=_resize)
+@row("view _unsafe_view _reshape_alias view_copy", local=_resize, positions="")
 def _view(call: Call) -> Form:
     return _Pairing(call.self.shape, call.results[0].shape).form()
 
@@ -146,7 +146,7 @@ def _expand_local(c: Local) -> None:
     c.set("size", list(c.result_shape()))
 
 
-@row("expand expand_copy", local=_expand_local)
+@row("expand expand_copy", local=_expand_local, positions="")
 def _expand(call: Call) -> Form:
     old, shape = names(call.self.dim()), call.results[0].shape
     new = ["_"] * (len(shape) - len(old)) + old
@@ -168,7 +168,7 @@ def _squeeze_local(c: Local) -> None:
     c.run = lambda x, *_: aten.squeeze.dims(x, gone)
 
 
-@row("squeeze squeeze_copy", local=_squeeze_local)
+@row("squeeze squeeze_copy", local=_squeeze_local, positions="")
 def _squeeze(call: Call) -> Form:
     gone = _squeezed(call)
     old = names(call.self.dim())

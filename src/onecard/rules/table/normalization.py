@@ -104,7 +104,7 @@ def _contiguous(c: Local) -> None:
     c.run = run
 
 
-@row("native_layer_norm_backward", local=_contiguous, instead=_layer_norm_backward)
+@row("native_layer_norm_backward", local=_contiguous, positions="", instead=_layer_norm_backward)
 def _layer_norm_backward_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     stats = [*outer, *["_"] * len(inner)]
@@ -153,7 +153,7 @@ def _rms_norm_backward(
     return by_input, by_weight
 
 
-@row("_fused_rms_norm_backward", local=_contiguous, instead=_rms_norm_backward)
+@row("_fused_rms_norm_backward", local=_contiguous, positions="", instead=_rms_norm_backward)
 def _rms_norm_backward_rule(call: Call) -> Form:
     outer, inner = _normalized(call)
     stats = [*outer, *["_"] * len(inner)]
@@ -232,9 +232,9 @@ def _group_form(call: Call, operands: list[list[str]], results: list[list[str]],
 
 
 def _group_sizes(c: Local) -> None:
-    c.set("N", c.span("n")[1] if c.cut("n") else c.call.N)
+    c.set("N", c.length("n") if c.cut("n") else c.call.N)
     if c.cut("g"):
-        groups = c.span("g")[1]
+        groups = c.length("g")
         c.set("group", groups)
         c.set("C", c.call.C // c.call.group * groups)
 
@@ -244,14 +244,14 @@ def _group_backward_sizes(c: Local) -> None:
     _contiguous(c)
 
 
-@row("native_group_norm", local=_group_sizes, instead=_group_norm)
+@row("native_group_norm", local=_group_sizes, positions="", instead=_group_norm)
 def _group_norm_rule(call: Call) -> Form:
     given = [["c"]] * (len(call.operands) - 1)
     linear = "weight + bias" if call.weight is not None else ""
     return _group_form(call, [["x"], *given], [["x"], ["n", "g", "@0"], ["n", "g", "@0"]], linear=linear)
 
 
-@row("native_group_norm_backward", local=_group_backward_sizes, instead=_group_norm_backward)
+@row("native_group_norm_backward", local=_group_backward_sizes, positions="", instead=_group_norm_backward)
 def _group_norm_backward_rule(call: Call) -> Form:
     given = [["c"]] * (len(call.operands) - 4)
     results = [["x"], ["c", "@0 1 2 3"], ["c", "@0"]]

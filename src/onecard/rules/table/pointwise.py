@@ -66,7 +66,7 @@ def _full_buffer(c: Local) -> None:
         c.run = run
 
 
-row(_ACTIVATIONS, local=_full_buffer)(elementwise)
+row(_ACTIVATIONS, local=_full_buffer, positions="")(elementwise)
 
 
 # ---- Linear in something
@@ -148,7 +148,7 @@ def _physical_conj(c: Local) -> None:
     c.run, c.copies = torch.conj_physical, True
 
 
-row("_conj", "... -> ...", linear="self", local=_physical_conj)
+row("_conj", "... -> ...", linear="self", local=_physical_conj, positions="")
 
 
 @row("_to_copy")

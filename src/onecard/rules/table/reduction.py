@@ -62,7 +62,7 @@ def share_of_result(c: Local) -> float:
     return part / whole if part else 1.0
 
 
-@row("mean", local=_mean_of_part)
+@row("mean", local=_mean_of_part, positions="")
 def _mean(call: Call) -> Form:
     return reduction(call, linear="self" if widens(call.self.dtype, call.results[0].dtype) else "")
 
@@ -87,17 +87,17 @@ def _extremes_if_empty(c: Local) -> None:
     if_empty(c, lambda dtype: (highest(dtype), lowest(dtype)))
 
 
-@row("amax", local=_lowest_if_empty)
+@row("amax", local=_lowest_if_empty, positions="")
 def _amax(call: Call) -> Form:
     return reduction(call, reduce="max", keeps="max")
 
 
-@row("amin", local=_highest_if_empty)
+@row("amin", local=_highest_if_empty, positions="")
 def _amin(call: Call) -> Form:
     return reduction(call, reduce="min", keeps="min")
 
 
-@row("aminmax", local=_extremes_if_empty)
+@row("aminmax", local=_extremes_if_empty, positions="")
 def _aminmax(call: Call) -> Form:
     return reduction(call, reduce=("min", "max"))
 
@@ -167,12 +167,12 @@ def _extreme(call: Call, op: str) -> Form:
     return _whole_dims(call) if call.schema.overload == "dim" else reduction(call, reduce=op, keeps=op)
 
 
-@row("max", local=_lowest_if_empty, instead=_with_place(torch.amax))
+@row("max", local=_lowest_if_empty, positions="", instead=_with_place(torch.amax))
 def _max(call: Call) -> Form:
     return _extreme(call, "max")
 
 
-@row("min", local=_highest_if_empty, instead=_with_place(torch.amin))
+@row("min", local=_highest_if_empty, positions="", instead=_with_place(torch.amin))
 def _min(call: Call) -> Form:
     return _extreme(call, "min")
 
@@ -233,10 +233,10 @@ def _nothing_if_empty(c: Local) -> None:
     if_empty(c, lambda dtype: 0)
 
 
-row("var.correction", instead=_var, local=_nothing_if_empty)(_whole_dims)
-row("std.correction", instead=_std, local=_nothing_if_empty)(_whole_dims)
-row("var_mean.correction", instead=_var_mean, local=_nothing_if_empty)(_whole_dims)
-row("std_mean.correction", instead=_std_mean, local=_nothing_if_empty)(_whole_dims)
+row("var.correction", instead=_var, local=_nothing_if_empty, positions="")(_whole_dims)
+row("std.correction", instead=_std, local=_nothing_if_empty, positions="")(_whole_dims)
+row("var_mean.correction", instead=_var_mean, local=_nothing_if_empty, positions="")(_whole_dims)
+row("std_mean.correction", instead=_std_mean, local=_nothing_if_empty, positions="")(_whole_dims)
 
 
 # ---- Norms: a norm of norms is a norm, so a pending norm passes through
@@ -252,7 +252,7 @@ def _norm_fill(c: Local) -> None:
     if_empty(c, lambda dtype: nothing)
 
 
-@row("linalg_vector_norm norm", local=_norm_fill, values=True)
+@row("linalg_vector_norm norm", local=_norm_fill, positions="", values=True)
 def _norm(call: Call) -> Form:
     power = _power(call)
     if power == 0:

@@ -66,6 +66,7 @@ def _shape_only_local(c: Local) -> None:
 row(
     "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
     local=_shape_only_local,
+    positions="",
 )(lambda call: _each_channel(call, linear="grad_output", unread="self"))
 
 
@@ -77,7 +78,7 @@ row("""upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3
     _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
     upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
     _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_lanczos2d_aa_backward""",
-    local=_input_size_local,
+    local=_input_size_local, positions="",
 )(lambda call: _each_channel(call, linear="grad_output"))  # fmt: skip
 
 
@@ -151,6 +152,6 @@ def _affine_grid_local(c: Local) -> None:
     c.set("size", [c.result_shape()[0], *c.call.size[1:]])
 
 
-@row("affine_grid_generator", local=_affine_grid_local)
+@row("affine_grid_generator", local=_affine_grid_local, positions="")
 def _affine_grid(call: Call) -> Form:
     return Form(f"n _ _ -> n{' _' * (call.results[0].dim() - 1)}", linear="theta")

@@ -18,7 +18,7 @@ from onecard.rules.registry import row
 from onecard.rules.rule import Form
 from onecard.rules.table._dims import names, signature
 from onecard.rules.table._shift import shift, with_spare
-from onecard.rules.table.indexing import Indexed
+from onecard.rules.table.indexing import INDEXED, Indexed
 
 
 def _finish(c: Local, x: Tensor, made: Tensor) -> Tensor:
@@ -59,17 +59,17 @@ def _scatter_form(call: Call, adds: bool) -> Form:
     return Form(signature([x] + [index] * len(written), [x]), linear=linear)
 
 
-@row("scatter.src scatter.value scatter.reduce scatter.value_reduce", local=_write_local)
+@row("scatter.src scatter.value scatter.reduce scatter.value_reduce", local=_write_local, positions="v")
 def _scatter(call: Call) -> Form:
     return _scatter_form(call, adds=False)
 
 
-@row("scatter_add", local=_write_local)
+@row("scatter_add", local=_write_local, positions="v")
 def _scatter_add(call: Call) -> Form:
     return _scatter_form(call, adds=True)
 
 
-@row("scatter_reduce", local=_write_local)
+@row("scatter_reduce", local=_write_local, positions="v")
 def _scatter_reduce(call: Call) -> Form:
     return _scatter_form(call, adds=call.reduce == "sum" and call.include_self)
 
@@ -89,12 +89,12 @@ def _index_form(call: Call, adds: bool) -> Form:
     return Form(signature([x, [source[call.dim]], *sources], [x]), linear=linear)
 
 
-@row("index_add", local=_write_local)
+@row("index_add", local=_write_local, positions="v")
 def _index_add(call: Call) -> Form:
     return _index_form(call, adds=True)
 
 
-@row("index_copy index_fill index_reduce", local=_write_local)
+@row("index_copy index_fill index_reduce", local=_write_local, positions="v")
 def _index_copy(call: Call) -> Form:
     return _index_form(call, adds=False)
 
@@ -123,7 +123,7 @@ def _index_put_local(c: Local) -> None:
     c.run = run
 
 
-@row("index_put _index_put_impl _unsafe_index_put", local=_index_put_local)
+@row("index_put _index_put_impl _unsafe_index_put", local=_index_put_local, positions=INDEXED)
 def _index_put(call: Call) -> Form | None:
     given = call.values["values"]
     if _is_mask(call.indices) and given.numel() == 1:

@@ -85,7 +85,7 @@ def _right_as(trial: Trial, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
     """Layouts that make the local results right, one for each result; empty if there are none."""
     try:
         # The meta function refuses most of what the kernel would not survive.
-        bare = Decision(tuple(layouts), (), (), 0.0)
+        bare = Decision(tuple(layouts), (), (), 0.0, trial.bound)
         trial.run(bare, None, meta=True)
         results, _ = trial.run(bare, None)
     except Exception:  # shards that the kernel does not take

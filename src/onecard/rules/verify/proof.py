@@ -86,7 +86,7 @@ def verify_call(
         missed: also look for operand layouts that the row forbids without need (meshes with one axis only). The
             operator runs on shards that may not fit, which a few kernels do not survive.
         seed: of the random summands, and of the choice of strategies where there are more than ``limit``.
-        limit: strategies to try at most.
+        limit: strategies to try at most; of those with merged dims a quarter of it in addition.
 
     Example:
         >>> import torch
@@ -124,7 +124,9 @@ def prove(call: Captured, mesh: ProcessMesh, missed: bool = False, seed: int = 0
 
 
 def _try_all(result: Result, trial: Trial, missed: bool, seed: int, limit: int) -> None:
-    for decision in _sampled(list(trial.strategies()), limit, seed):
+    found = list(trial.strategies())
+    plain, of_parts = ([d for d in found if (d.bound is trial.bound) is whole] for whole in (True, False))
+    for decision in (*_sampled(plain, limit, seed), *_sampled(of_parts, -(-limit // 4), seed)):
         why = trial.fault(decision)
         if why:
             result.wrong.append(_wrong(result, why, decision, seed))

@@ -33,9 +33,9 @@ def split(whole: Tensor, layout: Layout, generator: torch.Generator) -> dict[Coo
         parts = {(*at, i): p for at, part in parts.items() for i, p in enumerate(summands(part, op, ranks, generator))}
     local = {}
     for place in coordinates(layout.mesh):
-        mine = layout.local_slices(whole.shape, place)
         # Its elements lie in memory in the order of the whole's, also where they are random.
-        local[place] = torch.empty_like(whole[mine]).copy_(parts[tuple(place[a] for a in axes)][mine])
+        like = torch.empty_like(layout.local_part(whole, place))
+        local[place] = like.copy_(layout.local_part(parts[tuple(place[a] for a in axes)], place))
     return local
 
 
@@ -95,7 +95,7 @@ def mismatch(
     if not values:
         return ""
     for place, tensor in _joined(layout, local).items():
-        want = whole[layout.local_slices(whole.shape, place)]
+        want = layout.local_part(whole, place)
         if not close(tensor, want, rounding):
             return f"values at {place}: {_brief(tensor)}, want {_brief(want)}"
     return ""

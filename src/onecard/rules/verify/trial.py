@@ -14,6 +14,7 @@ from onecard.mesh import ProcessMesh
 from onecard.rules.call import Call, tensors_in
 from onecard.rules.decide import Decision, strategies
 from onecard.rules.local import Local
+from onecard.rules.refine import apart
 from onecard.rules.registry import Row
 from onecard.rules.rule import Bound, Form, bind
 from onecard.rules.verify.captured import Captured, copied
@@ -74,9 +75,17 @@ class Trial:
 
     def strategies(self) -> Iterator[Decision]:
         """What the rule allows here. A result that is an operand keeps that operand's layout."""
-        for decision in strategies(self.bound, self.mesh):
+        for decision in (*strategies(self.bound, self.mesh), *self._of_parts()):
             kept = all(decision.results[r] is decision.operands[i] for r, i in self.aliases.items())
             if kept and self._can_be_split(decision):
+                yield decision
+
+    def _of_parts(self) -> Iterator[Decision]:
+        """What it allows for merged operands: every factor with divisors as a product of two."""
+        fixed = self.bound.pieces | (frozenset(range(len(self.bound.sizes))) - self.bound.free)
+        parts = {f: halves for f, n in enumerate(self.bound.sizes) if f not in fixed and (halves := _product(n))}
+        for decision in strategies(apart(self.bound, parts), self.mesh) if parts else ():
+            if any(layout.merged for layout in (*decision.operands, *decision.results)):
                 yield decision
 
     def _can_be_split(self, decision: Decision) -> bool:
@@ -151,7 +160,7 @@ class Trial:
                 holder[where] = tensor
         run = self.captured.func
         if row is not None and row.local is not None:
-            local = Local(self.call, self.bound, decision, place)
+            local = Local(self.call, decision.bound, decision, place)
             row.local(local)
             order = self.call.schema.arguments
             for name, value in local.replace.items():
@@ -161,6 +170,11 @@ class Trial:
                     kwargs[name] = value
             run = local.run or run
         return run(*args, **kwargs)
+
+
+def _product(size: int) -> tuple[int, ...]:
+    """Two factors of a size, the outer one as small as can be; () of a prime."""
+    return next(((n, size // n) for n in range(2, size) if size % n == 0), ())
 
 
 def _strides_differ(local: dict[Coordinate, Tensor]) -> str:
@@ -212,7 +226,8 @@ def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     if form is None:
         raise Unfit("", "")
     try:
-        bound = bind(form, call.names, [tuple(t.shape) for t in call.operands], [tuple(t.shape) for t in call.results])
+        operands, results = ([tuple(t.shape) for t in tensors] for tensors in (call.operands, call.results))
+        bound = bind(form, call.names, operands, results, row.pieces)
     except RuleError as fault:
         raise Unfit(described(form), str(fault)) from None
     return call, described(form), bound
