@@ -16,6 +16,7 @@ if BENCHMARKS not in sys.path:  # the ranks import this file too
 import onecard as oc  # noqa: E402
 import operator_sweep  # noqa: E402
 from onecard.errors import DispatchError  # noqa: E402
+from onecard.rules.register import unproved  # noqa: E402
 from onecard.testing import assert_close, multirank  # noqa: E402
 from sweep import engine, report  # noqa: E402
 from sweep.compare import difference  # noqa: E402
@@ -100,6 +101,7 @@ def with_faults(names, options, path):
 
     for name, form in (("cumsum", elementwise), ("sin", one_sided), ("tan", deadly)):
         oc.register_rule(name, replace=True)(form)
+    unproved.clear()  # else the first calls are compared, and the wrong row is refused
     engine.run(names, options, path)
 
 

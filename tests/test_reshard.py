@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import onecard as oc
+from onecard import _torch
 from onecard.comm import Group, collectives, group
 from onecard.errors import CommunicationError, LayoutError, MeshError
 from onecard.testing import assert_close, multirank
@@ -188,7 +189,7 @@ def test_an_object_is_the_same_on_all_ranks():
 def test_an_object_travels_on_the_device_that_the_group_has(monkeypatch):
     """NCCL alone has no way for CPU tensors. Twin: meta stands for the GPU; the sender needs nothing back."""
     used = []
-    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda pg: "meta")
+    monkeypatch.setattr(_torch, "object_device", lambda pg: "meta")
     monkeypatch.setattr(collectives, "broadcast", lambda tensor, *_: used.append(tensor.device.type) or tensor)
     assert collectives.broadcast_object("value", Group((0, 1), 0, object()), 0) == "value"
     assert used == ["meta", "meta"]

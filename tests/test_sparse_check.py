@@ -84,6 +84,12 @@ def test_a_changed_element_anywhere_changes_the_digest(dtype, size):
         assert bits(x) == bits(x.clone()) != bits(y), place
 
 
+def test_what_is_out_of_range_is_compared_too():
+    lowest = torch.full((9,), torch.finfo(torch.float32).min)
+    assert bits(lowest) == bits(lowest.clone()) != bits(-lowest)
+    assert bits(torch.tensor([float("nan"), float("inf")])) != bits(torch.tensor([float("inf"), float("nan")]))
+
+
 def test_rows_that_change_places_change_the_digest():
     x = torch.randn(64, 1024)
     assert bits(x) != bits(x[torch.randperm(64)]) and bits(x) != bits(x.flip(0))

@@ -35,7 +35,8 @@ def fingerprint(x: Tensor) -> str:
 
 
 def _print(bits: int, array: Any) -> str:
-    norm = math.sqrt(np.dot(array, array)) if array.dtype.kind == "f" else math.nan
+    with np.errstate(all="ignore"):  # a mask may hold the lowest number that there is
+        norm = math.sqrt(np.dot(array, array)) if array.dtype.kind == "f" else math.nan
     return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{array[:: max(1, -(-array.size // 8))].astype(np.float64).tobytes().hex()}"
 
 
