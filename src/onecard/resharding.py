@@ -98,6 +98,7 @@ def alike(shape: Shape, source: Layout, target: Layout) -> tuple[tuple[Shape, ..
 
     Example:
         >>> from onecard.mesh import ProcessMesh
+        >>> from onecard.parts import Part
         >>> mesh = ProcessMesh([0, 1], ["x"])
         >>> cut, merged = Layout.make(mesh, ((0,),)), Layout.make(mesh, ((Part(2, ()), Part(6, (0,))),))
         >>> alike((12,), cut, merged)

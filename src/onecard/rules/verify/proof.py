@@ -93,7 +93,7 @@ def verify_call(
         >>> a, b = torch.randn(4, 6).double(), torch.randn(6, 3).double()
         >>> result = verify_call(torch.ops.aten.mm.default, (a, b))
         >>> result.proved, result.wrong, result.missed
-        (8, [], {})
+        (10, [], {})
     """
     return prove(Captured(func, tuple(args), dict(kwargs or {})), mesh_of(mesh_shape), missed, seed, limit)
 
