@@ -150,6 +150,16 @@ def test_meshes_of_the_same_ranks_are_told_apart():
         oc.from_local(torch.full((3,), float(mesh.ndim)), mesh, [oc.Replicate()] * mesh.ndim)
 
 
+@multirank(2)
+def test_a_view_of_a_parameter_is_written_to_without_autograd():
+    mesh = oc.ProcessMesh([0, 1], ["x"])
+    w = nn.Parameter(oc.shard_tensor(torch.ones(3), mesh, [oc.Shard(0)]))
+    view = w.unflatten(-1, (1, -1))
+    with torch.no_grad():
+        view[0:] += 1
+    assert w.detach().tolist() == [2, 2, 2]
+
+
 @multirank(3)
 def test_ranks_outside_a_mesh_meet_the_others():
     mesh = oc.ProcessMesh([0, 2], ["x"])

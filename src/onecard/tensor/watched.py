@@ -95,7 +95,8 @@ def written(operator: str, tensors: Sequence[Any], combines: bool) -> None:
     if layout.pending:
         # One rank's write to its summand is in the sum, and looks like any other summand there.
         clock.mark(layout.mesh.process_ids, f"wrote to a pending sum {list(first.shape)} by {operator}")
-    elif combines and first.requires_grad and first.is_leaf:
+    # A view is asked first: to know whether it is a leaf, torch takes it again, which fails for one just written to.
+    elif combines and first.requires_grad and not first._is_view() and first.is_leaf:
         site = _site_of(layout, operator, len(tensors), _number(first))
         if site.tick():
             world.init()
