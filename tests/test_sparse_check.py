@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from silent_programs import run
 from torch import nn
+from torch.utils.data import DataLoader
 
 import onecard as oc
 from onecard.comm import agree, world
@@ -148,6 +149,19 @@ def test_meshes_of_the_same_ranks_are_told_apart():
         x = oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Replicate()] * mesh.ndim)
         x * torch.full((4,), float(mesh.ndim))
         oc.from_local(torch.full((3,), float(mesh.ndim)), mesh, [oc.Replicate()] * mesh.ndim)
+
+
+@multirank(2, timeout=60)
+@pytest.mark.parametrize("asked", ["full_tensor", "redistribute"])
+def test_what_one_rank_asks_for_without_a_message_is_no_part_of_the_next_one(asked):
+    """Batches are given on by a message that is for no operator."""
+    mesh = oc.ProcessMesh([0, 1], ["tp"])
+    net = silent_programs.model(mesh, cut=False)
+    loader = oc.shard_dataloader(DataLoader(silent_programs.samples(), batch_size=4), mesh)
+    for number, (x, _) in enumerate(loader):
+        net(x)
+        if oc.get_rank() == 0 and number < 3:
+            net[0].weight.full_tensor() if asked == "full_tensor" else net[0].weight.redistribute([oc.Shard(0)])
 
 
 @multirank(2)

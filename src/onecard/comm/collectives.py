@@ -19,10 +19,12 @@ from torch import Tensor
 from onecard import _torch
 from onecard._torch import AllgatherOptions
 from onecard.comm import check, flight, sparse_check, trace
+from onecard.comm import record as tell
 from onecard.comm.groups import Group
 from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
 
+_FOR_THEMSELVES = ("broadcast", "barrier")  # no operator's operands
 Recorded = tuple[Any, ...]  # what is filled, the functional operator's name, its arguments
 
 _REDUCE = {
@@ -51,6 +53,8 @@ def _wait(
     """
     if sent is not None and sent.is_meta:
         return  # a rehearsal: shapes without data
+    if name in _FOR_THEMSELVES:
+        tell.serving = ("", "", ())
     traced = trace.tracing()
     if group.clock is not None and not traced:
         group.clock.tick(f"{name}({op})" if op else name, None if sent is None else sent.dtype)

@@ -121,6 +121,7 @@ def check_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> None:
         step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=MACHINE.message(mine.nbytes))
         reason = "a collate_fn of the user's may pad"
         record.tell(record.Message(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
+    record.serving = ("shard_dataloader", "shapes", (2,))
     if torch.equal(collectives.all_reduce(mine, group, "max"), mine):
         return
     words = f"rank {world.get_rank()}: " + ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in shapes)

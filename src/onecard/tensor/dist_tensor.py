@@ -147,7 +147,8 @@ class DistTensor(Tensor):
         steps = planner.plan(shape, spec.dtype.itemsize, source, target)
         if record.observers and spec.here:
             announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
-        record.serving = (op, operand, shape)
+        if steps:  # else nothing is sent, and one rank may ask alone
+            record.serving = (op, operand, shape)
         settles = bool(source.pending) and target is source.settled()
         if not spec.here:
             if settles:
