@@ -39,6 +39,7 @@ PAIRS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "shape of a plain tensor": [lambda x: x[:1] + torch.ones(3, 1), lambda x: x[:1] + torch.ones(1, 1)],
     "dtype as an argument": [lambda x: x.to(torch.float64), lambda x: x.to(torch.float16)],
     "an int and a float power": [lambda x: x.long().pow(2), lambda x: x.long().pow(2.0)],
+    "a float and a complex factor": [lambda x: x * 2.0, lambda x: x * 2j],
     "None and a number": [lambda x: x.clamp(5, None), lambda x: x.clamp(None, 5)],
 }
 
