@@ -1,18 +1,25 @@
 """How a job ends: nothing survives it, however the launcher or a rank went; no log is lost; who was to blame is named."""
 
+import io
 import os
 import re
 import signal
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import alive, launch_here, pids_in, start, survivors, write
 
+from onecard.errors import CommunicationError
+from onecard.launch import _explain
 from onecard.launch._logs import job_folder, set_aside
 from onecard.launch._memory import MemoryKills
+from onecard.launch._worker import _Recorder
 from onecard.testing import run_ranks
+from onecard.testing._report import root_cause
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal of Linux")
 
@@ -169,6 +176,19 @@ def test_ranks_that_disagree_on_a_shape_are_named(tmp_path, monkeypatch, backend
     else:
         sides = [rf"rank {r} all_reduce\(sum\) #\d of {5 + r} float32" for r in (0, 1)]
     assert all(re.search(side, output) for side in sides), output
+
+
+def test_an_error_that_ends_with_a_hint_may_still_be_a_consequence(tmp_path):
+    """Which of two ranks the agent notices first is chance; what an error says of itself is not its last line."""
+    workplace = SimpleNamespace(note=lambda rank: tmp_path / f"rank{rank}.json")
+    record = _Recorder(str(workplace.note(1)))
+    error = CommunicationError("all_gather failed on rank 1: Read error [127.0.0.1]: Connection reset by peer")
+    error.add_note("To see more, run it once with ONECARD_CHECK=1")
+    with redirect_stderr(io.StringIO()):
+        record.exception(type(error), error, None)
+    failures = {1: SimpleNamespace(exitcode=1), 0: SimpleNamespace(exitcode=-6)}
+    ends = _explain._ends(failures, workplace)
+    assert ends[1].consequence and root_cause(ends) == 0
 
 
 def test_memory_kills_are_counted(tmp_path):

@@ -68,7 +68,7 @@ def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[
             # Noticed at the agent's next look only: any error that a rank noted itself was earlier.
             ends[rank] = None if by_agent else Death(failure.exitcode, float("inf"))
         else:
-            lost = is_consequence(note["text"].rstrip().rpartition("\n")[2])
+            lost = is_consequence(note["message"])
             ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
     return ends
 

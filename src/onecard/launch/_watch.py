@@ -47,7 +47,7 @@ class Watch:
         stuck = flight.out_of_step(boards)
         if stuck:
             text = f"onecard.errors.CommunicationError: ranks are out of step\n{flight.describe(boards)}\n{ADVICE}"
-            note = {"time": now, "text": text, "code": 1}
+            note = {"time": now, "text": text, "message": "", "code": 1}
             (self._folder / f"rank{stuck[0]}.json").write_text(json.dumps(note))
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pids[stuck[0]], signal.SIGKILL)

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from types import ModuleType, TracebackType
 
 PR_SET_PDEATHSIG = 1
@@ -97,12 +98,17 @@ class _Recorder:
 
     def exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, _own_frames(trace, error)))
-        self.write(text)
+        message = ""
+        with suppress(Exception):  # an error of the user's own may not know how to say itself
+            message = str(error)
+        self.write(text, message=message)
         sys.stderr.write(text)
 
-    def write(self, text: str, code: int = 1) -> None:
+    def write(self, text: str, code: int = 1, message: str = "") -> None:
+        """``message``: the error's own words, without the notes that a traceback ends with."""
+        note = {"time": time.monotonic(), "text": text, "message": message, "code": code & 0xFF or 1}
         with open(self._path, "w") as file:
-            json.dump({"time": time.monotonic(), "text": text, "code": code & 0xFF or 1}, file)
+            json.dump(note, file)
 
 
 def _own_frames(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
