@@ -131,6 +131,11 @@ foreach_types: tuple[list[type], ...] = (
 )
 
 
+def queue_callback(done: Callable[[], None]) -> None:
+    """From within ``backward``: call a function when it is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(done)
+
+
 def reads_by_index(loader: Any) -> bool:
     """Whether a loader's dataset is indexed, not iterated over."""
     return not isinstance(loader.dataset, torch.utils.data.IterableDataset)

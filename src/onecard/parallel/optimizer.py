@@ -13,10 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states
+from onecard.parallel.zero import ShardedUpdate, ShardingStage1
 from onecard.tensor.buckets import settle_all
 
 
-def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], Any] | None = None) -> Optimizer:
+def shard_optimizer(
+    optimizer: Optimizer, shard_fn: ShardingStage1 | Callable[[str, Any, Any], Any] | None = None
+) -> Optimizer:
     """Make a torch optimizer ready for distributed parameters, in place.
 
     Its states follow their parameter's layout by themselves (they are made like it). What this adds: pending gradients
@@ -27,6 +30,7 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         optimizer: any of ``torch.optim``, foreach and fused included.
         shard_fn: ``shard_fn(key, param, state) -> state``, called once for each state tensor of a parameter's shape
             after the first step ("exp_avg", ...), and for those that are loaded; it returns the state, resharded or not.
+            Or a stage of ZeRO, ``ShardingStage1("dp")``, ``ShardingStage2("dp")``: the update runs where the state is.
 
     Returns:
         The optimizer.
@@ -44,6 +48,9 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
         'SGD'
     """
     _check_current(optimizer)
+    if isinstance(shard_fn, ShardingStage1):
+        _keep_laid_out(optimizer, ShardedUpdate(optimizer, shard_fn).lay_out)
+        return optimizer
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         def settle() -> None:
@@ -56,10 +63,13 @@ def shard_optimizer(optimizer: Optimizer, shard_fn: Callable[[str, Any, Any], An
     sharder = None if shard_fn is None else _StateSharder(shard_fn)
     if sharder is not None:
         optimizer.register_step_post_hook(sharder)
-    lay_out = None if sharder is None else sharder.lay_out
+    _keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
+    return optimizer
+
+
+def _keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
     optimizer.register_load_state_dict_post_hook(lambda opt: lay_out_states(opt, lay_out))
     lay_out_states(optimizer, lay_out)  # they may have been loaded before
-    return optimizer
 
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameters had been replaced by then

@@ -73,7 +73,7 @@ def _on_mesh(value: Any, param: DistTensor) -> Any:
         return [_on_mesh(item, param) for item in value]
     if not isinstance(value, Tensor) or isinstance(value, DistTensor) or value.dim() == 0:
         return value
-    return _moved(value, _reduced(param._spec.layout, param.shape, value.shape))
+    return lay_out_with(value, _reduced(param._spec.layout, param.shape, value.shape))
 
 
 def _reduced(layout: Layout, shape: Sequence[int], other: Sequence[int]) -> Layout:
@@ -94,10 +94,11 @@ def lay_out_as(value: Tensor, like: DistTensor) -> DistTensor:
         >>> lay_out_as(torch.zeros(4), like).placements
         (Shard(dim=0),)
     """
-    return _moved(value, like._spec.layout.settled())
+    return lay_out_with(value, like._spec.layout.settled())
 
 
-def _moved(value: Tensor, layout: Layout) -> DistTensor:
+def lay_out_with(value: Tensor, layout: Layout) -> DistTensor:
+    """A tensor under a layout. Outside autograd."""
     if isinstance(value, DistTensor) and value._spec.layout is layout:
         return value
     moved: Any = reshard(value.detach(), layout.mesh, layout.placements)  # type: ignore[arg-type]

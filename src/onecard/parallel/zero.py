@@ -1,0 +1,227 @@
+"""ZeRO by layouts: the data-parallel axis cuts an optimizer's states, the gradients too, the parameters too.
+
+The update runs where the state is. While an optimizer steps, its parameters *are* the parts that this rank updates: tensors
+of the same value under a layout with one more cut, whose memory is a piece of the parameter's own. So any optimizer works, fused ones
+stay fused, its states come out cut, and a parameter is a right tensor at every moment, also where a step is interrupted.
+
+Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); the names are those of ``paddle.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecard import _torch
+from onecard.comm.groups import group
+from onecard.errors import LayoutError
+from onecard.layout import Layout
+from onecard.mesh import ProcessMesh
+from onecard.parallel.resume import lay_out_with
+from onecard.parts import chunk
+from onecard.tensor import DistTensor, memory, strides
+from onecard.tensor.buckets import Cut, fill, gather_all, scatter_all, settle_all
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import OWN, Spec, contiguous_stride
+
+
+@dataclass(frozen=True)
+class ShardingStage1:
+    """ZeRO stage 1 for ``shard_optimizer``: each rank along an axis keeps and updates a part of the optimizer's states.
+
+    Args:
+        axis: the mesh axis along which the data are divided, "dp" or its number; left out on a mesh of one axis.
+        mesh: the mesh; parameters on other meshes are left alone. Left out: every parameter whose mesh has the axis.
+
+    A step sends what data parallelism sends: a reduce-scatter of the gradients and an all-gather of the updated parameters.
+
+    Source: ZeRO (arXiv 1910.02054), P_os; ``paddle.distributed.ShardingStage1``.
+
+    Example:
+        >>> from onecard import ProcessMesh, Replicate, Shard, shard_optimizer, shard_tensor
+        >>> mesh = ProcessMesh([0], ["dp"])
+        >>> weight = torch.nn.Parameter(shard_tensor(torch.ones(4, 2), mesh, [Replicate()]))
+        >>> optimizer = shard_optimizer(torch.optim.AdamW([weight]), ShardingStage1("dp", mesh))
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[weight]["exp_avg"].placements, weight.placements
+        ((Shard(dim=0),), (Replicate(),))
+    """
+
+    axis: str | int | None = None
+    mesh: ProcessMesh | None = None
+    stage = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.axis, ProcessMesh):  # ShardingStage1(mesh), as older versions of Paddle have it
+            object.__setattr__(self, "mesh", self.axis)
+            object.__setattr__(self, "axis", None)
+        if self.mesh is not None:
+            self._axis(self.mesh)
+
+    def _axis(self, mesh: ProcessMesh) -> int | None:
+        """The number of the axis; None if this mesh does not have it."""
+        name = type(self).__name__
+        if self.axis is None:
+            if mesh.ndim > 1:
+                raise LayoutError(
+                    f"{name}: {mesh!r} has {mesh.ndim} axes; name the one along which the data are divided, for example "
+                    f"onecard.{name}({mesh.dim_names[0]!r}, mesh)"
+                )
+            return 0
+        if isinstance(self.axis, int):
+            return self.axis if self.axis < mesh.ndim else None
+        if self.axis in mesh.dim_names:
+            return mesh.axis(self.axis)
+        if self.mesh is not None:
+            raise LayoutError(f"{name}: {mesh!r} has no axis {self.axis!r}; its axes are {mesh.dim_names}")
+        return None
+
+    def cut(self, x: DistTensor) -> Cut | None:
+        """How the axis cuts a parameter; None where it does not: it has another mesh, or its layout uses the axis already."""
+        layout, mesh = x._spec.layout, x.mesh
+        if self.mesh is not None and mesh is not self.mesh:
+            return None
+        axis = self._axis(mesh)
+        if axis is None or not x._spec.here or layout.merged or layout.pending or x._spec.alias != OWN:
+            return None
+        if x.dim() == 0 or layout.dim_of(axis) is not None or x._memory is not None:
+            return None
+        dim = _best_dim(x._local.shape, mesh.shape[axis])
+        dims = list(layout.dims)
+        dims[dim] = (*dims[dim], axis)
+        return Cut(x, x._local, Layout.make(mesh, tuple(dims)), axis, dim)
+
+
+@dataclass(frozen=True)
+class ShardingStage2(ShardingStage1):
+    """ZeRO stage 2 for ``shard_optimizer``: gradients are cut too, as soon as ``backward`` has them.
+
+    Args, messages and source: see ``ShardingStage1``. Each ``backward`` reduces what it has made, so that with accumulation
+    over n microbatches the reduce-scatter runs n times; stage 1 runs it once.
+    """
+
+    stage = 2
+
+
+def _best_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dim whose largest part is smallest; of equals the outermost, whose parts lie in one piece."""
+    return min(range(len(shape)), key=lambda d: (chunk(shape[d], ranks, 0)[1] / max(shape[d], 1), d))
+
+
+class ShardedUpdate:
+    """Runs an optimizer's step on the parts that this rank updates."""
+
+    def __init__(self, optimizer: Optimizer, stage: ShardingStage1) -> None:
+        self.stage = stage
+        self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+        if stage.stage > 1:
+            Reducer([p for p in params_of(optimizer) if isinstance(p, DistTensor)], stage)
+
+    def lay_out(self, key: str, param: Any, state: Any) -> Any:
+        """A state under the layout in which it is kept: for those that are loaded."""
+        cut = self.stage.cut(param)
+        return state if cut is None else lay_out_with(state, cut.layout)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        cuts, others = [], []
+        for param in params_of(optimizer):
+            cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
+            cuts.append(cut) if cut is not None else others.append(param.grad)
+        reduce_gradients(cuts)
+        settle_all(others, "gradients", explicit=False)
+        for cut in cuts:
+            spec = cut.x._spec
+            self._during.append((cut, spec))
+            part = cut.parts()[group(cut.mesh, cut.axis).index]
+            cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        during, self._during = self._during, []
+        gather_all([cut for cut, _ in during], "parameters")
+        for cut, spec in during:
+            cut.x._local, cut.x._spec = cut.whole, spec
+            memory.wrote(cut.x)
+
+
+def params_of(optimizer: Optimizer) -> Iterable[Any]:
+    """An optimizer's parameters, in order."""
+    return (param for each in optimizer.param_groups for param in each["params"])
+
+
+def reduce_gradients(cuts: Sequence[Cut]) -> None:
+    """Give the gradients of parameters the layouts with the cut, those that are pending in few large messages."""
+    due = [cut for cut in cuts if cut.x.grad._spec.layout is not cut.layout]  # type: ignore[union-attr]
+    grads: list[Any] = [cut.x.grad for cut in due]
+    given = [Cut(g, g._local, cut.layout, cut.axis, cut.dim) for g, cut in zip(grads, due, strict=True)]
+    for cut, grad, part in zip(due, grads, scatter_all(given, "gradients"), strict=True):
+        spec = grad._spec
+        made = Spec.make(cut.layout, spec.shape, contiguous_stride(spec.shape), spec.dtype, spec.device)
+        cut.x.grad = wrap(part.contiguous(), made)
+
+
+class Reducer:
+    """Cuts gradients while ``backward`` runs: a bucket's, as soon as it has the last of them.
+
+    What a parameter has from earlier backwards is put aside until this one's part can be added to it.
+    """
+
+    def __init__(self, params: Sequence[DistTensor], stage: ShardingStage1) -> None:
+        self._stage = stage
+        self._kept: dict[DistTensor, DistTensor] = {}
+        self._bucket_of: dict[DistTensor, int] = {}
+        self._left: list[set[DistTensor]] = []
+        self._ready: list[list[DistTensor]] = []
+        self._called = False
+        # backward comes to the last parameters first
+        for number, bucket in enumerate(fill([p for p in reversed(params) if p.requires_grad], lambda p: p._local.nbytes)):
+            self._bucket_of |= dict.fromkeys(bucket, number)
+            self._left.append(set(bucket))
+            self._ready.append([])
+            for param in bucket:
+                param.register_hook(lambda grad, param=param: self._before(param))
+                param.register_post_accumulate_grad_hook(self._after)
+
+    def _before(self, param: DistTensor) -> None:
+        self._call_at_the_end()
+        if isinstance(param.grad, DistTensor) and not param.grad._spec.layout.pending:
+            self._kept[param], param.grad = param.grad, None
+
+    def _after(self, param: Any) -> None:
+        number = self._bucket_of[param]
+        self._ready[number].append(param)
+        self._left[number].discard(param)
+        if not self._left[number]:
+            self._reduce(number)
+
+    def _call_at_the_end(self) -> None:
+        if not self._called:
+            self._called = True
+            _torch.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """The end of a backward: buckets of which it had not all gradients."""
+        self._called = False
+        for number in range(len(self._ready)):
+            if self._ready[number]:
+                self._reduce(number)
+        for param, kept in self._kept.items():  # whose gradient was asked for by torch.autograd.grad
+            param.grad = kept
+        self._kept.clear()
+
+    def _reduce(self, number: int) -> None:
+        params, self._ready[number] = self._ready[number], []
+        self._left[number] |= set(params)
+        with torch.no_grad():
+            reduce_gradients([cut for p in params if (cut := self._stage.cut(p)) is not None])
+            for param in params:
+                kept = self._kept.pop(param, None)
+                if kept is not None:
+                    param.grad = kept.add_(param.grad)  # type: ignore[arg-type]
