@@ -9,7 +9,7 @@ from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
 from onecard.parallel.local_code import local_map
 from onecard.parallel.optimizer import shard_optimizer
-from onecard.parallel.zero import ShardingStage1, ShardingStage2
+from onecard.parallel.zero import ShardingStage1, ShardingStage2, ShardingStage3
 from onecard.tensor import DistTensor
 
 # torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
@@ -18,6 +18,6 @@ for _types in _torch.foreach_types:
         _types.append(DistTensor)
 
 __all__ = [
-    "ShardDataloader", "ShardingStage1", "ShardingStage2", "local_map", "shard_dataloader", "shard_layer", "shard_op",
+    "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "local_map", "shard_dataloader", "shard_layer", "shard_op",
     "shard_optimizer",
 ]  # fmt: skip

@@ -89,9 +89,13 @@ class ShardingStage1:
         axis = self._axis(mesh)
         if axis is None or not x._spec.here or layout.merged or layout.pending or x._spec.alias != OWN:
             return None
-        if x.dim() == 0 or layout.dim_of(axis) is not None or x._memory is not None:
+        if x.dim() == 0 or x._memory is not None:
             return None
-        dim = _best_dim(x._local.shape, mesh.shape[axis])
+        cut = layout.dim_of(axis)
+        if cut is not None:
+            return Cut(x, x._local, layout, axis, cut) if self.stage == 3 and layout.dims[cut][-1] == axis else None
+        first = layout.local_shape(x.shape, (0,) * mesh.ndim)  # not this rank's: all must choose the same
+        dim = _best_dim(first, mesh.shape[axis])
         dims = list(layout.dims)
         dims[dim] = (*dims[dim], axis)
         return Cut(x, x._local, Layout.make(mesh, tuple(dims)), axis, dim)
@@ -108,9 +112,21 @@ class ShardingStage2(ShardingStage1):
     stage = 2
 
 
+@dataclass(frozen=True)
+class ShardingStage3(ShardingStage2):
+    """ZeRO stage 3 for ``shard_optimizer``: parameters are cut too, from now on. An operator gathers what it needs of them.
+
+    Args, and source: see ``ShardingStage1``. A step sends an all-gather of the parameters for forward, one for backward, and the
+    reduce-scatter of the gradients; by operator, not ahead of it.
+    """
+
+    stage = 3
+
+
 def _best_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dim whose largest part is smallest; of equals the outermost, whose parts lie in one piece."""
-    return min(range(len(shape)), key=lambda d: (chunk(shape[d], ranks, 0)[1] / max(shape[d], 1), d))
+    """The outermost dim that divides nearly as evenly as any: its parts lie in one piece."""
+    shares = [chunk(size, ranks, 0)[1] / max(size, 1) for size in shape]
+    return next(d for d, share in enumerate(shares) if share <= 1.1 * min(shares))
 
 
 class ShardedUpdate:
@@ -121,8 +137,13 @@ class ShardedUpdate:
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
+        params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
+        if stage.stage == 3:
+            for cut in filter(None, map(stage.cut, params)):
+                _take_part(cut)
+                cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
         if stage.stage > 1:
-            Reducer([p for p in params_of(optimizer) if isinstance(p, DistTensor)], stage)
+            Reducer(params, stage)
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""
@@ -138,10 +159,9 @@ class ShardedUpdate:
         reduce_gradients(cuts)
         settle_all(others, "gradients", explicit=False)
         for cut in cuts:
-            spec = cut.x._spec
-            self._during.append((cut, spec))
-            part = cut.parts()[group(cut.mesh, cut.axis).index]
-            cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
+            if cut.layout is not cut.x._spec.layout:
+                self._during.append((cut, cut.x._spec))
+                _take_part(cut)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         during, self._during = self._during, []
@@ -149,6 +169,13 @@ class ShardedUpdate:
         for cut, spec in during:
             cut.x._local, cut.x._spec = cut.whole, spec
             memory.wrote(cut.x)
+
+
+def _take_part(cut: Cut) -> None:
+    """A tensor becomes its part under the layout with the cut, in the same memory if that is one piece."""
+    spec = cut.x._spec
+    part = cut.parts()[group(cut.mesh, cut.axis).index]
+    cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Any]:
@@ -181,7 +208,8 @@ class Reducer:
         self._ready: list[list[DistTensor]] = []
         self._called = False
         # backward comes to the last parameters first
-        for number, bucket in enumerate(fill([p for p in reversed(params) if p.requires_grad], lambda p: p._local.nbytes)):
+        trained = [p for p in reversed(params) if p.requires_grad]
+        for number, bucket in enumerate(fill(trained, lambda p: p.numel() * p.element_size())):
             self._bucket_of |= dict.fromkeys(bucket, number)
             self._left.append(set(bucket))
             self._ready.append([])
