@@ -140,8 +140,9 @@ class ShardedUpdate:
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         if stage.stage == 3:
             for cut in filter(None, map(stage.cut, params)):
-                _take_part(cut)
-                cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
+                if cut.layout is not cut.x._spec.layout:
+                    _take_part(cut)
+                    cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
         if stage.stage > 1:
             Reducer(params, stage)
 
