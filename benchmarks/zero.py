@@ -206,7 +206,9 @@ def table(seconds: dict[str, list[float]], memory: dict[str, float]) -> Table:
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
         peer = PEERS.get(name, "")
-        ratios = [f"{known[name] / known[peer]:.3f}" if peer in known and name in known else "-" for known in (middle, memory)]
+        ratios = [
+            f"{known[name] / known[peer]:.3f}" if peer in known and name in known else "-" for known in (middle, memory)
+        ]
         milliseconds = [f"{x * 1e3:.1f}" for x in (middle[name], min(values), max(values))]
         peak = f"{memory[name]:.0f}" if name in memory else "-"
         made.add_row(name, *milliseconds, peer, ratios[0], peak, ratios[1])

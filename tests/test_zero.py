@@ -85,7 +85,13 @@ def one_card(optimizer: str, accumulate: int, clip: bool) -> tuple[list[float], 
 
 def compare(stage: int, tp: bool) -> None:
     """Losses and weights; and after a step each rank holds its part of the states."""
-    settings = {"momentum": (3, True), "adamw": (1, False), "foreach": (1, True), "fused": (3, False), "adafactor": (1, True)}
+    settings = {
+        "momentum": (3, True),
+        "adamw": (1, False),
+        "foreach": (1, True),
+        "fused": (3, False),
+        "adafactor": (1, True),
+    }
     for name, (accumulate, clip) in settings.items():
         if not tp or name != "adamw":
             net, mesh = distributed(tp)
@@ -115,19 +121,18 @@ def sent(stage: int, accumulate: int) -> dict[str, tuple[int, int]]:
     mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
     torch.manual_seed(0)
     net = oc.shard_layer(nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 16, bias=False)), mesh)
-    optimizer = oc.shard_optimizer(
-        torch.optim.AdamW(net.parameters(), fused=True), STAGES[stage]() if stage else None
-    )
-    report: Any = None
+    optimizer = oc.shard_optimizer(torch.optim.AdamW(net.parameters(), fused=True), STAGES[stage]() if stage else None)
+    reports = []
     for _ in range(2):
         with oc.explain() as report:
+            reports.append(report)
             for _ in range(accumulate):
                 x = oc.shard_tensor(torch.ones(1024, 16), mesh, [S(0)])
                 net(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     counts: dict[str, tuple[int, int]] = {}
-    for message in report.messages:
+    for message in reports[-1].messages:
         if message.step.kind != "slice":
             number, size = counts.get(message.step.kind, (0, 0))
             counts[message.step.kind] = number + 1, size + message.step.bytes
@@ -200,7 +205,10 @@ def test_loaded_states_lie_as_new_ones():
         place = lambda x: oc.shard_tensor(x, mesh, [S(0)])  # noqa: E731
         train(net, first, place, 1, False)
         saved = first.state_dict()
-        whole = {k: {n: oc.unshard(v) if isinstance(v, Tensor) else v for n, v in s.items()} for k, s in saved["state"].items()}
+        whole = {
+            k: {n: oc.unshard(v) if isinstance(v, Tensor) else v for n, v in s.items()}
+            for k, s in saved["state"].items()
+        }
         second = oc.shard_optimizer(torch.optim.AdamW(net.parameters(), 0.1), stage("dp", mesh))
         second.load_state_dict({**saved, "state": whole})
         for parameter, state in first.state.items():
@@ -233,7 +241,9 @@ def test_scaled_gradients_that_overflow_on_one_rank_skip_the_step_on_all():
 
 def test_words():
     mesh = oc.ProcessMesh([[0]], ["dp", "tp"])
-    with pytest.raises(LayoutError, match=r"has 2 axes; name the one along which the data are divided, .*Stage2\('dp', mesh\)"):
+    with pytest.raises(
+        LayoutError, match=r"has 2 axes; name the one along which the data are divided, .*Stage2\('dp', mesh\)"
+    ):
         oc.ShardingStage2(mesh=mesh)
     with pytest.raises(LayoutError, match="has no axis 'pp'; its axes are"):
         oc.ShardingStage1("pp", mesh)

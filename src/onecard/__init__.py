@@ -41,7 +41,8 @@ from onecard.tensor import (
 __version__ = "0.1.0"
 __all__ = [
     "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report",
-    "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank",
+    "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "coverage",
+    "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank",
     "get_world_size", "local_map", "no_implicit_communication", "register_rule", "reshard", "shard_dataloader",
     "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",

@@ -8,13 +8,8 @@ _HAND = (
     "`torch.distributed.{0}` on plain tensors; distributed ones need no collective: a loss, a norm, a gradient is that of the "
     "whole batch"
 )
-_STAGE_1 = (
-    "not there yet; stage 1 by hand: "
-    "`oc.shard_optimizer(opt, lambda key, param, state: oc.reshard(state, mesh, [oc.Shard(0)]))`"
-)
-_STAGE_3 = (
-    "not there yet; by marks: parameters on `Shard(0)` of the `dp` axis are gathered at each use, not ahead of it"
-)
+_STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
+_STAGE_3 = '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
 _STATIC = "not there yet: run the dynamic program, which has the same numbers"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = (
@@ -38,10 +33,7 @@ PADDLE = {
     "unshard_dtensor": "`oc.unshard(x)`",
     "DistAttr": 'placements, or for each dim its axis: `oc.shard_tensor(x, mesh, [None, "mp"])`',
     "ReduceType": '`oc.Partial("sum")`, `"avg"`, `"max"`, `"min"`, `"product"`',
-    "ShardingStage1": _STAGE_1,
-    "ShardingStage2": _STAGE_1,
-    "ShardingStage3": _STAGE_3,
-    "group_sharded_parallel": _STAGE_1,
+    "group_sharded_parallel": f'{_STAGE_1}; `ShardingStage2` for "os_g", `ShardingStage3` for "p_g_os"',
     "shard_scaler": "nothing: `torch.amp.GradScaler` works as it is, all ranks skip a step together",
     "parallelize": "`oc.shard_layer(model, mesh, shard_fn)`; pipeline stages: a mesh for each, `oc.reshard` between them",
     "ColWiseParallel": _LINEAR,
@@ -92,12 +84,12 @@ FSDP = {
     "fully_shard": _STAGE_3,
     "FullyShardedDataParallel": _STAGE_3,
     "FSDP": _STAGE_3,
-    "HSDP": "not there yet; by marks: a mesh of two axes, the batch cut along both, parameters `[Replicate(), Shard(0)]`",
+    "HSDP": 'a mesh of two axes, the batch cut along both, `oc.ShardingStage3` of the inner one',
     "ZeroRedundancyOptimizer": _STAGE_1,
     "MixedPrecisionPolicy": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
     "MixedPrecision": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
     "CPUOffloadPolicy": "not there yet",
-    "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them",
+    "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them; stages 2 and 3 of ZeRO sum in each",
     "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
     "init_process_group": "nothing: the first message does it; a group that the program makes itself is used",
     "destroy_process_group": "nothing: it is ended with the process",

@@ -18,6 +18,7 @@ for _types in _torch.foreach_types:
         _types.append(DistTensor)
 
 __all__ = [
-    "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "local_map", "shard_dataloader", "shard_layer", "shard_op",
+    "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "local_map",
+    "shard_dataloader", "shard_layer", "shard_op",
     "shard_optimizer",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """ZeRO by layouts: the data-parallel axis cuts an optimizer's states, the gradients too, the parameters too.
 
 The update runs where the state is. While an optimizer steps, its parameters *are* the parts that this rank updates: tensors
-of the same value under a layout with one more cut, whose memory is a piece of the parameter's own. So any optimizer works, fused ones
-stay fused, its states come out cut, and a parameter is a right tensor at every moment, also where a step is interrupted.
+of the same value under a layout with one more cut, whose memory is a piece of the parameter's own. So any optimizer works,
+fused ones stay fused, its states come out cut, and a parameter is a right tensor at every moment, also where a step is
+interrupted.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); the names are those of ``paddle.distributed``.
 """
