@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, spa
 
 REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 _REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
-_interned: dict[tuple[Any, ...], Layout] = {}
+# Of a layout that nobody has any more nobody can tell that its successor is another object.
+_interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
 class MergedShard(Shard):
@@ -72,7 +74,7 @@ class Layout:
         ((3, 2), (0, 3))
     """
 
-    __slots__ = ("_placements", "dims", "merged", "mesh", "pending")
+    __slots__ = ("__weakref__", "_placements", "dims", "merged", "mesh", "pending")
     mesh: ProcessMesh
     dims: tuple[Dim, ...]
     merged: bool

@@ -9,6 +9,7 @@ import torch
 
 from onecard import resharding as planner
 from onecard.comm import collectives, groups, record
+from onecard.comm.state import machine
 from onecard.layout import Layout
 from onecard.rules.call import Path
 from onecard.tensor import memory
@@ -55,11 +56,11 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
         x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
         return
     flat = torch.cat([x._local.reshape(-1) for x in bucket])
-    if record.observers:
+    if record.observers.here:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
-        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled())
+        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled(), machine.here)
         announce(steps, name, "self", tuple(flat.shape), "summed once, in a bucket", explicit, len(bucket))
-    record.serving = (name, "self", tuple(flat.shape))
+    record.serving.here = (name, "self", tuple(flat.shape))
     for axis, op in layout.pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
     for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
