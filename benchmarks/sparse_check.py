@@ -92,7 +92,7 @@ def train(size: str, axis: str, timed: bool, on: bool = True) -> tuple[list[floa
     import onecard as oc
     from onecard.comm import sparse_check
 
-    sparse_check.on = on
+    sparse_check.on.here = on
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config, batch_size = MODELS[size]

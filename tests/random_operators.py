@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import onecard as oc
-from onecard import mesh as mesh_module
 from onecard.layout import Layout
-from onecard.tensor.dispatch import programs
 
 Operator = Callable[[Any], Any]
 
@@ -169,17 +166,9 @@ def probabilities(shape: list[int]) -> torch.Tensor:
     return ((torch.arange(count) * 0.37 + 0.21) % 1).reshape(shape)
 
 
-@contextmanager
 def as_rank(rank: int) -> Any:
     """Be some rank of a world, for what needs no message."""
-    before = mesh_module.rank_source
-    mesh_module.rank_source = lambda: rank
-    programs.clear()  # decided for another rank
-    try:
-        yield
-    finally:
-        mesh_module.rank_source = before
-        programs.clear()
+    return oc.pretend(64, rank)
 
 
 def coordinates(mesh: oc.ProcessMesh) -> list[tuple[int, ...]]:

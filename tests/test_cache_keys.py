@@ -10,7 +10,6 @@ from torch import Tensor
 
 import onecard as oc
 from onecard import resharding
-from onecard.comm.pretend import pretend_world
 from onecard.layout import Layout
 from onecard.testing import assert_close, multirank
 
@@ -72,7 +71,7 @@ def test_the_shape_is_in_the_plans_key() -> None:
 def test_shapes_of_equal_shards_do_not_meet() -> None:
     """5 and 6 rows over 3 ranks are shards of 2 rows on rank 0, but not the same tensor."""
     mesh = oc.ProcessMesh([0, 1, 2], ["x"])
-    with pretend_world(3, 0):
+    with oc.pretend(3, 0):
         for n in (5, 6, 5):
             x = oc.shard_tensor(torch.ones(n, 2), mesh, [S(0)])
             assert (x.shape, x.to_local().shape, (x + x).shape) == ((n, 2), (2, 2), (n, 2))

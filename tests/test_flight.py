@@ -23,7 +23,7 @@ def board(path):
 
 
 def test_nobody_watches_by_default():
-    assert flight.board is None
+    assert flight.board.here is None
 
 
 def test_read_shows_the_last_collective(board, path):

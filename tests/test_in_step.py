@@ -55,9 +55,9 @@ def clipped() -> None:
                 model.zero_grad()
                 model(given).square().sum().backward()
                 messages.clear()
-                record.observers.append(lambda m: messages.append((m.step.kind, m.step.bytes)))
+                record.observers.here.append(lambda m: messages.append((m.step.kind, m.step.bytes)))
                 norms.append(oc.unshard(clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach)))
-                record.observers.pop()
+                record.observers.here.pop()
             assert_close(norms[1], norms[0])
             for mine, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
                 assert_close(oc.unshard(mine.grad), theirs.grad)

@@ -193,7 +193,7 @@ def compare(model: str, attention: str, how: str) -> tuple[list[str], list[str]]
     cut = [n for n, p in twin.named_parameters() if p.placements != (oc.Replicate(),)]
     placements = [oc.Shard(0)] if how == "dp" else [oc.Replicate()]
     expected = step(plain, inputs)
-    fallback._warned.clear()
+    fallback._warned.here.clear()
     with warnings.catch_warnings(record=True) as caught, oc.explain() as report:
         warnings.simplefilter("always", oc.GatheredOperatorWarning)
         actual = step(twin, {name: oc.shard_tensor(t, mesh, placements) for name, t in inputs.items()})

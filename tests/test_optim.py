@@ -15,6 +15,7 @@ from twins import (
     OPTIMIZERS,
     assert_same_parameters,
     batch,
+    compute_in_its_own_dtype,
     forms,
     loss_of,
     make_model,
@@ -28,12 +29,6 @@ from onecard.errors import LayoutError
 from onecard.testing import assert_close, multirank
 
 
-def in_its_own_dtype(x: torch.Tensor, *args: Any, _to: Any = torch.Tensor.to, **kwargs: Any) -> torch.Tensor:
-    if kwargs.get("dtype") is torch.bfloat16:
-        kwargs["dtype"] = x.dtype
-    return _to(x, *args, **kwargs)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @multirank(2)
 def test_optimizer(name: str) -> None:
@@ -42,8 +37,7 @@ def test_optimizer(name: str) -> None:
     for kind in ("dp", "plain dp", "tp"):
         if (name, kind) == ("Muon", "tp"):
             # It orthogonalises in bfloat16, whose rounding shows where a sum was cut. The algorithm itself must agree.
-            torch.Tensor.bfloat16 = lambda x: x  # type: ignore[method-assign]
-            torch.Tensor.to = in_its_own_dtype  # type: ignore[method-assign]  # torch 2.15
+            compute_in_its_own_dtype()
         for more in forms(name):
             (plain, whole), (twin, lay_out) = twins(kind)
             train(plain, whole, make_optimizer(name, plain, more))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import copy
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,28 +15,38 @@ import torch.distributed as dist
 from torch import nn
 
 import onecard as oc
-from onecard.comm import groups, place
-from onecard.comm.pretend import pretend_world
+from onecard.comm import groups
+from onecard.comm.state import kept
+from onecard.tensor.dispatch import programs
 from onecard.testing import assert_close, multirank
 
 PACKAGE = Path(oc.__file__).parent
 R, S = oc.Replicate, oc.Shard
 
-# Tables that fill up at run time and are right for every rank: functions of their key alone, or of the program.
-SAME_ON_ALL_RANKS = {
-    "comm.check._said", "comm.check._switched", "comm.clock._codes", "comm.sparse_check._told", "parallel.resume._seen",
-    "tensor.first_calls._random",
-    "comm.place.tables", "comm.record.observers", "comm.shm.functional._kept",
-    "comm.shm.reduction.fold", "tensor.chance.handlers", "tensor.chance.factories", "tensor.chance._law",
-    "tensor.dispatch.builders", "tensor.dispatch.by_value", "tensor.fallback._warned", "tensor.fallback.observers",
-    "tensor.memory.copies", "tensor.strides.expanded", "tensor.strides.overlaps",
-    "tensor.strides.place", "tensor.strides.own_stride",
-    "tensor.recording.records", "parallel.layer.replaced", "parallel.optimizer.replaced", "parallel.optimizer._checked",
+# What changes at run time and is not of one world, with the reason why that is right.
+OF_ALL_WORLDS = {
+    "filled when modules are imported, or by who extends onecard": (
+        "comm.check._switched", "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
+        "tensor.dispatch.builders",
+    ),
+    "the mechanism itself": ("comm.state.kept",),
+    "functions of their key alone, of a bounded number of entries": (
+        "comm.clock._codes", "comm.shm.reduction.fold", "tensor.chance._law", "tensor.dispatch.by_value",
+        "tensor.strides.expanded", "tensor.strides.overlaps", "tensor.strides.own_stride", "tensor.strides.place",
+    ),
+    "of objects, for as long as they live": (
+        "comm.shm.group.alive", "parallel.layer.replaced", "parallel.optimizer._checked",
+        "parallel.resume._seen",
+        "tensor.memory.copies", "tensor.recording.records",
+    ),
+    "what the environment asks of the process, or has been said to it": ("comm.check.on", "comm.shm.backend._warned"),
+    "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip
 EMPTY = {
     "Counter",
     "WeakIdKeyDictionary",
     "WeakKeyDictionary",
+    "WeakSet",
     "WeakValueDictionary",
     "defaultdict",
     "dict",
@@ -44,45 +55,74 @@ EMPTY = {
 }
 
 
-def tables_of(source: str) -> list[str]:
-    """Names at module level that fill up at run time: empty containers and cached functions."""
-    found = []
-    for node in ast.parse(source).body:
+def changing(source: str) -> list[str]:
+    """Names at module level whose values change: empty containers, cached functions, what ``global`` names."""
+    tree, found = ast.parse(source), []
+    for node in tree.body:
         value = getattr(node, "value", None)
-        if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "of_this_rank":
-            value = value.args[0]
         empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
-        made = isinstance(value, ast.Call) and not value.args and getattr(value.func, "id", "") in EMPTY
+        called = value.func if isinstance(value, ast.Call) else None
+        made = (
+            called is not None
+            and not value.args
+            and (getattr(called, "id", "") or getattr(called, "attr", "")) in EMPTY
+        )
         if isinstance(node, ast.AnnAssign | ast.Assign) and (empty or made):
             found.append(getattr(getattr(node, "target", None) or node.targets[0], "id", ""))
         if isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(d) for d in node.decorator_list):
             found.append(node.name)
-    return found
+    return found + [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
 
 
-def test_every_table_is_this_ranks_or_the_same_on_all():
-    """A new table must say which it is: noted by ``of_this_rank``, or listed above."""
-    unsaid = []
+def assigned_elsewhere(source: str) -> list[str]:
+    """Attributes of onecard's modules that another module assigns to, "module.name"."""
+    tree, modules = ast.parse(source), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onecard"):
+            names = [alias for alias in node.names if alias.name.islower()]
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in names}
+    writes = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AugAssign)]
+    targets = [t for n in writes for t in (n.targets if isinstance(n, ast.Assign) else [n.target])]
+    return [
+        f"{modules[t.value.id]}.{t.attr}".removeprefix("onecard.")
+        for t in targets
+        if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.value.id in modules
+    ]
+
+
+def test_what_changes_at_run_time_is_a_worlds_or_listed():
+    """A new table must say which it is: a ``Kept``, or listed above with its reason."""
+    listed = {name for names in OF_ALL_WORLDS.values() for name in names}
+    found = set()
     for path in sorted(p for layer in ("comm", "tensor", "parallel") for p in (PACKAGE / layer).rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        module = importlib.import_module(f"onecard.{name.removesuffix('.__init__')}")
-        for table in tables_of(path.read_text()):
-            mine = any(getattr(module, table) is t for t in place.tables)
-            if mine == (f"{name}.{table}" in SAME_ON_ALL_RANKS):
-                unsaid.append(f"{name}.{table}")
-    assert unsaid == []
-    assert tables_of("a: dict[int, int] = {}\nb = [1]\n@cache\ndef c(): ...") == ["a", "c"]
+        found |= {f"{name}.{table}" for table in changing(path.read_text())}
+        found |= {n for n in assigned_elsewhere(path.read_text()) if n.startswith(("comm.", "tensor.", "parallel."))}
+    assert found == listed
+    assert changing("a: dict[int, int] = {}\nb = [1]\nd = weakref.WeakSet()\n@cache\ndef c():\n    global e") == [
+        "a",
+        "d",
+        "c",
+        "e",
+    ]
+    assert assigned_elsewhere("from onecard.comm import flight\nflight.board = 1") == ["comm.flight.board"]
+
+
+def state() -> list[Any]:
+    """All that the present world keeps: which objects, and what is in them."""
+    found = [(id(item.here), item.here) for item in kept]
+    return [(number, copy.copy(value) if isinstance(value, dict | list | set) else value) for number, value in found]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_pretended_rank_leaves_nothing(rank):
-    before = [table.copy() for table in place.tables]
+    before = state()
     mesh = oc.ProcessMesh([0, 1, 2], ["x"])
-    with pretend_world(3, rank):
+    with oc.pretend(3, rank):
         assert oc.shard_tensor(torch.arange(5.0), mesh, [S(0)]).exp().to_local().shape == ((2,), (2,), (1,))[rank]
         assert len(groups.group(mesh, 0).ranks) == 3
-        assert any(place.tables)
-    assert [table.copy() for table in place.tables] == before
+        assert programs.here
+    assert state() == before
 
 
 class Words(nn.Module):

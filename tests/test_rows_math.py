@@ -106,11 +106,11 @@ def _lay_whole(value: Tensor, mesh: Any, placements: Sequence[Placement]) -> Ten
 @contextmanager
 def _messages() -> Iterator[list[record.Message]]:
     seen: list[record.Message] = []
-    record.observers.append(seen.append)
+    record.observers.here.append(seen.append)
     try:
         yield seen
     finally:
-        record.observers.remove(seen.append)
+        record.observers.here.remove(seen.append)
 
 
 X = _normal(5, 3)

@@ -177,7 +177,7 @@ def test_a_rate_that_changes_each_step_decides_nothing_again() -> None:
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
         train(twin, lay_out, optimizer, steps=1)
-        sizes.append(len(programs))
+        sizes.append(len(programs.here))
     assert len(set(sizes[2:])) == 1
 
 

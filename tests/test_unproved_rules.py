@@ -53,7 +53,7 @@ def forget() -> None:
     rows.clear()
     rows.update(BEFORE)
     unproved.clear()
-    programs.clear()
+    programs.here.forget()
 
 
 # What cannot be right, and what the error says of it.
@@ -232,7 +232,7 @@ def test_a_first_call_of_zeros_proves_nothing_so_later_ones_are_compared():
 
 @multirank(2)
 def test_a_random_operator_is_said_to_be_unproved():
-    first_calls._random.clear()
+    first_calls._random.here.clear()
     oc.register_rule(noisy, "... -> ...")
     x = oc.shard_tensor(torch.zeros(5, 3), MESH, [oc.Shard(0)])
     torch.manual_seed(oc.get_rank())  # so that the two runs differ

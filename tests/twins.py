@@ -132,3 +132,15 @@ def forms(name: str) -> list[dict[str, Any]]:
         return [{}]
     fused: list[dict[str, Any]] = [{"fused": True}] if base in FUSED else []
     return [{"foreach": False}, {"foreach": True}, *fused]
+
+
+def compute_in_its_own_dtype() -> None:
+    """Muon orthogonalises in bfloat16, whose rounding shows where a sum was cut: let it do so as its parameters are."""
+    torch.Tensor.bfloat16 = lambda x: x  # type: ignore[method-assign]
+    torch.Tensor.to = _in_its_own_dtype  # type: ignore[method-assign]  # torch 2.15
+
+
+def _in_its_own_dtype(x: torch.Tensor, *args: Any, _to: Any = torch.Tensor.to, **kwargs: Any) -> torch.Tensor:
+    if kwargs.get("dtype") is torch.bfloat16:
+        kwargs["dtype"] = x.dtype
+    return _to(x, *args, **kwargs)

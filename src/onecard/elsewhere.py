@@ -9,7 +9,9 @@ _HAND = (
     "whole batch"
 )
 _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
-_STAGE_3 = '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
+_STAGE_3 = (
+    '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
+)
 _STATIC = "not there yet: run the dynamic program, which has the same numbers"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = (

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, span
 
 REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
-_REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
-_interned: dict[tuple[Any, ...], Layout] = {}
+REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
+# Of a layout that nobody has any more nobody can tell that its successor is another object.
+_interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
 class MergedShard(Shard):
@@ -72,7 +74,7 @@ class Layout:
         ((3, 2), (0, 3))
     """
 
-    __slots__ = ("_placements", "dims", "merged", "mesh", "pending")
+    __slots__ = ("__weakref__", "_placements", "dims", "merged", "mesh", "pending")
     mesh: ProcessMesh
     dims: tuple[Dim, ...]
     merged: bool
@@ -313,7 +315,7 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement], call: s
             raise LayoutError(
                 f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(), one for each mesh axis"
             )
-        if isinstance(placement, Partial) and not _REDUCTION.fullmatch(placement.reduce_op):
+        if isinstance(placement, Partial) and not REDUCTION.fullmatch(placement.reduce_op):
             raise LayoutError(f"{placement!r}: want one of {', '.join(REDUCTIONS)}, or norm2.0 and the like")
     if len(placements) != mesh.ndim:
         fits = [*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]

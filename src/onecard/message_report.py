@@ -147,11 +147,11 @@ def explain() -> Iterator[Report]:
     def observe(message: Message) -> None:
         report.steps[-1].append(message)
 
-    record.observers.append(observe)
+    record.observers.here.append(observe)
     try:
         yield report
     finally:
-        record.observers.remove(observe)
+        record.observers.here.remove(observe)
 
 
 @contextmanager
@@ -184,8 +184,8 @@ def no_implicit_communication() -> Iterator[None]:
             f"x = onecard.reshard(x, mesh, [{wanted}])"
         )
 
-    record.observers.append(forbid)
+    record.observers.here.append(forbid)
     try:
         yield
     finally:
-        record.observers.remove(forbid)
+        record.observers.here.remove(forbid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 
 from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
 from onecard.comm import get_rank, record
-from onecard.comm.pretend import pretend_world, rehearse
+from onecard.comm.pretend import pretend, rehearse
 from onecard.errors import LayoutError, OnecardError
 from onecard.mesh import ProcessMesh
 from onecard.parallel import shard_layer
 from onecard.rules.call import schema_of
-from onecard.tensor import DistTensor, chance, fallback, shard_tensor
+from onecard.tensor import DistTensor, fallback, shard_tensor
 from onecard.tensor.dispatch import builders
 from onecard.tensor.dist_tensor import describe
 
@@ -160,11 +159,12 @@ def coverage(
     found: dict[tuple[str, str], Covered] = {}
     report = Coverage()
     rank = 0 if known is None else get_rank()
-    with pretend_world(max(*where.process_ids, rank) + 1, rank), rehearse():
+    with pretend(max(*where.process_ids, rank) + 1, rank), rehearse():
         if known is None:
             model = _laid_out(model, where, shard_fn, meta)
             args, kwargs = _place((args, kwargs), where, input_placements, meta)
-        with _watching(found) as watch, _quiet():
+        with _watching(found) as watch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             try:
                 _run(model, args, kwargs, watch, backward)
             except (OnecardError, NotImplementedError, RuntimeError) as error:
@@ -271,25 +271,10 @@ class _Watch(TorchDispatchMode):
 @contextmanager
 def _watching(found: dict[tuple[str, str], Covered]) -> Iterator[_Watch]:
     watch = _Watch(found)
-    record.observers.append(watch.message)
-    fallback.observers.append(watch.event)
+    record.observers.here.append(watch.message)
+    fallback.observers.here.append(watch.event)
     try:
         yield watch
     finally:
-        record.observers.remove(watch.message)
-        fallback.observers.remove(watch.event)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the warnings about gathered operators, and the random numbers, for the real run."""
-    before, draws = set(fallback._warned), Counter(chance._draws)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            fallback._warned.clear()
-            fallback._warned.update(before)
-            chance._draws.clear()
-            chance._draws.update(draws)
+        record.observers.here.remove(watch.message)
+        fallback.observers.here.remove(watch.event)

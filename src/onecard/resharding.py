@@ -9,15 +9,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, prod
 
-from onecard.cost import MACHINE
+from onecard.cost import MACHINE, Machine
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.parts import Dim, common, is_merged, merge, spread
 
 Shape = tuple[int, ...]
+LIMIT = 8192  # plans that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,15 @@ class Step:
     opened: Shape = ()
 
 
-@lru_cache(maxsize=65536)
-def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+@lru_cache(maxsize=LIMIT)
+def plan(shape: Shape, itemsize: int, source: Layout, target: Layout, machine: Machine = MACHINE) -> tuple[Step, ...]:
     """The cheapest chain of steps from one layout of a tensor to another on the same mesh.
 
     Args:
         shape: the whole tensor's shape.
         itemsize: bytes of an element.
         source, target: the layouts.
+        machine: what steps are priced with.
 
     Returns:
         Steps in order; empty if the layouts are equal.
@@ -72,7 +74,7 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
     """
     check_norms(source, target)
     if source.merged or target.merged:
-        return _plan_opened(shape, itemsize, source, target)
+        return _plan_opened(shape, itemsize, source, target, machine)
     counter = 0
     heap: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, source, ())]
     done: set[Layout] = set()
@@ -83,7 +85,7 @@ def plan(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[S
         if layout in done:
             continue
         done.add(layout)
-        for step in _moves(shape, itemsize, layout, target):
+        for step in _moves(shape, itemsize, layout, target, machine):
             if step.target not in done:
                 counter += 1
                 heapq.heappush(heap, (seconds + step.seconds, length + 1, counter, step.target, (*steps, step)))
@@ -145,12 +147,12 @@ def one_piece(shape: Shape, source: Layout, target: Layout) -> Layout:
     return Layout.make(source.mesh, tuple(keep), source.pending)
 
 
-def _plan_opened(shape: Shape, itemsize: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+def _plan_opened(shape: Shape, itemsize: int, source: Layout, target: Layout, machine: Machine) -> tuple[Step, ...]:
     """The plan of the tensor with its merged dims taken apart, said of the tensor itself."""
     found = alike(shape, source, target)
     if found is None:
         between = one_piece(shape, source, target)
-        return plan(shape, itemsize, source, between) + plan(shape, itemsize, between, target)
+        return plan(shape, itemsize, source, between, machine) + plan(shape, itemsize, between, target, machine)
     sizes, opened, goal = found
     numbers = [d for d, parts in enumerate(sizes) for _ in parts]
     whole = tuple(size for parts in sizes for size in parts)
@@ -164,7 +166,7 @@ def _plan_opened(shape: Shape, itemsize: int, source: Layout, target: Layout) ->
             inner=step if step.dim >= 0 else None,
             opened=whole if step.dim >= 0 else (),
         )
-        for step in plan(whole, itemsize, opened, goal)
+        for step in plan(whole, itemsize, opened, goal, machine)
     )
 
 
@@ -184,39 +186,38 @@ def check_norms(source: Layout, target: Layout) -> None:
         )
 
 
-@lru_cache(maxsize=65536)
-def seconds(shape: Shape, itemsize: int, source: Layout, target: Layout) -> float:
+@lru_cache(maxsize=LIMIT)
+def seconds(shape: Shape, itemsize: int, source: Layout, target: Layout, machine: Machine = MACHINE) -> float:
     """Estimated time of ``plan`` in seconds; infinite if there is none."""
     if loses_sign(source, target):
         return inf
-    return sum(step.seconds for step in plan(shape, itemsize, source, target))
+    return sum(step.seconds for step in plan(shape, itemsize, source, target, machine))
 
 
-def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout) -> Iterator[Step]:
+def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout, machine: Machine) -> Iterator[Step]:
     """The steps worth trying: those that take an axis away from where the goal does not want it, or put it there."""
+    step = partial(_step, machine, shape, itemsize, layout)
     pending = dict(layout.pending)
     wanted = dict(goal.pending)
     for axis in range(layout.mesh.ndim):
         dim, goal_dim = layout.dim_of(axis), goal.dim_of(axis)
         if axis in pending:
             if wanted.get(axis) != pending[axis]:
-                yield _step(shape, itemsize, layout, "all_reduce", axis, _with(layout, axis), op=pending[axis])
+                yield step("all_reduce", axis, _with(layout, axis), op=pending[axis])
                 if goal_dim is not None:
                     cut = _with(layout, axis, dim=goal_dim)
-                    yield _step(shape, itemsize, layout, "reduce_scatter", axis, cut, dim=goal_dim, op=pending[axis])
+                    yield step("reduce_scatter", axis, cut, dim=goal_dim, op=pending[axis])
         elif dim is None:
             if goal_dim is not None:
-                yield _step(shape, itemsize, layout, "slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
+                yield step("slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
             elif axis in wanted and pending.items() <= wanted.items():
                 # Last of all: ones that fill up a product would be added by a sum that is still pending.
-                yield _step(
-                    shape, itemsize, layout, "fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis]
-                )
+                yield step("fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis])
         elif layout.dims[dim][-1] == axis and not _in_place(layout, goal, dim):
-            yield _step(shape, itemsize, layout, "all_gather", axis, _with(layout, axis), dim=dim)
+            yield step("all_gather", axis, _with(layout, axis), dim=dim)
             if goal_dim is not None and goal_dim != dim:
                 cut = _with(layout, axis, dim=goal_dim)
-                yield _step(shape, itemsize, layout, "all_to_all", axis, cut, dim=dim, to_dim=goal_dim)
+                yield step("all_to_all", axis, cut, dim=dim, to_dim=goal_dim)
 
 
 def _in_place(layout: Layout, goal: Layout, dim: int) -> bool:
@@ -241,6 +242,7 @@ def _largest(shape: Shape, layout: Layout) -> int:
 
 
 def _step(
+    machine: Machine,
     shape: Shape,
     itemsize: int,
     layout: Layout,
@@ -264,5 +266,5 @@ def _step(
     if ranks == 1:
         sent = 0
     # A local copy is not free, or else chains would slice and fill for nothing.
-    cost = MACHINE.message(sent) if sent else 1e-7 + MACHINE.copy(after)
+    cost = machine.message(sent) if sent else 1e-7 + machine.copy(after)
     return Step(kind, axis, layout, target, dim, to_dim, op, sent, cost)

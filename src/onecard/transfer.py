@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from onecard.cost import MACHINE
+from onecard.cost import MACHINE, Machine
 from onecard.layout import Layout
 from onecard.parts import chunk
 
@@ -62,6 +62,7 @@ class Transfer:
     shape: Shape
     itemsize: int
     hosts: Hosts = ()
+    machine: Machine = MACHINE
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -91,7 +92,7 @@ class Transfer:
             near[piece.sender] += volume(piece.box) * self.itemsize * (piece.sender != piece.receiver)
         for piece in self._far():
             far[piece.sender] += volume(piece.box) * self.itemsize
-        return max((MACHINE.message(near[rank], far[rank]) for rank in near), default=0.0)
+        return max((self.machine.message(near[rank], far[rank]) for rank in near), default=0.0)
 
     def _far(self) -> Iterator[Piece]:
         host = _host_of(self.hosts)
@@ -162,7 +163,9 @@ def settled_source(layout: Layout, shape: Shape) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def plan_transfer(shape: Shape, itemsize: int, source: Layout, target: Layout, hosts: Hosts = ()) -> Transfer:
+def plan_transfer(
+    shape: Shape, itemsize: int, source: Layout, target: Layout, hosts: Hosts = (), machine: Machine = MACHINE
+) -> Transfer:
     """Who sends which box to whom.
 
     Args:
@@ -170,6 +173,7 @@ def plan_transfer(shape: Shape, itemsize: int, source: Layout, target: Layout, h
         source: a layout without pending axes (see ``settled_source``).
         target: any layout on any mesh; of a pending one only the ranks receive that must hold a value.
         hosts: the ranks of each host; those that are not named share one.
+        machine: what it is priced with.
 
     Example:
         >>> from onecard.mesh import ProcessMesh
@@ -188,7 +192,7 @@ def plan_transfer(shape: Shape, itemsize: int, source: Layout, target: Layout, h
     for box, holders in _by_box(source, shape, source.mesh.process_ids).items():
         common = {need: meet(box, need) for need in wanted}
         dispatch.serve(holders, [(part, wanted[need]) for need, part in common.items() if part is not None])
-    return Transfer(tuple(dispatch.pieces), source, target, shape, itemsize, hosts)
+    return Transfer(tuple(dispatch.pieces), source, target, shape, itemsize, hosts, machine)
 
 
 class _Dispatch:

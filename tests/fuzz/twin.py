@@ -92,7 +92,7 @@ def on_mesh(program: Program) -> tuple[Outcome, str]:
         )  # a bucket holds parts, which may differ across lines of ranks
         messages.append(f"{m.step.kind} {m.operator} {m.operand} {size}")
 
-    record.observers.append(observer)
+    record.observers.here.append(observer)
     try:
         with double():
             space = helpers(oc.ProcessMesh(program.ranks, ["x", "y"][: axes_of(program.ranks)]))
@@ -108,7 +108,7 @@ def on_mesh(program: Program) -> tuple[Outcome, str]:
         kind = next((name for name, limit in LIMITS.items() if re.search(limit, str(error))), None)
         return Outcome("refused" if kind else "wrong", kind or _said(error), at, step), "\n".join(messages)
     finally:
-        record.observers.remove(observer)
+        record.observers.here.remove(observer)
     return Outcome("right"), "\n".join(messages)
 
 

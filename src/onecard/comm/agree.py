@@ -19,7 +19,7 @@ def when_met(compare: Callable[[], None]) -> None:
     if world.get_world_size() == 1 or dist.is_initialized():
         compare()
     else:
-        world.waiting.append(compare)
+        world.waiting.here.append(compare)
 
 
 def first_to_say(label: str, word: str) -> tuple[int, str] | None:
@@ -44,6 +44,11 @@ def exchange(key: str, expected: str, word: str) -> str:
 
     "" in a world of one, before there is a process group, and where nothing is sent.
     """
-    if world.get_world_size() == 1 or not dist.is_initialized() or pretend.rehearsing or dist.get_backend() == "fake":
+    if (
+        world.get_world_size() == 1
+        or not dist.is_initialized()
+        or pretend.rehearsing.here
+        or dist.get_backend() == "fake"
+    ):
         return ""
     return attempt.store().compare_set(key, expected, word).decode()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from onecard.comm import attempt, claims, record, world
 from onecard.comm.claims import Claim
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 
 on = False
@@ -33,8 +33,8 @@ LOOK = 0.5  # seconds to wait before asking where the others are
 _SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _AT = "check/at"
 
-_counts: dict[tuple[int, ...], int] = of_this_rank({})
-_said: list[record.Message] = []
+_counts: Kept[dict[tuple[int, ...], int]] = Kept(dict)
+_said: Kept[list[record.Message]] = Kept(list)
 _switched: list[Callable[[], None]] = []
 
 
@@ -58,7 +58,7 @@ def enable() -> None:
     global on
     if not on:
         on = True
-        record.observers.append(_listen)
+        record.observers.here.append(_listen)
         atexit.register(_leave)
         for switched in _switched:
             switched()
@@ -75,8 +75,8 @@ def collective(name: str, ranks: Iterable[int], sent: Tensor | None) -> None:
     """Compare a collective that is about to run. Parts of an all_to_all may differ in size."""
     kind = "" if sent is None else f" of {_kind(sent) if name != 'all_to_all' else _dtype(sent)}"
     why = ""
-    if _said:
-        message = _said.pop(0)
+    if _said.here:
+        message = _said.here.pop(0)
         why = f", for {message.operand!r} {list(message.shape)} of {message.operator}"
     found = _exchange(tuple(sorted(ranks)), Entry(name + kind, record.user_line(), why))
     if len({(entry.call, entry.why) for entry in found.values()}) > 1:
@@ -156,15 +156,15 @@ def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
 
 def _listen(message: record.Message) -> None:
     """Remember which operator the next collectives are for: those of one operand are announced before they run."""
-    last = _said[-1] if _said else None
+    last = _said.here[-1] if _said.here else None
     if last is not None and (last.operator, last.operand, last.source) != (
         message.operator,
         message.operand,
         message.source,
     ):
-        _said.clear()
+        _said.here.clear()
     if message.step.kind in _SENT:
-        _said.append(message)
+        _said.here.append(message)
 
 
 def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
@@ -175,7 +175,7 @@ def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
     if dist.get_backend() == "fake":  # a pretended rank has nobody to compare with
         return {world.get_rank(): entry}
     me, store = world.get_rank(), attempt.store()
-    number = _counts[ranks] = _counts.get(ranks, 0) + 1
+    number = _counts.here[ranks] = _counts.here.get(ranks, 0) + 1
     key, before = f"check/{ranks}/{number}", f"check/{ranks}/{number - 1}"
     try:
         store.set(f"{key}/{me}", json.dumps(asdict(entry)))
@@ -215,7 +215,7 @@ def _whereabouts(store: Any, rank: int, ranks: tuple[int, ...]) -> tuple[str, bo
     if at["ranks"] is None:
         return at["text"], True
     group = tuple(at["ranks"])
-    waits = group != ranks and world.get_rank() in group and at["number"] > _counts.get(group, 0)
+    waits = group != ranks and world.get_rank() in group and at["number"] > _counts.here.get(group, 0)
     return (f"waits in {at['text']}" if waits else f"was last in {at['text']}"), waits
 
 
@@ -225,7 +225,7 @@ def _stop(text: str) -> NoReturn:
 
 
 def _leave() -> None:
-    if _counts:
+    if _counts.here:
         _tell("has ended its program")
 
 

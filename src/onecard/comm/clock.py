@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from onecard.comm import attempt, check, record, sparse_check, world
-from onecard.comm.place import of_this_rank
 from onecard.comm.sparse_check import FIELD, OFTEN, PART, Site
+from onecard.comm.state import Kept
 
 PATIENCE = 2.0  # seconds: for the words of ranks that are known to be out of step
 _MASK = 0xFFFFFFFFFFFF
@@ -29,14 +29,14 @@ class Progress:
     text: str = ""
 
 
-_progress: dict[frozenset[int], Progress] = of_this_rank({})
+_progress: Kept[dict[frozenset[int], Progress]] = Kept(dict)
 _codes: dict[Any, int] = {}
 
 
 def mark(ranks: Iterable[int], text: str) -> None:
     """Note that these ranks do something in step, which no message shows."""
-    if sparse_check.on and world.get_world_size() > 1:
-        progress = _progress.setdefault(frozenset(ranks), Progress())
+    if sparse_check.on.here and world.get_world_size() > 1:
+        progress = _progress.here.setdefault(frozenset(ranks), Progress())
         progress.chain = _mixed(progress.chain, zlib.crc32(text.encode()))
         progress.text = text
 
@@ -64,18 +64,18 @@ class Clock:
         Raises:
             CommunicationError: another rank's messages were for something else.
         """
-        key = (name, record.serving, dtype)
+        key = (name, record.serving.here, dtype)
         code = _codes.get(key)
         if code is None:
             if len(_codes) >= 10_000:
                 _codes.clear()
             code = _codes[key] = zlib.crc32(repr(key).encode())
         chain = _mixed(self.chain, code)
-        for ranks, progress in _progress.items():
+        for ranks, progress in _progress.here.items():
             if self.ranks <= ranks:
                 chain = _mixed(chain, progress.chain)
         self.chain = chain
-        self.last.append((chain, name, record.serving))
+        self.last.append((chain, name, record.serving.here))
         if self.carried:
             self.group.stamp = (chain ^ chain >> 24) & 0xFFFFFFFF
             self.site.count += 1
@@ -100,7 +100,7 @@ class Clock:
             )
 
     def _done(self) -> str:
-        return "".join(f"; {p.text}" for ranks, p in _progress.items() if self.ranks <= ranks)
+        return "".join(f"; {p.text}" for ranks, p in _progress.here.items() if self.ranks <= ranks)
 
     def sides(self) -> str:
         """What each rank was about to send, once it is known that they are out of step; "" where they do not say it."""

@@ -54,11 +54,11 @@ def _wait(
     if sent is not None and sent.is_meta:
         return  # a rehearsal: shapes without data
     if name in _FOR_THEMSELVES:
-        tell.serving = ("", "", ())
+        tell.serving.here = ("", "", ())
     traced = trace.tracing()
     if group.clock is not None and not traced:
         group.clock.tick(f"{name}({op})" if op else name, None if sent is None else sent.dtype)
-    board, nbytes = flight.board, 0 if sent is None else sent.nbytes
+    board, nbytes = flight.board.here, 0 if sent is None else sent.nbytes
     if board is not None:
         board.enter(name, tuple(sorted(group.ranks)), nbytes)
     try:

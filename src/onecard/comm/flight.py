@@ -6,11 +6,11 @@ PyTorch's NCCL flight recorder, reduced to the last entry and independent of the
 
 Collectives report like this::
 
-    if flight.board is not None:
-        flight.board.enter("all_reduce", group_ranks, nbytes)
+    if flight.board.here is not None:
+        flight.board.here.enter("all_reduce", group_ranks, nbytes)
     ...
-    if flight.board is not None:
-        flight.board.leave()
+    if flight.board.here is not None:
+        flight.board.here.leave()
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onecard.comm.state import Kept
+
 __all__ = ["Board", "Entry", "board", "describe", "last_words", "out_of_step", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
@@ -36,7 +38,7 @@ _SLOTS = (64, 64 + _SLOT)
 _ROOM = (_SLOT - _HEAD.size) // 4
 _SIZE = 64 + 2 * _SLOT
 
-board: Board | None = None
+board: Kept[Board | None] = Kept(lambda: None)
 """The board of this process, or None (the normal case) when nobody watches."""
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecard import _torch
 from onecard.comm import attempt, check, hosts, sparse_check, world
 from onecard.comm.clock import Clock
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -40,9 +40,9 @@ class Group:
 
 
 def _process_group(ranks: tuple[int, ...]) -> Any:
-    if ranks not in _process_groups:
-        _process_groups[ranks] = _made(ranks)
-    return _process_groups[ranks]
+    if ranks not in _process_groups.here:
+        _process_groups.here[ranks] = _made(ranks)
+    return _process_groups.here[ranks]
 
 
 def _made(ranks: tuple[int, ...]) -> Any:
@@ -59,17 +59,17 @@ def _made(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
-_groups: dict[tuple[ProcessMesh, int], Group] = of_this_rank({})
-_process_groups: dict[tuple[int, ...], Any] = of_this_rank({})
-_device_meshes: dict[ProcessMesh, DeviceMesh] = of_this_rank({})
-_clocks: dict[tuple[int, ...], Clock | None] = of_this_rank({})
+_groups: Kept[dict[tuple[ProcessMesh, int], Group]] = Kept(dict)
+_process_groups: Kept[dict[tuple[int, ...], Any]] = Kept(dict)
+_device_meshes: Kept[dict[ProcessMesh, DeviceMesh]] = Kept(dict)
+_clocks: Kept[dict[tuple[int, ...], Clock | None]] = Kept(dict)
 
 
 def _clock(ranks: tuple[int, ...]) -> Clock | None:
-    if ranks not in _clocks:
+    if ranks not in _clocks.here:
         made = _process_group(ranks)
-        _clocks[ranks] = Clock(ranks, made) if sparse_check.on and made is not None else None
-    return _clocks[ranks]
+        _clocks.here[ranks] = Clock(ranks, made) if sparse_check.on.here and made is not None else None
+    return _clocks.here[ranks]
 
 
 def group(mesh: ProcessMesh, axis: int) -> Group:
@@ -78,7 +78,7 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
     Raises:
         CommunicationError: the mesh names ranks that the world does not have.
     """
-    found = _groups.get((mesh, axis))
+    found = _groups.here.get((mesh, axis))
     if found is None:
         check_world(mesh)
         world.init()
@@ -86,10 +86,10 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
         found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order, _clock(ascending))
-        if not _groups:
+        if not _groups.here:
             # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
             atexit.register(forget)
-        _groups[mesh, axis] = found
+        _groups.here[mesh, axis] = found
     return found
 
 
@@ -109,10 +109,8 @@ def check_world(mesh: ProcessMesh) -> None:
 def forget() -> None:
     """Forget every cached group (after the process group is destroyed, as tests do)."""
     hosts.forget()
-    _groups.clear()
-    _clocks.clear()
-    _process_groups.clear()
-    _device_meshes.clear()
+    for table in (_groups, _clocks, _process_groups, _device_meshes):
+        table.here.clear()
 
 
 def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
@@ -132,10 +130,10 @@ def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
     """
     check_world(mesh)
     world.init()
-    if mesh not in _device_meshes:
+    if mesh not in _device_meshes.here:
         grid = torch.tensor(mesh.mesh)
-        _device_meshes[mesh] = DeviceMesh(world.device().type, grid, mesh_dim_names=tuple(mesh.dim_names))
-    return _device_meshes[mesh]
+        _device_meshes.here[mesh] = DeviceMesh(world.device().type, grid, mesh_dim_names=tuple(mesh.dim_names))
+    return _device_meshes.here[mesh]
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> ProcessMesh:

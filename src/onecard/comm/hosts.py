@@ -9,12 +9,12 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 from onecard.comm import attempt, world
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.transfer import Hosts
 
 _KEY = "host"
-_known: dict[int, str] = of_this_rank({})
+_known: Kept[dict[int, str]] = Kept(dict)
 
 
 def among(ranks: Collection[int]) -> Hosts:
@@ -32,7 +32,7 @@ def among(ranks: Collection[int]) -> Hosts:
     _learn(me, ranks)
     hosts: dict[str, list[int]] = {}
     for rank in sorted(ranks):
-        hosts.setdefault(_known[rank], []).append(rank)
+        hosts.setdefault(_known.here[rank], []).append(rank)
     return tuple(map(tuple, hosts.values())) if len(hosts) > 1 else ()
 
 
@@ -43,15 +43,15 @@ def name() -> str:
 
 def forget() -> None:
     """Forget the hosts (with the process group)."""
-    _known.clear()
+    _known.here.clear()
 
 
 def _learn(me: int, ranks: Collection[int]) -> None:
     store = attempt.store()
-    if me not in _known:
-        _known[me] = name()
-        store.set(f"{_KEY}/{me}", _known[me])
-    missing = [rank for rank in sorted(ranks) if rank not in _known]
+    if me not in _known.here:
+        _known.here[me] = name()
+        store.set(f"{_KEY}/{me}", _known.here[me])
+    missing = [rank for rank in sorted(ranks) if rank not in _known.here]
     if not missing:
         return
     keys = [f"{_KEY}/{rank}" for rank in missing]
@@ -64,4 +64,4 @@ def _learn(me: int, ranks: Collection[int]) -> None:
             f"{world.TIMEOUT.total_seconds():.0f} s. Every rank of both meshes must make this call: take it out of any "
             "branch on the rank"
         ) from fault
-    _known.update(zip(missing, (store.get(key).decode() for key in keys), strict=True))
+    _known.here.update(zip(missing, (store.get(key).decode() for key in keys), strict=True))

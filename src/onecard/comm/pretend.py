@@ -1,4 +1,4 @@
-"""A world of many ranks in one process, in which nothing is sent: to see what a program would do, without devices."""
+"""Any rank of any world in one process, in which nothing is sent: to see what a program would do, without devices."""
 
 from __future__ import annotations
 
@@ -7,41 +7,52 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from onecard import _torch
-from onecard.comm import place
+from onecard.comm.state import Kept, World
+from onecard.cost import Machine
 
-rehearsing = False  # meta tensors stand for values that nobody needs, not for values that are still to be made
+# Meta tensors stand for values that nobody needs, also those of which is known how they are made (``deferred_init``).
+rehearsing: Kept[bool] = Kept(bool)
+
+
+def pretend(world_size: int, rank: int = 0, machine: Machine | None = None) -> World:
+    """Be one rank of a world of any size inside the block, without processes, before or beside a real process group.
+
+    The program runs as that rank would run it: ``get_rank()``, ``ProcessMesh.coordinate()``, ``to_local()`` and the messages
+    that ``explain()`` lists are its own. Nothing is sent, so values mean nothing; shapes and layouts do. Tensors on the meta
+    device stay there, so that a model of any size takes no memory. What is decided, counted and drawn inside is dropped
+    with the world: a real run before and after it is untouched. ``onecard``'s observers (``explain``) are a world's
+    own: begin them inside.
+
+    Args:
+        world_size: how many ranks there are.
+        rank: which of them this process is.
+        machine: what messages and computations are priced with (``onecard.cost.Machine``); it bears on every choice.
+
+    Returns:
+        The World, for ``with``; entered again it goes on with what it has decided.
+
+    Raises:
+        CommunicationError: no such rank.
+
+    Example:
+        >>> import torch, onecard as oc
+        >>> with oc.pretend(world_size=1024, rank=17):
+        ...     mesh = oc.ProcessMesh(torch.arange(1024).view(128, 8), ["dp", "tp"])
+        ...     x = oc.shard_tensor(torch.empty(4096, 1024, device="meta"), mesh, [oc.Shard(0), oc.Shard(1)])
+        ...     mesh.coordinate(), x.to_local().shape
+        ((2, 1), torch.Size([32, 128]))
+    """
+    return World(world_size, rank, machine)
 
 
 @contextmanager
 def rehearse() -> Iterator[None]:
     """Inside, meta tensors are laid out as they are: only shapes are computed."""
-    global rehearsing
-    before, rehearsing = rehearsing, True
+    before, rehearsing.here = rehearsing.here, True
     try:
         yield
     finally:
-        rehearsing = before
-
-
-@contextmanager
-def pretend_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``size`` ranks inside the block, unless a process group is there already.
-
-    Messages have no effect, so values are meaningless; shapes, layouts and messages are those of that rank. What is
-    decided inside (programs, groups) is dropped at its end: this process may be another rank of the real world.
-
-    Example:
-        >>> from onecard.comm import get_world_size
-        >>> with pretend_world(8):
-        ...     get_world_size()
-        8
-    """
-    if dist.is_initialized():
-        yield
-        return
-    with place.nothing_decided(), _torch.fake_group(size, rank):
-        yield
+        rehearsing.here = before
 
 
 def pretending() -> bool:

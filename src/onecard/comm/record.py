@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from onecard.comm.state import Kept
 from onecard.resharding import Step
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -44,9 +45,9 @@ class Message:
     tensors: int = 1
 
 
-observers: list[Callable[[Message], None]] = []
+observers: Kept[list[Callable[[Message], None]]] = Kept(list)
 
-serving: tuple[str, str, tuple[int, ...]] = ("", "", ())
+serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
 """What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
 
 
@@ -63,7 +64,7 @@ def user_line() -> str:
 
 def tell(message: Message) -> None:
     """Show a message to every observer; one may raise to forbid it."""
-    for observer in list(observers):
+    for observer in list(observers.here):
         observer(message)
 
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from onecard import _torch
 from onecard.comm import agree, attempt, check, claims, prints, record, world
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 
-on = True
+on: Kept[bool] = Kept(bool)
+"""Only in the real world: a pretended rank has nobody to compare with."""
 
 OFTEN = 8  # calls: the distance of comparisons in the steady state
 SELDOM = 512  # and never more than one call of so many, however long a run is
@@ -85,30 +86,29 @@ class Site:
         agree.when_met(compare)
 
 
-_sites: dict[Any, Site] = of_this_rank({})
-_numbers: dict[int, None] = of_this_rank({})
+_sites: Kept[dict[Any, Site]] = Kept(dict)
+_numbers: Kept[dict[int, None]] = Kept(dict)
 
 
 def site(key: Any, label: Callable[[], str]) -> Site:
     """The site of a key; its label, made when it first comes up, must mean the same on all ranks."""
-    found = _sites.get(key)
+    found = _sites.here.get(key)
     if found is None:
-        found = _sites[key] = Site(label())
+        found = _sites.here[key] = Site(label())
     return found
 
 
 def serial() -> int:
     """The next number, for subjects that have no name: the same on all ranks, if they come up in one order."""
-    number = len(_numbers)
-    _numbers[number] = None
+    number = len(_numbers.here)
+    _numbers.here[number] = None
     return number
 
 
 def obey_environment() -> None:
     """What ONECARD_CHECK says: unset, the sparse check; 0, none; else the debug check of every call, in place of it."""
-    global on
     wanted = os.environ.get("ONECARD_CHECK", "")
-    on = wanted == ""
+    on.here = wanted == ""
     if wanted not in ("", "0"):
         check.enable()
 
@@ -185,12 +185,12 @@ def _differs(
     stop(f"{text}; some of its values:\n{shown}\n{cure}. {_HOW}")
 
 
-_told: set[str] = set()
+_told: Kept[set[str]] = Kept(set)
 
 
 def _once(label: str) -> bool:
-    new = label not in _told
-    _told.add(label)
+    new = label not in _told.here
+    _told.here.add(label)
     return new
 
 

@@ -45,7 +45,7 @@ def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> T
     if check.on:
         call = f"reshard of {list(transfer.shape)} from [{transfer.source}] to [{transfer.target}]"
         check.agreed(call, transfer.ranks, f"{_EVERY_RANK}.")
-    board = flight.board
+    board = flight.board.here
     if board is not None:
         board.enter("transfer", transfer.ranks, transfer.sent_by(me))
     try:

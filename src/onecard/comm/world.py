@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from onecard import mesh as _mesh
 from onecard.comm import attempt, flight, shm
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
@@ -77,12 +77,12 @@ def init() -> None:
     """
     if not dist.is_initialized() and get_world_size() > 1:
         _join()
-    while waiting and dist.is_initialized():
-        waiting.pop(0)()
+    while waiting.here and dist.is_initialized():
+        waiting.here.pop(0)()
 
 
 # What the ranks said before they met, to be compared as soon as they have (see ``agree``).
-waiting: list[Callable[[], None]] = of_this_rank([])
+waiting: Kept[list[Callable[[], None]]] = Kept(list)
 
 
 def _join() -> None:
@@ -101,9 +101,9 @@ def _join() -> None:
         ) from fault
     atexit.register(_leave)
     launcher = sys.modules.get("_onecard_launcher")  # under ``onecard run``: it watches what the ranks wait for
-    if launcher is not None and flight.board is None:
+    if launcher is not None and flight.board.here is None:
         with suppress(OSError):
-            flight.board = flight.Board.create(launcher.board)
+            flight.board.here = flight.Board.create(launcher.board)
 
 
 def _leave() -> None:

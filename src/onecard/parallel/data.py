@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 from onecard import _torch
 from onecard._torch import tree_leaves
 from onecard.comm import clock, collectives, groups, record, world
-from onecard.cost import MACHINE
+from onecard.comm.state import machine
 from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -186,7 +186,7 @@ def _from_first(value: Any, mesh: ProcessMesh, axes: Sequence[int], what: str) -
     """The value of the first rank along each of some axes."""
     for axis in axes:
         value = collectives.broadcast_object(value, groups.group(mesh, axis), 0)
-        if record.observers:
+        if record.observers.here:
             _announce(value, mesh, axis, what)
     return value
 
@@ -195,7 +195,7 @@ def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
     """Tell the observers of a broadcast; its size is known only once it is there."""
     layout = Layout.replicated(mesh, 0)
     sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=MACHINE.message(sent))
+    step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=machine.here.message(sent))
     reason = "read once, equal on all"
     record.tell(record.Message(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
 

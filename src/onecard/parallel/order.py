@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader
 from onecard._torch import tree_leaves
 from onecard.comm import collectives, groups, record, world
 from onecard.comm.agree import first_to_say, when_met
-from onecard.comm.place import of_this_rank
-from onecard.cost import MACHINE
+from onecard.comm.state import Kept, machine
 from onecard.errors import CommunicationError, LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
 
-_loaders: Counter[str] = of_this_rank(Counter())
+_loaders: Kept[Counter[str]] = Kept(Counter)
 
 
 class LoaderOrder:
@@ -31,9 +30,9 @@ class LoaderOrder:
 
     def __init__(self, loader: DataLoader[Any], meshes: Sequence[ProcessMesh]) -> None:
         ranks = str(sorted({rank for mesh in meshes for rank in mesh.process_ids}))
-        _loaders[ranks] += 1
+        _loaders.here[ranks] += 1
         self.loader, self.passes = loader, 0
-        self.label = f"data/{ranks}/{_loaders[ranks]}"
+        self.label = f"data/{ranks}/{_loaders.here[ranks]}"
         self.here = any(mesh.coordinate() is not None for mesh in meshes)
 
     def begin(self) -> PassOrder:
@@ -116,12 +115,12 @@ def check_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> None:
     shapes = [(list(t.shape[1:]), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     group, digest = groups.group(mesh, axis), zlib.crc32(repr(shapes).encode())
     mine = torch.tensor([digest, -digest], device=world.device())
-    if record.observers:
+    if record.observers.here:
         layout = Layout.replicated(mesh, 1)
-        step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=MACHINE.message(mine.nbytes))
+        step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=machine.here.message(mine.nbytes))
         reason = "a collate_fn of the user's may pad"
         record.tell(record.Message(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
-    record.serving = ("shard_dataloader", "shapes", (2,))
+    record.serving.here = ("shard_dataloader", "shapes", (2,))
     if torch.equal(collectives.all_reduce(mine, group, "max"), mine):
         return
     words = f"rank {world.get_rank()}: " + ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in shapes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
-from onecard.cost import MACHINE
+from onecard.cost import MACHINE, Machine
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, axes_of, chunk, is_merged, merge
@@ -65,6 +65,7 @@ def decide(
     fixed: Mapping[int, Layout] | None = None,
     kept: Collection[int] = (),
     noted: Mapping[int, int] | None = None,
+    machine: Machine = MACHINE,
 ) -> Decision | None:
     """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
 
@@ -76,6 +77,7 @@ def decide(
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
         noted: for an axis, the factor of the results that it had better cut if nothing speaks against it.
         kept: operands that must keep their layout, because the operator writes to them.
+        machine: what computations are priced with, as ``cost`` prices messages.
 
     Returns:
         The decision, or None if ``fixed`` cannot be met.
@@ -92,7 +94,7 @@ def decide(
             if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
                 continue
             seconds = _price(candidate, layouts, operands, results, cost)
-            seconds += _work(rule, candidate, uses, operands, results)
+            seconds += _work(rule, candidate, uses, operands, results, machine)
             if best is None or seconds < best.seconds:
                 best = Decision(candidate[0], candidate[1], uses, seconds, rule)
     return best
@@ -329,7 +331,12 @@ def _price(
 
 
 def _work(
-    bound: Bound, candidate: Candidate, uses: Sequence[Use], operands: Sequence[Sized], results: Sequence[Sized]
+    bound: Bound,
+    candidate: Candidate,
+    uses: Sequence[Use],
+    operands: Sequence[Sized],
+    results: Sequence[Sized],
+    machine: Machine,
 ) -> float:
     """Seconds that a rank computes. Without them a large product would gather its operands as soon as they are smaller
     than its result, and every rank would do all of the work."""
@@ -338,7 +345,7 @@ def _work(
         touched += size * prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
     mesh = candidate[0][0].mesh
     shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
-    return MACHINE.compute(touched, prod(bound.sizes) / shared)
+    return machine.compute(touched, prod(bound.sizes) / shared)
 
 
 def _words(use: Use, bound: Bound) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from onecard.errors import RuleError
 
@@ -41,7 +41,7 @@ class Signature:
     results: tuple[Term, ...]
 
 
-@cache
+@lru_cache(4096)
 def parse(text: str) -> Signature:
     """Read a rule.
 
@@ -139,7 +139,7 @@ def names_of(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\.\.\.|\w+", text))
 
 
-@cache
+@lru_cache(4096)
 def parse_linear(text: str) -> tuple[tuple[str, ...], ...]:
     """``"self + mat1 * mat2"`` as a sum of products of operand names.
 

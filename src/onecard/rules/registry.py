@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onecard.rules.call import Call, schema_of
+from onecard.rules.foretell import foretell
 from onecard.rules.rule import Form
 
 FormOf = Callable[[Call], Form | str | None]
@@ -52,7 +53,9 @@ class Row:
 
     def results_of(self, call: Call) -> list[Tensor]:
         """The result tensors of one call, without their data."""
-        return call.meta_results() if self.results is None else self.results(call)
+        if self.results is not None:
+            return self.results(call)
+        return foretell(call) or call.meta_results()
 
 
 rows: dict[str, Row] = {}

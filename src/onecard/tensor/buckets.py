@@ -13,6 +13,7 @@ from onecard import resharding as planner
 from onecard.comm import collectives, groups, record
 from onecard.comm.groups import Group
 from onecard.comm.run import lengths
+from onecard.comm.state import machine
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path
@@ -62,11 +63,11 @@ def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
         x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
         return
     flat = torch.cat([x._local.reshape(-1) for x in bucket])
-    if record.observers:
+    if record.observers.here:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
-        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled())
+        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled(), machine.here)
         announce(steps, name, "self", tuple(flat.shape), "summed once, in a bucket", explicit, len(bucket))
-    record.serving = (name, "self", tuple(flat.shape))
+    record.serving.here = (name, "self", tuple(flat.shape))
     for axis, op in layout.pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
     for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
@@ -192,12 +193,13 @@ def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str) -> Non
     cut = bucket[0]
     cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
     shape = (sum(c.whole.numel() for c in bucket),)
-    record.serving = (name, "self", shape)
-    if record.observers:
+    record.serving.here = (name, "self", shape)
+    if record.observers.here:
         if kind == "reduce_scatter":
-            steps = planner.plan(shape, flat.element_size(), Layout.make(cut.mesh, ((),), ((cut.axis, op),)), cut_dim)
+            summands = Layout.make(cut.mesh, ((),), ((cut.axis, op),))
+            steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
             reason = "summed once; each rank keeps the part that it updates"
         else:
-            steps = planner.plan(shape, flat.element_size(), cut_dim, whole_dim)
+            steps = planner.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
             reason = "each rank has updated its part"
         announce(steps, name, "self", shape, reason, False, len(bucket))

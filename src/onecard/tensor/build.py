@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from onecard import resharding as planner
 from onecard.comm import sparse_check
 from onecard.comm.groups import check_world
+from onecard.comm.state import machine
 from onecard.errors import DispatchError, RuleError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -37,7 +39,10 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     program = Program(func)
     operands = [t for t in _flat([*args, *kwargs.values()]) if isinstance(t, DistTensor)]
     fallback.refuse_collective(func, operands)
+    for operand in operands:
+        operand._spec.check_home(changes=False)
     mesh, device = _common_mesh(func, operands)
+    coordinate = mesh.coordinate()
     call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
     program.expand = _functional_form(func, call)
     if program.expand is not None:
@@ -68,8 +73,8 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     _plan(program, call, bound, layouts, decision, device)
     if row.note is not None and not noted:
         _note(program, call, bound, decision, row.note)
-    _localise(program, call, row, bound, layouts, decision, device)
-    if sparse_check.on and mesh.size > 1:
+    _localise(program, call, row, bound, layouts, decision, device, coordinate)
+    if sparse_check.on.here and mesh.size > 1:
         named = zip(call.names, call.paths, values, strict=True)
         plain = [(n, p) for i, (n, p, v) in enumerate(named) if i not in bound.unread and not isinstance(v, DistTensor)]
         program.plain = Operands(program.name, plain, mesh) if plain else None
@@ -124,10 +129,11 @@ def _decision(
         layouts,
         [(tuple(t.shape), t.element_size()) for t in call.operands],
         [(tuple(t.shape), t.element_size()) for t in call.results],
-        planner.seconds,
+        partial(planner.seconds, machine=machine.here),
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
         kept,
         noted,
+        machine.here,
     )
 
 
@@ -182,9 +188,9 @@ def _localise(
     layouts: Sequence[Layout],
     decision: Decision,
     device: torch.device,
+    coordinate: tuple[int, ...] | None,
 ) -> None:
     """Adapt the call to this rank: the row's hook, and stand-ins for operands that are not read."""
-    coordinate = decision.operands[0].mesh.coordinate()
     if coordinate is None:
         return
     if row.local is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from onecard import random
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
@@ -55,15 +55,15 @@ def key_for(func: Any, like: Any, generator: Any) -> Key:
     """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh."""
     key = new_key(generator)
     if isinstance(like, DistTensor) and isinstance(key.low, int):
-        _draws[like.mesh] += 1
-        count = _draws[like.mesh]
+        _draws.here[like.mesh] += 1
+        count = _draws.here[like.mesh]
         if count & (count - 1) == 0 and like._spec.here:
             label, word = f"{like.mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(like.shape)}"
             when_met(lambda: _compare(label, word))
     return key
 
 
-_draws: Counter[Any] = of_this_rank(Counter())
+_draws: Kept[Counter[Any]] = Kept(Counter)
 
 
 def _compare(label: str, word: str) -> None:

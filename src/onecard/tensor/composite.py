@@ -64,9 +64,14 @@ class _Matmul(torch.autograd.Function):
         )
 
 
+def _autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor; it knows no meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _matmul(keyset: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     dims = a.dim(), b.dim()
-    if max(dims) < 3 or min(dims) < 1 or torch.is_autocast_enabled(a.device.type):
+    if max(dims) < 3 or min(dims) < 1 or _autocasts(a):
         # Autocast casts, and comes here again.
         return onward(aten.matmul.default, keyset, a, b)
     if dims[1] == 2:
@@ -101,7 +106,7 @@ class _Einsum(torch.autograd.Function):
 def _einsum(keyset: DispatchKeySet, equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Tensor:
     terms = subscripts(equation)
     fits = terms is not None and [len(term) for term in terms[:2]] == [t.dim() for t in tensors]
-    if terms is None or not fits or torch.is_autocast_enabled(tensors[0].device.type):
+    if terms is None or not fits or _autocasts(tensors[0]):
         return onward(aten.einsum.default, keyset, equation, tensors, path=path)
     return _Einsum.apply(terms, *tensors)
 

@@ -70,7 +70,7 @@ def shard_tensor(
     groups.check_world(mesh)
     if check.on and src is None and mesh.coordinate() is not None:
         check.equal(f"shard_tensor as [{layout}]", mesh.process_ids, [check.plain("data", tensor)])
-    elif sparse_check.on and src is None and mesh.size > 1 and mesh.coordinate() is not None:
+    elif sparse_check.on.here and src is None and mesh.size > 1 and mesh.coordinate() is not None:
         watched.whole("shard_tensor", tensor, layout)
     if isinstance(data, torch.nn.Parameter):
         made = distribute(tensor.detach(), layout, src)
@@ -168,7 +168,7 @@ def join(
         )
     if check.on and spec.here:
         _check_parts(call, wrap(local.detach(), spec))
-    elif sparse_check.on and mesh.size > 1 and spec.here:
+    elif sparse_check.on.here and mesh.size > 1 and spec.here:
         watched.part(call, local.detach(), layout, _ALL_ONE)
     return FromLocal.apply(local, spec)
 

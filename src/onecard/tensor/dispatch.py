@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard._torch import tree_leaves
 from onecard.comm import check, record, trace
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
@@ -20,14 +20,14 @@ from onecard.tensor.build import build
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.first_calls import FirstCalls, believed
 from onecard.tensor.program import Program
+from onecard.tensor.recent import Recent
 from onecard.tensor.spec import STALE
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
 # and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
 builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
-programs: dict[tuple[Any, ...], Any] = of_this_rank({})
-LIMIT = 50_000
+programs: Kept[Recent] = Kept(Recent)
 by_value: dict[Any, bool] = {}
 
 
@@ -54,7 +54,7 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         for name, a in kwargs.items():
             key.append(name)
             key.append(freeze(a, func))
-    program = programs.get(tuple(key))
+    program = programs.here.get(tuple(key))
     if program is not None and program.simple:
         for position, value in program.swaps:
             local[position] = value
@@ -83,8 +83,9 @@ def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
 
 
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-    if len(programs) >= LIMIT:
-        programs.clear()
+    known = programs.here.recall(key)
+    if known is not None:
+        return known
     stale = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DistTensor) and v._spec.alias == STALE]
     if stale:
         for value in stale:
@@ -94,14 +95,14 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if unproved and isinstance(program, Program) and believed(func):
         program = FirstCalls(program)
     if not trace.faking():  # what is decided there may hold tensors without data
-        programs[key] = program
+        programs.here.keep(key, program)
     return program
 
 
 def program_for(func: Any, args: Any, kwargs: Any) -> Any:
     """The cached program of a call."""
     key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
-    return programs.get(key) or _miss(key, func, args, kwargs)
+    return programs.here.get(key) or _miss(key, func, args, kwargs)
 
 
 def freeze(value: Any, func: Any) -> Any:
@@ -173,6 +174,6 @@ def _check() -> None:
     DistTensor.__torch_dispatch__ = classmethod(checked)  # type: ignore[assignment]
 
 
-changed += [programs.clear, _forget_rows]
+changed += [lambda: programs.here.forget(), _forget_rows]
 DistTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 check.when_on(_check)

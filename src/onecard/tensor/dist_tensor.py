@@ -15,6 +15,7 @@ from onecard import resharding as planner
 from onecard.comm import record
 from onecard.comm.claims import Claim
 from onecard.comm.run import run as run_steps
+from onecard.comm.state import home, machine
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -144,12 +145,14 @@ class DistTensor(Tensor):
         self._refresh()
         spec = self._spec
         source, shape = spec.layout, tuple(spec.shape)
-        steps = planner.plan(shape, spec.dtype.itemsize, source, target)
-        if record.observers and spec.here:
+        settles = bool(source.pending) and target is source.settled()
+        if spec.home is not home.here:
+            spec.check_home(settles)
+        steps = planner.plan(shape, spec.dtype.itemsize, source, target, machine.here)
+        if record.observers.here and spec.here:
             announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
         if steps:  # else nothing is sent, and one rank may ask alone
-            record.serving = (op, operand, shape)
-        settles = bool(source.pending) and target is source.settled()
+            record.serving.here = (op, operand, shape)
         if not spec.here:
             if settles:
                 memory.adopt(self, self._local)

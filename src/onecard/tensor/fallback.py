@@ -14,6 +14,7 @@ from onecard import _torch
 from onecard import resharding as planner
 from onecard._torch import no_dispatch, tree_leaves, tree_map
 from onecard.comm import record
+from onecard.comm.state import Kept, machine
 from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
@@ -21,7 +22,7 @@ from onecard.tensor import dist_tensor, memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
 
-_warned: set[Any] = set()
+_warned: Kept[set[Any]] = Kept(set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class Event:
 
 
 # Told of each such call (``coverage``); one list for the process.
-observers: list[Callable[[Event], None]] = []
+observers: Kept[list[Callable[[Event], None]]] = Kept(list)
 
 
 def _tell(func: Any, how: str) -> None:
-    for observer in list(observers):
+    for observer in list(observers.here):
         observer(Event(func, how))
 
 
@@ -245,8 +246,8 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     time that it costs a message."""
     operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DistTensor)]
     mesh, device = operands[0].mesh, operands[0]._spec.device
-    if func not in _warned and not all(t._spec.layout.is_replicated for t in operands):
-        _warned.add(func)
+    if func not in _warned.here and not all(t._spec.layout.is_replicated for t in operands):
+        _warned.here.add(func)
         _warn(func, operands)
     _tell(func, "gathered")
     originals, moved = {}, []
@@ -306,7 +307,9 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     sent = sum(
         step.bytes
         for t in operands
-        for step in planner.plan(tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim()))
+        for step in planner.plan(
+            tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim()), machine.here
+        )
     )
     schema = schema_of(func)
     terms = ", ".join(" ".join(f"{chr(97 + d)}{i}" for d in range(t.dim())) or "()" for i, t in enumerate(operands))

@@ -13,6 +13,7 @@ from onecard import resharding as planner
 from onecard._torch import tree_map
 from onecard.comm import pretend, record
 from onecard.comm.run import run as run_steps
+from onecard.comm.state import Kept, machine
 from onecard.errors import OnecardError, RuleError
 from onecard.layout import Layout
 from onecard.rules.call import schema_of, tensors_in
@@ -25,7 +26,7 @@ COMPARED = (1, 2, 4)  # which calls of a program: the first one's operands may b
 # By dtype, relative to the largest number among operands and results; a wrong rule is off by far more.
 _ROUNDING = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
-_random: set[Any] = set()  # operators of which was said that they cannot be compared
+_random: Kept[set[Any]] = Kept(set)  # operators of which was said that they cannot be compared
 
 
 def believed(func: Any) -> bool:
@@ -89,8 +90,8 @@ def _agreed(operand: DistTensor, why: str) -> str:
     """What some rank has against its part, on every rank: else the others would wait for it."""
     mesh = operand.mesh
     everywhere = Layout.make(mesh, (), tuple((axis, "sum") for axis in range(mesh.ndim)))
-    steps = planner.plan((), 8, everywhere, Layout.replicated(mesh, 0))
-    record.serving = ("first call", "its faults", ())
+    steps = planner.plan((), 8, everywhere, Layout.replicated(mesh, 0), machine.here)
+    record.serving.here = ("first call", "its faults", ())
     faults = run_steps(steps, torch.tensor(float(bool(why)), device=operand._spec.device), ())
     return why or ("a part does not fit on another rank" if faults.item() else "")
 
@@ -106,8 +107,8 @@ def _comparable(func: Any, operands: Sequence[DistTensor]) -> bool:
 
 
 def _say_random(func: Any) -> None:
-    if func not in _random:
-        _random.add(func)
+    if func not in _random.here:
+        _random.here.add(func)
         warnings.warn(
             f"{func} draws random numbers, so that its rule, registered without verify=, cannot be compared with the operator "
             "on whole tensors: nobody has proved it",
@@ -152,12 +153,12 @@ def _gathered(x: Tensor, name: str, what: str) -> Tensor:
         return x
     spec = x._spec
     shape, target = tuple(spec.shape), Layout.replicated(spec.layout.mesh, len(spec.shape))
-    steps = planner.plan(shape, spec.dtype.itemsize, spec.layout, target)
-    if record.observers:
+    steps = planner.plan(shape, spec.dtype.itemsize, spec.layout, target, machine.here)
+    if record.observers.here:
         announce(
             steps, name, what, shape, "the rule was registered without verify=: its first calls are compared", True
         )
-    record.serving = (name, what, shape)
+    record.serving.here = (name, what, shape)
     return run_steps(steps, x._local, shape)
 
 

@@ -17,6 +17,7 @@ from onecard import resharding as planner
 from onecard._torch import tree_leaves
 from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
+from onecard.comm.state import machine
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -188,7 +189,7 @@ def _local(value: Any) -> Any:
 
 def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Tell the copies that stand for views of what a kernel has just written to."""
-    if sparse_check.on:
+    if sparse_check.on.here:
         written(schema_of(func).name, args[0], len(args) > 1 and isinstance(args[1], list | tuple))
     if memory.copies:
         for name, value in [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]:
@@ -289,9 +290,9 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     shape = tuple(found.shape)
     for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
-        steps = planner.plan(shape, found.element_size(), seen, seen.settled())
-        record.serving = ("unscale", "found_inf", shape)
-        if record.observers:
+        steps = planner.plan(shape, found.element_size(), seen, seen.settled(), machine.here)
+        record.serving.here = ("unscale", "found_inf", shape)
+        if record.observers.here:
             announce(
                 steps, "unscale", "found_inf", shape, "one infinite part skips the step on all ranks", explicit=False
             )

@@ -10,12 +10,14 @@ from torch import Tensor
 from onecard import resharding as planner
 from onecard.comm import collectives, groups, hosts, pretend, record, world
 from onecard.comm.run import run as run_steps
+from onecard.comm.state import machine
 from onecard.comm.transfer import run_transfer
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.tensor import strides
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.recording import record_of
 from onecard.tensor.replay import materialise
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.transfer import plan_transfer, settled_source
@@ -23,7 +25,7 @@ from onecard.transfer import plan_transfer, settled_source
 
 def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
     """This rank's part of a value that every rank holds whole."""
-    if whole.device.type == "meta" and not pretend.rehearsing:
+    if whole.device.type == "meta" and not _only_shapes(whole):
         return materialise(whole, layout)
     device = world.device() if whole.device.type == "cpu" else whole.device
     shape = whole.shape
@@ -34,8 +36,13 @@ def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTen
         whole = _from_rank(whole.to(device), layout.mesh, src)
     local = layout.local_part(whole).to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
-    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout)
+    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout, machine.here)
     return wrap(run_steps(steps, local, shape).contiguous(), spec)
+
+
+def _only_shapes(whole: Tensor) -> bool:
+    """Whether a meta tensor stands for a value that nobody needs, and not for one that is still to be made."""
+    return pretend.rehearsing.here or (pretend.pretending() and record_of(whole) is None)
 
 
 def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
@@ -138,11 +145,13 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
     near = () if local.is_meta else hosts.among(ranks)
     if source.merged or layout.merged:
         sizes, opened, goal = planner.alike(shape, source, layout)  # type: ignore[misc]
-        plan = plan_transfer(tuple(n for parts in sizes for n in parts), x.dtype.itemsize, opened, goal, near)
+        plan = plan_transfer(
+            tuple(n for parts in sizes for n in parts), x.dtype.itemsize, opened, goal, near, machine.here
+        )
         local = local.reshape(opened.local_shape(plan.shape)) if x._spec.here else local
     else:
-        plan = plan_transfer(shape, x.dtype.itemsize, source, layout, near)
-    if record.observers:
+        plan = plan_transfer(shape, x.dtype.itemsize, source, layout, near, machine.here)
+    if record.observers.here:
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from onecard._torch import TorchDispatchMode
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import Kept
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
 
-_seedings: Counter[str] = of_this_rank(Counter())
+_seedings: Kept[Counter[str]] = Kept(Counter)
 
 
 def manual_seed(seed: int) -> torch.Generator:
@@ -39,8 +39,8 @@ def manual_seed(seed: int) -> torch.Generator:
         >>> torch.initial_seed()
         3
     """
-    _seedings["seed"] += 1
-    number = _seedings["seed"]
+    _seedings.here["seed"] += 1
+    number = _seedings.here["seed"]
     when_met(lambda: _compare(number, seed))
     return torch.manual_seed(seed)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard import resharding as planner
 from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
+from onecard.comm.state import machine
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
 from onecard.tensor import memory, strides
@@ -131,7 +132,7 @@ class Program:
         elif memory.copies:
             for path in self.writes:
                 memory.wrote(_at(path, args, kwargs))
-        if self.writes and sparse_check.on:
+        if self.writes and sparse_check.on.here:
             written(self.name, [_at(path, args, kwargs) for path in self.writes], self.combines)
         return made
 
@@ -149,10 +150,10 @@ class Program:
         if isinstance(value, DistTensor):
             return value._become(target, self.name, name, self.reason, explicit=False)
         whole = Layout.replicated(target.mesh, value.dim())
-        steps = planner.plan(tuple(value.shape), value.element_size(), whole, target)
-        if record.observers:
+        steps = planner.plan(tuple(value.shape), value.element_size(), whole, target, machine.here)
+        if record.observers.here:
             announce(steps, self.name, name, tuple(value.shape), self.reason, explicit=False)
-        record.serving = (self.name, name, tuple(value.shape))
+        record.serving.here = (self.name, name, tuple(value.shape))
         moved = run_steps(steps, value, value.shape)
         return strides.place(Spec.like(whole, value, value.device))(moved) if moved is not value else moved
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from onecard.comm.place import of_this_rank
+from onecard.comm.state import REAL, Kept, home
+from onecard.errors import DispatchError
 from onecard.layout import Layout
 
 # What a tensor's memory is (see ``memory``): its own or shared as on one card; a copy that stands for a view; such a copy
 # of windows that overlap, which cannot be written to; a copy after a write to what it was taken from. A part of the cache
 # key, so that only a copy pays for being one.
 OWN, COPY, WINDOWS, STALE = "", "copy", "windows", "stale"
-_interned: dict[tuple[Any, ...], Spec] = of_this_rank({})
+# Of a spec that nobody has any more nobody can tell that its successor is another object.
+_interned: Kept[WeakValueDictionary[tuple[Any, ...], Spec]] = Kept(WeakValueDictionary)
 
 
 class Spec:
@@ -24,17 +27,19 @@ class Spec:
         shape, stride: of the whole tensor on one card.
         dtype, device: of the local tensors.
         here: whether this process is in the mesh.
+        home: the world in which it was made.
         note: axes that an operator noted on this tensor for its backward (see ``Row.note``).
         alias: OWN, COPY, WINDOWS or STALE.
     """
 
-    __slots__ = ("alias", "device", "dtype", "here", "layout", "note", "shape", "stride")
+    __slots__ = ("__weakref__", "alias", "device", "dtype", "here", "home", "layout", "note", "shape", "stride")
     layout: Layout
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     here: bool
+    home: object
     note: tuple[int, ...]
     alias: str
 
@@ -50,13 +55,14 @@ class Spec:
     ) -> Spec:
         """The one spec with these properties."""
         key = (layout, shape, stride, dtype, device, note, alias)
-        found = _interned.get(key)
+        found = _interned.here.get(key)
         if found is None:
             found = object.__new__(Spec)
             found.layout, found.shape, found.stride, found.dtype, found.device = layout, shape, stride, dtype, device
             found.note, found.alias = note, alias
             found.here = layout.mesh.coordinate() is not None
-            _interned[key] = found
+            found.home = home.here
+            _interned.here[key] = found
         return found
 
     @staticmethod
@@ -75,6 +81,19 @@ class Spec:
     def with_alias(self, alias: str) -> Spec:
         """The same spec of other memory."""
         return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, self.note, alias)
+
+    def check_home(self, changes: bool) -> None:
+        """Raise a DispatchError if the tensor is of another world; one of the real world may be read by a pretended rank."""
+        if self.home is home.here or (self.home is REAL and not changes):
+            return
+        if home.here is REAL or self.home is not REAL:
+            raise DispatchError(
+                f"{self!r} was made by a pretended rank, so its values mean nothing: use it inside the same onecard.pretend(...)"
+            )
+        raise DispatchError(
+            f"{self!r} is a real tensor with a pending value, which a pretended rank cannot settle: nothing would be sent, and "
+            "the value would be lost. Settle it before onecard.pretend(...): x.settle()"
+        )
 
     def meta(self) -> torch.Tensor:
         """The whole tensor without its data."""

@@ -6,21 +6,23 @@ A spec's strides are those of the whole on one card. A shard has fewer elements,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from onecard.tensor.spec import Spec
 
+LIMIT = 4096  # specs of which each of these is known
 
-@cache
+
+@lru_cache(LIMIT)
 def expanded(spec: Spec) -> tuple[bool, ...]:
     """For each dim whether its elements are one in memory on one card."""
     return tuple(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True))
 
 
-@cache
+@lru_cache(LIMIT)
 def place(spec: Spec) -> Callable[[Tensor], Tensor]:
     """What puts a local tensor in memory as the whole is on one card."""
     if overlaps(spec):
@@ -59,13 +61,13 @@ def named(local: Tensor, spec: Spec) -> Tensor:
     return local.as_strided(spec.shape, spec.stride, local.storage_offset())
 
 
-@cache
+@lru_cache(LIMIT)
 def own_stride(spec: Spec) -> tuple[int, ...]:
     """Strides of a tensor's value in memory of its own: those that ``clone`` gives on one card."""
     return torch.empty_like(spec.meta()).stride()
 
 
-@cache
+@lru_cache(LIMIT)
 def overlaps(spec: Spec) -> bool:
     """Whether different positions may be one element of memory, other than in expanded dims."""
     span = 1

@@ -73,14 +73,14 @@ def _outcome(job: Job) -> Report:
     try:
         _set_environment(job)
         sparse_check.obey_environment()
-        flight.board = flight.Board.create(job.path("board"))
+        flight.board.here = flight.Board.create(job.path("board"))
         _open_group(job)
         function = find(job.where)
         args, kwargs = pickle.loads(job.arguments)  # ours: written by the parent process
         value = pack(f"the return value of {job.where.qualname}", function(*args, **kwargs))
     except BaseException as error:
         return _failure(error)
-    return Report("done", time.monotonic(), value=value, counts=flight.board.counts)
+    return Report("done", time.monotonic(), value=value, counts=flight.board.here.counts)
 
 
 def _failure(error: BaseException) -> Report:

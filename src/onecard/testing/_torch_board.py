@@ -32,7 +32,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        board = flight.board
+        board = flight.board.here
         if board is None or board.inside:  # inside: somebody above has said it better
             return function(*args, **kwargs)
         try:

@@ -157,8 +157,12 @@ def _trilinear(call: Call) -> Form | None:
 
 
 row("_cdist_forward", "... p k, ... r k -> ... p r", whole="k")
+
+
 # Given the distances, each coordinate has its own gradient; that of a point sums over the other set's points.
-row("_cdist_backward", "... p r, ... p k, ... r k, ... p r -> ... p k", linear="grad")
+@row("_cdist_backward")
+def _cdist_backward(call: Call) -> Form:
+    return Form("... p r, ... p k, ... r k, ... p r -> ... p k", linear=call.names[0])  # its name has changed in 2.15
 
 
 @row("linalg_cross")
