@@ -1,0 +1,14 @@
+"""Checkpoints: boxes of named tensors in safetensors files with one index, checked, and committed by one rename.
+
+``save`` and ``load`` take any nested state. What is saved under one layout, on any number of ranks, loads under any other.
+"""
+
+from onecard.checkpoint.api import latest, list, load, load_state_dict, save, save_state_dict, verify
+from onecard.checkpoint.changes import Fuse, Rename, Split, Transpose
+from onecard.checkpoint.folder import CheckpointWarning, Found
+from onecard.checkpoint.saving import Saving
+
+__all__ = [
+    "CheckpointWarning", "Found", "Fuse", "Rename", "Saving", "Split", "Transpose",
+    "latest", "list", "load", "load_state_dict", "save", "save_state_dict", "verify",
+]  # fmt: skip
