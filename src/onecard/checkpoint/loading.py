@@ -131,7 +131,7 @@ def _read(walk: Walk, reader: Reader) -> None:
             box, local, act = _place(target)
             if act is not None:
                 after.append(act)
-            if volume(box):
+            if box is not None and volume(box):
                 todo[keys_of(local)[-1], found.views] = (name, found, box, local)  # tied weights are read once
         for name, found, box, local in sorted(todo.values(), key=lambda t: _where(t[1])):
             reader.read(name, found, box, local)
@@ -144,21 +144,21 @@ def _where(found: Virtual) -> tuple[str, int]:
     return (first.file, first.offset) if first is not None else ("", 0)
 
 
-def _place(target: Any) -> tuple[Box, Tensor, Any]:
-    """What of a tensor this rank holds, the memory that it is in, and what to do afterwards. All ranks call it in one order."""
-    x = target.detach()
+def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
+    """What of a tensor this rank holds (None: nothing), the memory that it is in, and what to do afterwards. All ranks call it in one order."""
+    x = target
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)
     if not isinstance(x, DistTensor):
-        return tuple((0, n) for n in x.shape), x, None
+        return tuple((0, n) for n in x.shape), x.detach(), None
     x.settle()
     x._refresh()
-    layout = x._spec.layout
+    layout, me = x._spec.layout, world.get_rank()
     if layout.merged:  # read in one piece, and laid out afterwards
         plain = layout.in_one_piece()
         new: Any = reshard(x, x.mesh, list(plain.placements))
-        return held_box(plain, x.shape, world.get_rank()), new._local, lambda: x.copy_(new)
-    return held_box(layout, x.shape, world.get_rank()), x._local, None
+        return held_box(plain, x.shape, me) if me in layout.mesh else None, new._local, lambda: x.copy_(new)
+    return held_box(layout, x.shape, me) if me in layout.mesh else None, x._local, None
 
 
 def _same(digests: Sequence[str]) -> None:

@@ -122,7 +122,7 @@ def has_state(value: Any) -> bool:
 def unfold(value: Any, names: Names) -> Any:
     """A state with its objects as plain dicts, lists, tensors and numbers."""
     if isinstance(value, nn.Module):
-        return dict(value.state_dict())
+        return dict(value.state_dict(keep_vars=True))  # without: a copy, where `detach` has to gather
     if isinstance(value, Optimizer):
         return by_name(value.state_dict(), names.of_optimizer(value))
     if isinstance(value, torch.Generator):

@@ -61,7 +61,6 @@ def sources_of(tensors: dict[str, Tensor]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
-        x = x.detach()
         key = keys_of(x)[-1]
         found[name] = _source(name, x, first.get(key))
         first.setdefault(key, name)
@@ -76,7 +75,7 @@ def _source(name: str, x: Any, alias: str | None) -> Source:
     if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
     if not isinstance(x, DistTensor):
-        return Source(name, x.dtype, tuple(x.shape), None, x, alias)
+        return Source(name, x.dtype, tuple(x.shape), None, x.detach(), alias)
     x = x.settle()
     if x._spec.layout.merged:
         x = reshard(x, x.mesh, list(x._spec.layout.in_one_piece().placements))
@@ -116,11 +115,9 @@ def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> list[t
 
 
 def held_box(layout: Layout | None, shape: Sequence[int], rank: int) -> Box:
-    """What a rank holds of a tensor."""
+    """What a rank of its mesh holds of a tensor."""
     if layout is None:
         return tuple((0, n) for n in shape)
-    if rank not in layout.mesh:
-        return tuple((0, 0) for _ in shape)
     return box_of(layout, tuple(shape), rank)
 
 

@@ -102,7 +102,7 @@ class Walk:
     def _module(self, target: nn.Module, node: Any, path: str) -> Any:
         below = tree.children(node) or {}
         others = {}
-        for key, value in target.state_dict().items():
+        for key, value in target.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor):
                 self._tensor(value, below.get(key), tree.join(path, key))
             elif key in below:
