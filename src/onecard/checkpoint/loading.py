@@ -168,7 +168,7 @@ def _same(digests: Sequence[str]) -> None:
 
 
 def _meet(path: Path, word: Any, decide: Any, error: str) -> Any:
-    found, answer = meet(_CHANNEL, f"load of {path}", word, decide, error)
+    found, answer = meet(_CHANNEL, f"load of {path}", word, decide, error, f"{path} was not loaded.")
     if found:
-        raise CheckpointError(f"{path} was not loaded. {found}")
+        raise CheckpointError(found)
     return answer

@@ -152,10 +152,10 @@ class Saving:
             self._lock = -1
 
     def _meet(self, word: Any, decide: Decide, error: str = "") -> Any:
-        found, answer = meet(_CHANNEL, f"save of {self.path}", word, decide, error)
+        found, answer = meet(_CHANNEL, f"save of {self.path}", word, decide, error, f"{self.path} was not saved.")
         if found:
             self._unlock()
-            raise CheckpointError(f"{self.path} was not saved. {found}")
+            raise CheckpointError(found)
         return answer
 
 

@@ -25,7 +25,7 @@ _MARGIN = 5.0  # seconds that the others wait longer than the first rank, which 
 Decide = Callable[[Sequence[Any]], Any]
 
 
-def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "") -> tuple[str, Any]:
+def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "", outcome: str = "") -> tuple[str, Any]:
     """What the first rank decides from the words of all; every rank of the world calls it, in one order on each channel.
 
     Args:
@@ -34,6 +34,7 @@ def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "") ->
         word: anything that JSON can say.
         decide: called on the first rank, with the words by rank, if no rank brings an error. What it raises is an error.
         error: why this rank cannot go on; "" if it can.
+        outcome: what stands before an error: the first rank's, on all.
 
     Returns:
         The error, the same on all ranks ("" if there is none), and what was decided.
@@ -45,21 +46,25 @@ def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "") ->
         ('no disk', None)
     """
     if world.get_world_size() == 1:
-        return _answer([(error, word)], decide)
+        return _after(outcome, *_answer([(error, word)], decide))
     world.init()
     me, store = world.get_rank(), attempt.store()
     _meetings[channel] += 1
     here = f"meet/{channel}/{_meetings[channel]}"
     if me == 0:
-        error, answer = _gather(store, here, what, (error, word), decide)
+        error, answer = _after(outcome, *_gather(store, here, what, (error, word), decide))
         store.set(f"{here}/answer", json.dumps([error, answer]))
         _forget(store, f"meet/{channel}/{_meetings[channel] - 1}")
         return error, answer
     store.set(f"{here}/{me}", json.dumps([error, word]))
     if not _wait(store, f"{here}/answer", world.TIMEOUT.total_seconds() + _MARGIN):
-        return _missing([0], what), None
+        return _after(outcome, _missing([0], what), None)
     error, answer = json.loads(store.get(f"{here}/answer"))
     return error, answer
+
+
+def _after(outcome: str, error: str, answer: Any) -> tuple[str, Any]:
+    return f"{outcome} {error}" if error and outcome else error, answer
 
 
 def _gather(store: dist.Store, here: str, what: str, mine: Any, decide: Decide) -> tuple[str, Any]:
