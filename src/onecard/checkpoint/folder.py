@@ -162,8 +162,9 @@ def _remove_step(path: Path) -> None:
         files.remove_folder(path)
 
 
-def drop_empty(folder: Path, root: Path) -> None:
-    """After a save that failed: leave no empty folder of a step."""
-    if folder != root:
+def clean_up(folder: Path, root: Path) -> None:
+    """After a save that failed: what it wrote, and the folder of its step, if that is empty now."""
+    _clean_folder(folder)
+    if folder != root and not (folder / NAME).exists():
         with suppress(OSError):
             files.remove_folder(folder)

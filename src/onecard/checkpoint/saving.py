@@ -110,7 +110,7 @@ class Saving:
         try:
             self._meet(word, lambda words: self._commit(index, shares, words), error)
         except CheckpointError:
-            self._undo(path)
+            self._undo()
             raise
         finally:
             self._unlock()
@@ -138,13 +138,11 @@ class Saving:
         with suppress(OSError):  # it is saved; what cannot be removed now, the next save tries again
             folder.tidy(self.path, self._root, index, self._keep)
 
-    def _undo(self, path: Path) -> None:
-        with suppress(OSError):
-            files.remove(path)
+    def _undo(self) -> None:
+        """After a failure. Rank 0 alone knows whether there was a commit: another rank that has not heard of one keeps its file."""
         if world.get_rank() == 0:
             with suppress(OSError):
-                files.remove(self.path / folder.NEW_INDEX)
-            folder.drop_empty(self.path, self._root)
+                folder.clean_up(self.path, self._root)
 
     def _unlock(self) -> None:
         if self._lock >= 0:
