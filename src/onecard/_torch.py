@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._restart_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
 # The same of objects that have them only once they are made: the agent's processes, a module's contents.
