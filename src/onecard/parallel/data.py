@@ -257,27 +257,27 @@ class _PartSampler:
         return len(self.batches)
 
     def __iter__(self) -> _PartIndices:
-        indices = skipped(iter(self.batches), self.before)
-        self.last = _PartIndices(indices, self.parts, self.index, self.order.begin())
+        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin(), self.before)
         return self.last
 
 
 class _PartIndices(Iterator[list[Any]]):
     """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
 
-    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder) -> None:
-        self.batches, self.parts, self.index, self.order = batches, parts, index, order
+    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder, before: int) -> None:
+        self.batches, self.parts, self.index, self.order, self.before = batches, parts, index, order, before
         self.sizes: deque[tuple[int, int]] = deque()
         self.begun = False
 
     def start(self) -> None:
-        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet."""
+        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet; not before the loader has
+        drawn what it draws itself."""
         if not self.begun:
             self.begun = True
-            self.batches = _begun(self.batches)
+            self.batches = skipped(_begun(self.batches), self.before)
 
     def __next__(self) -> list[Any]:
-        self.begun = True
+        self.start()
         indices = next(self.batches, None)
         if indices is None:
             self.order.end()
