@@ -5,6 +5,7 @@
 
 from onecard.checkpoint.api import latest, list, load, load_state_dict, save, save_state_dict, verify
 from onecard.checkpoint.changes import Fuse, Rename, Split, Transpose
+from onecard.checkpoint.conversion import convert
 from onecard.checkpoint.folder import CheckpointWarning, Found
 from onecard.checkpoint.random_state import RandomState
 from onecard.checkpoint.saving import Saving
@@ -12,5 +13,5 @@ from onecard.checkpoint.stopping import preempted
 
 __all__ = [
     "CheckpointWarning", "Found", "Fuse", "RandomState", "Rename", "Saving", "Split", "Transpose",
-    "latest", "list", "load", "load_state_dict", "preempted", "save", "save_state_dict", "verify",
+    "convert", "latest", "list", "load", "load_state_dict", "preempted", "save", "save_state_dict", "verify",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ model. In a checkpoint states go by their parameters' names, and groups list nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint.tree import join
 from onecard.tensor import DistTensor
+
+
+# What is in a module's state dict and is no parameter; the names of torch's own layers.
+_BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|_extra_state)$")
 
 
 class Names:
@@ -93,8 +98,8 @@ def _modules(state: Any, place: str) -> Iterator[tuple[str, list[tuple[str, Tens
     if isinstance(state, nn.Module):
         yield place, list(state.named_parameters(remove_duplicate=False))
     elif isinstance(state, Mapping):
-        tensors = [(str(k), v) for k, v in state.items() if isinstance(v, Tensor)]
-        if tensors and len(tensors) == len(state):
+        tensors = [(str(k), v) for k, v in state.items() if isinstance(v, Tensor) and not _BUFFER.search(str(k))]
+        if tensors and all(isinstance(k, str) for k in state):
             yield place, tensors
         for key, value in state.items():
             yield from _modules(value, join(place, key))

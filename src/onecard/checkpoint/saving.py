@@ -20,7 +20,7 @@ from typing import Any
 
 import onecard
 from onecard.checkpoint import files, folder, tree
-from onecard.checkpoint.index import NAME, Entry, File, Index, Piece, to_bytes
+from onecard.checkpoint.index import Entry, File, Index, Piece, to_bytes
 from onecard.checkpoint.objects import Names, unfold
 from onecard.checkpoint.pieces import Share, Source, plan, sample, sources_of
 from onecard.checkpoint.progress import Progress
@@ -46,6 +46,7 @@ class Saving:
         self.path, self._root, self._step, self._keep = path, root, step, keep
         self._thread: threading.Thread | None = None
         self._error, self._lock = "", -1
+        self._aliases: dict[str, str] = {}
         self._started = time.perf_counter()
 
     def wait(self) -> None:
@@ -182,6 +183,23 @@ def start(state: Any, path: Path, root: Path, step: int | None, keep: int | None
     return saving
 
 
+def save_alone(
+    path: Path, node: Any, sources: dict[str, Source], content: Callable[[list[Share]], Content]
+) -> None:
+    """Save in this process, whatever the others do: the work of ``convert``, whose tensors come from files."""
+    saving = Saving(path, path, None, None)
+    shares = plan(sources, 1)
+    entries = {name: Entry(s.dtype, s.shape, ()) for name, s in sources.items()}
+    index = Index(path, {}, entries, node)
+    try:
+        index.generation = saving._prepare([""]) or 0
+        saving._aliases = {name: s.alias for name, s in sources.items() if s.alias}
+        word = write_shares(path / folder.data_name(index.generation, 0, 1), shares, content(shares), lambda n: None)
+        saving._commit(index, shares, [word])
+    finally:
+        saving._unlock()
+
+
 def settle() -> None:
     """Wait for a save that goes on in the background.
 
@@ -279,4 +297,4 @@ def in_words(fault: BaseException) -> str:
 
 
 
-__all__ = ["NAME", "Saving", "settle", "start"]
+__all__ = ["Saving", "save_alone", "settle", "start"]
