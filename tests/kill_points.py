@@ -84,7 +84,9 @@ def rank_of(act: Callable[[], None], rank: int, size: int, store: Path, patience
         os._exit(code)
 
 
-def crew(act: Callable[[int], None], size: int, patience: float, dies: int | None = None, others_too: bool = False) -> list[int]:
+def crew(
+    act: Callable[[int], None], size: int, patience: float, dies: int | None = None, others_too: bool = False
+) -> list[int]:
     """Run ranks to their end; how each ended. ``dies``: a rank that is expected to; ``others_too``: kill the others after it."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"

@@ -1,6 +1,6 @@
 """A training program that saves each step and is killed now and then; a program of its own for the launcher.
 
-    PYTHONPATH=src:tests python tests/resumed.py   kills ranks ten times, on 2 and 4 ranks and from 4 to 3: some minutes
+PYTHONPATH=src:tests python tests/resumed.py   kills ranks ten times, on 2 and 4 ranks and from 4 to 3: some minutes
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 def run(folder: Path, steps: int, kills: dict[int, tuple[int, int]], stop_at: int = 0) -> dict[str, Any]:
     """Train to so many steps from the newest checkpoint; ``kills``: by attempt, the step after which a rank kills itself."""
     folder.mkdir(exist_ok=True)
-    attempt, mesh = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0), oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
+    attempt, mesh = (
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        oc.ProcessMesh(range(oc.get_world_size()), ["dp"]),
+    )
     oc.manual_seed(3 + 100 * attempt)  # what is not restored would be seen
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -66,7 +69,9 @@ def run(folder: Path, steps: int, kills: dict[int, tuple[int, int]], stop_at: in
             state["losses"].append(loss.item())
             state["seen"] += indices.tolist()
             note(folder, "step")
-            oc.checkpoint.save(state, folder, step=state["step"], keep=2, wait=state["step"] % 2 == 0 or state["step"] == steps)
+            oc.checkpoint.save(
+                state, folder, step=state["step"], keep=2, wait=state["step"] % 2 == 0 or state["step"] == steps
+            )
             step, victim = kills.get(attempt, (0, 0))
             if step == state["step"] and oc.get_rank() == victim % oc.get_world_size():
                 note(folder, "kill")
@@ -93,7 +98,9 @@ def gaps(folder: Path) -> list[float]:
     found = []
     for i, (what, at) in enumerate(lines):
         if what == "kill":
-            found += [min(float(t) - float(at) for w, t in lines[i + 1 :] if w == "step" and float(t) > float(at) + 0.3)]
+            found += [
+                min(float(t) - float(at) for w, t in lines[i + 1 :] if w == "step" and float(t) > float(at) + 0.3)
+            ]
     return found
 
 
@@ -116,13 +123,13 @@ def many() -> None:
     from onecard.testing import run_ranks
 
     rng, steps, kills = random.Random(0), 40, 10
-    for ranks in ("2", "4", "3:4"):
+    for ranks in ("2", "3:4", "4"):
         results = []
         for killed in (False, True):
             at = sorted(rng.sample(range(2, steps - 1), kills)) if killed else []
             plan = {i: (step, rng.randrange(4)) for i, step in enumerate(at)}
             with tempfile.TemporaryDirectory() as folder:
-                [(status, output)] = run_ranks(launch, 1, Path(folder), ranks, steps, plan, timeout=600)
+                [(status, output)] = run_ranks(launch, 1, Path(folder), ranks, steps, plan, timeout=3000)
                 assert status == 0, output
                 results.append(oc.checkpoint.load(Path(folder) / "result"))
                 waits = gaps(Path(folder)) if killed else []

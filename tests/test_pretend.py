@@ -30,7 +30,8 @@ SAME_ON_ALL_RANKS = {
     "tensor.dispatch.builders", "tensor.dispatch.by_value", "tensor.fallback._warned", "tensor.fallback.observers",
     "tensor.memory.copies", "tensor.strides.expanded", "tensor.strides.overlaps",
     "tensor.strides.place", "tensor.strides.own_stride",
-    "tensor.recording.records", "parallel.layer.replaced", "parallel.optimizer.replaced", "parallel.optimizer.sharders", "parallel.resume.sharders", "parallel.optimizer._checked",
+    "tensor.recording.records", "parallel.layer.replaced", "parallel.optimizer.replaced",
+    "parallel.optimizer.sharders", "parallel.resume.sharders", "parallel.optimizer._checked",
 }  # fmt: skip
 EMPTY = {
     "Counter",

@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from onecard import checkpoint
+from onecard import checkpoint as checkpoint
 from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
@@ -36,6 +36,6 @@ __all__ = [
     "Shard", "ShardDataloader", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank",
     "get_world_size", "local_map", "no_implicit_communication", "register_rule", "reshard", "shard_dataloader",
     "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
-    "checkpoint", "load_state_dict", "save_state_dict",
+    "load_state_dict", "save_state_dict",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

@@ -23,9 +23,7 @@ from onecard.errors import CheckpointError
 Place = str | os.PathLike[str]
 
 
-def save(
-    state: Any, folder: Place, step: int | None = None, *, keep: int | None = None, wait: bool = True
-) -> Saving:
+def save(state: Any, folder: Place, step: int | None = None, *, keep: int | None = None, wait: bool = True) -> Saving:
     """Save a state: every rank calls it, each writes its part, and it is there all at once or not at all.
 
     Args:

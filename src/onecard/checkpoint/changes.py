@@ -1,4 +1,4 @@
-"""Changes at load, declared: what is called otherwise, joined, cut or turned in the checkpoint. Checked before a byte moves. Pure.
+"""Changes at load, declared: what is called otherwise, joined, cut or turned. Checked before a byte moves. Pure.
 
 Names are patterns in which each ``*`` stands for any text; in the names that come out, the first ``*`` is what the first one
 stood for, and so on. ``*.q.weight*`` is so the weights and what an optimizer holds of them.
@@ -127,7 +127,9 @@ class Split:
         whole, count = tensor.shape[dim], len(self.targets)
         sizes = list(self.sizes) if self.sizes is not None else [whole // count] * count
         if len(sizes) != count or sum(sizes) != whole:
-            raise CheckpointError(f"{self}: {name!r} {list(tensor.shape)} has {whole} indices in dim {dim}, not {' + '.join(map(str, sizes))}")
+            raise CheckpointError(
+                f"{self}: {name!r} {list(tensor.shape)} has {whole} indices in dim {dim}, not {' + '.join(map(str, sizes))}"
+            )
         return [tensor.cut(dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 

@@ -59,7 +59,9 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._helper is not None:
             self._helper.join()
         try:
@@ -149,7 +151,9 @@ class Input:
     def __init__(self, folder: Path, name: str, links: bool = False) -> None:
         self.path = folder / name
         if name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
-            raise CheckpointError(f"{folder}: the name {name!r} would lead out of the folder; nothing is read from there")
+            raise CheckpointError(
+                f"{folder}: the name {name!r} would lead out of the folder; nothing is read from there"
+            )
         try:
             follow = 0 if links else os.O_NOFOLLOW
             self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow)
@@ -173,7 +177,9 @@ class Input:
             try:
                 got = os.preadv(self.descriptor, left, offset + done)
             except OSError as fault:
-                raise CheckpointError(f"{self.path} cannot be read at byte {offset + done}: {fault.strerror}") from fault
+                raise CheckpointError(
+                    f"{self.path} cannot be read at byte {offset + done}: {fault.strerror}"
+                ) from fault
             if not got:
                 raise CheckpointError(
                     f"{self.path} ends at byte {offset + done}, {wanted - done} bytes before what was to be read: it was cut off"

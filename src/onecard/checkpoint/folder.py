@@ -55,7 +55,7 @@ def list_steps(root: Path) -> builtins.list[Found]:
 
 def latest_step(root: Path) -> tuple[Path | None, builtins.list[Found]]:
     """The newest step that is complete, and those that are newer but are not."""
-    skipped = []
+    skipped: builtins.list[Found] = []
     for step, path in sorted(_steps(root), reverse=True):
         found = _look(step, path)
         if not found.problem:
@@ -97,7 +97,9 @@ def check_size(file: Input, size: int) -> None:
     """Raise a CheckpointError if a file has another size than its index says."""
     if file.size != size:
         how = "was cut off" if file.size < size else "is not the one that was written"
-        raise CheckpointError(f"{file.path} has {file.size:,} bytes, the index says {size:,}: it {how}. Take another step's")
+        raise CheckpointError(
+            f"{file.path} has {file.size:,} bytes, the index says {size:,}: it {how}. Take another step's"
+        )
 
 
 def prepare(folder: Path, root: Path) -> int:
@@ -156,7 +158,9 @@ def tidy(folder: Path, root: Path, index: Index, keep: int | None) -> None:
 
 
 def _remove_step(path: Path) -> None:
-    files.remove(path / NAME)  # first: what is interrupted from here on is an incomplete step, which the next save removes
+    files.remove(
+        path / NAME
+    )  # first: what is interrupted from here on is an incomplete step, which the next save removes
     _clean(path, None)
     with suppress(OSError):
         files.remove_folder(path)

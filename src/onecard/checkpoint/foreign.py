@@ -57,7 +57,9 @@ def _index(folder: Path, files: dict[str, Any]) -> Index:
 def _header(file: Input) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else _LARGEST + 1
     if length > min(_LARGEST, file.size - 8):
-        raise CheckpointError(f"{file.path} is not a safetensors file, or was cut off: its header would have {length:,} bytes")
+        raise CheckpointError(
+            f"{file.path} is not a safetensors file, or was cut off: its header would have {length:,} bytes"
+        )
     try:
         header = json.loads(file.read(8, length))
         header.pop("__metadata__", None)
@@ -78,4 +80,3 @@ def _entry(folder: Path, file: str, name: str, said: Any, files: dict[str, File]
     entry = Entry(dtype, shape, (piece,))
     check_entry(folder / file, name, entry, files)
     return entry
-

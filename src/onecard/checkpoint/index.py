@@ -44,7 +44,7 @@ DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torc
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor in a file, row-major: ``bytes`` from ``offset`` on. ``crc32`` has one for each BLOCK bytes; or is None."""
+    """A box of a tensor in a file, row-major: ``bytes`` from ``offset`` on. ``crc32``: one for each BLOCK bytes, or None."""
 
     file: str
     box: Box
@@ -155,7 +155,9 @@ def parse(folder: Path, text: bytes) -> Index:
     content = text[head.end() : -len(_TAIL)]
     digest = hashlib.sha256(content).hexdigest()
     if digest != head[2].decode():
-        raise CheckpointError(f"{path} is damaged, or was edited: its SHA-256 is not the one that it states. Take another step's")
+        raise CheckpointError(
+            f"{path} is damaged, or was edited: its SHA-256 is not the one that it states. Take another step's"
+        )
     try:
         index = _read(folder, json.loads(content))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as fault:
@@ -212,7 +214,9 @@ def check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) -> 
             )
     held, wanted = sum(volume(p.box) for p in entry.pieces), prod(entry.shape)
     if held != wanted or _overlap([p.box for p in entry.pieces]):
-        raise CheckpointError(f"{where}: its pieces are not all of it, each element once ({held:,} of {wanted:,} elements)")
+        raise CheckpointError(
+            f"{where}: its pieces are not all of it, each element once ({held:,} of {wanted:,} elements)"
+        )
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -33,7 +33,11 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
     saving.settle()
     walk, result, error, digest, links = None, None, "", "", False
     try:
-        _check_words(missing=(missing, "error", "keep"), unexpected=(unexpected, "error", "ignore"), dtype=(dtype, "same", "cast"))
+        _check_words(
+            missing=(missing, "error", "keep"),
+            unexpected=(unexpected, "error", "ignore"),
+            dtype=(dtype, "same", "cast"),
+        )
         index = open_any(path)
         digest, links = f"{index.folder} {index.digest}", not index.digest
         tensors = changing.apply(changes, {name: Virtual.of(entry) for name, entry in index.tensors.items()})
@@ -78,8 +82,12 @@ def open_any(path: Path) -> Index:
     elif path.is_file():
         what = "is a file"
     else:
-        raise CheckpointError(f"{path} " + ("has no index.json: there is no checkpoint" if path.is_dir() else "does not exist"))
-    raise CheckpointError(f"{path} {what}, which is not loaded as it is: onecard.checkpoint.convert({str(path)!r}, 'converted') first")
+        raise CheckpointError(
+            f"{path} " + ("has no index.json: there is no checkpoint" if path.is_dir() else "does not exist")
+        )
+    raise CheckpointError(
+        f"{path} {what}, which is not loaded as it is: onecard.checkpoint.convert({str(path)!r}, 'converted') first"
+    )
 
 
 def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: str) -> str:
@@ -103,7 +111,8 @@ def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: 
             found.append(f"{name!r} is {list(saved.shape)} in {index.folder}, {list(target.shape)} in the state")
         elif target.dtype != saved.dtype and dtype == "same":
             found.append(
-                f"{name!r} is {name_of(saved.dtype)} in {index.folder}, {name_of(target.dtype)} in the state; dtype='cast' converts"
+                f"{name!r} is {name_of(saved.dtype)} in {index.folder}, {name_of(target.dtype)} in the state; "
+                "dtype='cast' converts"
             )
         if target.is_meta:
             found.append(f"{name!r} has no memory to load into (meta): module.to_empty(device=...) first")
@@ -145,7 +154,7 @@ def _where(found: Virtual) -> tuple[str, int]:
 
 
 def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
-    """What of a tensor this rank holds (None: nothing), the memory that it is in, and what to do afterwards. All ranks call it in one order."""
+    """What of a tensor this rank holds (None: nothing), where, and what to do afterwards. All ranks call it in one order."""
     x = target
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from onecard.checkpoint.tree import join
 from onecard.tensor import DistTensor
 
-
 # What is in a module's state dict and is no parameter; the names of torch's own layers.
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|_extra_state)$")
 
@@ -75,7 +74,14 @@ def keys_of(x: Tensor) -> list[Any]:
     if local.device.type == "meta" or type(local) not in (Tensor, nn.Parameter):
         return [id(x)]
     layout = x._spec.layout if isinstance(x, DistTensor) else None
-    memory = (local.untyped_storage()._cdata, local.storage_offset(), tuple(x.shape), local.stride(), x.dtype, id(layout))
+    memory = (
+        local.untyped_storage()._cdata,
+        local.storage_offset(),
+        tuple(x.shape),
+        local.stride(),
+        x.dtype,
+        id(layout),
+    )
     return [id(x), memory]
 
 
@@ -88,7 +94,9 @@ def _given_names(groups: Any) -> list[str]:
 def _fits(states: Mapping[Any, Any], params: list[Tensor]) -> bool:
     for number, state in states.items():
         moments = [v for v in state.values() if isinstance(v, Tensor) and v.dim()] if isinstance(state, Mapping) else []
-        if number >= len(params) or any(m.dim() == params[number].dim() and m.shape != params[number].shape for m in moments):
+        if number >= len(params) or any(
+            m.dim() == params[number].dim() and m.shape != params[number].shape for m in moments
+        ):
             return False
     return True
 

@@ -53,7 +53,9 @@ class _Reader(pickle.Unpickler):
             return dict
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"{METADATA} names {module}.{name}, which no checkpoint needs: it may run code, and is not read")
+        raise CheckpointError(
+            f"{METADATA} names {module}.{name}, which no checkpoint needs: it may run code, and is not read"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise CheckpointError(f"{METADATA} refers to an object outside of it, and is not read")
@@ -86,7 +88,9 @@ def read_dcp(folder: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as fault:
-        raise CheckpointError(f"{folder / METADATA} says what no checkpoint has: {type(fault).__name__}: {fault}") from None
+        raise CheckpointError(
+            f"{folder / METADATA} says what no checkpoint has: {type(fault).__name__}: {fault}"
+        ) from None
 
 
 def _value(folder: Path, name: str, what: Any, items: list[tuple[Any, Any]]) -> Any:
@@ -107,15 +111,21 @@ def _value(folder: Path, name: str, what: Any, items: list[tuple[Any, Any]]) -> 
 
 def _item(folder: Path, info: Any) -> Any:
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}: {info.relative_path} was written with extensions (compression), which are not read")
+        raise CheckpointError(
+            f"{folder}: {info.relative_path} was written with extensions (compression), which are not read"
+        )
     with Input(folder, str(info.relative_path)) as file:
         if not 0 <= info.offset <= info.offset + info.length <= file.size:
-            raise CheckpointError(f"{file.path}: bytes {info.offset:,} to {info.offset + info.length:,} are not in it: it was cut off")
+            raise CheckpointError(
+                f"{file.path}: bytes {info.offset:,} to {info.offset + info.length:,} are not in it: it was cut off"
+            )
         data = file.read(info.offset, info.length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as fault:
-        raise CheckpointError(f"{folder / str(info.relative_path)} is damaged, or holds more than plain values: {fault}") from None
+        raise CheckpointError(
+            f"{folder / str(info.relative_path)} is damaged, or holds more than plain values: {fault}"
+        ) from None
 
 
 def _nested(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> Any:

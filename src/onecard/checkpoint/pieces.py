@@ -1,4 +1,4 @@
-"""Which rank writes which box: a function of the layouts alone, so that all ranks know it without a message. Pure but for views."""
+"""Which rank writes which box: a function of the layouts alone, so that all ranks know it without a message."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _source(name: str, x: Any, alias: str | None) -> Source:
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)
     if x.is_meta:
-        raise CheckpointError(f"tensor {name!r} {list(x.shape)} has no values yet (meta): materialize the module before it is saved")
+        raise CheckpointError(
+            f"tensor {name!r} {list(x.shape)} has no values yet (meta): materialize the module before it is saved"
+        )
     if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
     if not isinstance(x, DistTensor):
@@ -147,9 +149,15 @@ def _bytes(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, (1,)).view(torch.uint8)  # a single element may have any stride, and torch 2.15 minds
 
 
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes."""
+    array: Any = x.numpy()
+    return memoryview(array)
+
+
 def sample(x: Tensor) -> str:
     """A digest of a few elements, which ranks compare where all should hold the same."""
     if not x.numel():
         return ""
     some = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)] if x.is_contiguous() else x.flatten()[:_SAMPLE]
-    return f"{zlib.crc32(next(chunks(some.cpu().contiguous())).numpy()):08x}"
+    return f"{zlib.crc32(memory(next(chunks(some.cpu().contiguous())))):08x}"

@@ -9,7 +9,7 @@ import torch
 
 
 class RandomState:
-    """The state of torch's generators, the CPU's and, where there is one, this rank's GPU's. All that onecard draws comes from the first.
+    """The state of torch's generators: the CPU's, from which all comes that onecard draws, and this rank's GPU's, if it has one.
 
     Example:
         >>> import tempfile

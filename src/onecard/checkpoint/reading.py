@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from onecard.checkpoint.files import Input
 from onecard.checkpoint.folder import check_size
 from onecard.checkpoint.index import BLOCK, File, Piece
-from onecard.checkpoint.pieces import BUFFER
+from onecard.checkpoint.pieces import BUFFER, memory
 from onecard.checkpoint.virtual import View, Virtual, stretches
 from onecard.errors import CheckpointError
 from onecard.transfer import Box
@@ -47,7 +46,9 @@ class Reader:
                 header = file.read(0, said.header)
                 self.bytes_read += said.header
                 if f"{zlib.crc32(header):08x}" != said.crc32:
-                    raise CheckpointError(f"{file.path} is damaged: the checksum of its header, {said.header} bytes, does not fit")
+                    raise CheckpointError(
+                        f"{file.path} is damaged: the checksum of its header, {said.header} bytes, does not fit"
+                    )
             self._open[name] = file
         return self._open[name]
 
@@ -75,8 +76,12 @@ class Reader:
         # Without checksums nothing is read that is not wanted, unless that lies in so small stretches that they would cost more.
         alone = run * item >= (SMALL if piece.crc32 is None else 4 * BLOCK)
         for limit in (run, min(run, BUFFER // item)) if alone else (BUFFER // item,):
-            found = [(first, count, _part(place, ranges, box)) for first, count, box in stretches(view.stored, ranges, limit)]
-            if limit * item <= BUFFER or all(count == part.numel() and _is_memory(part, dtype) for _, count, part in found):
+            found = [
+                (first, count, _part(place, ranges, box)) for first, count, box in stretches(view.stored, ranges, limit)
+            ]
+            if limit * item <= BUFFER or all(
+                count == part.numel() and _is_memory(part, dtype) for _, count, part in found
+            ):
                 break
         for first, count, part in found:
             if count == part.numel() and _is_memory(part, dtype):
@@ -87,7 +92,7 @@ class Reader:
 
     def _straight(self, name: str, piece: Piece, start: int, out: Tensor) -> None:
         """A stretch of a piece into memory; blocks of which it has only a part go through the buffer."""
-        data, file = memoryview(out.numpy()), self.file(piece.file)
+        data, file = memory(out), self.file(piece.file)
         if piece.crc32 is None:
             self._fill(file, data, piece.offset + start)
             return
@@ -102,7 +107,7 @@ class Reader:
                 at += size
             else:
                 take = min(size - inside, stop - at)
-                data[at : at + take] = memoryview(self._buffered(name, piece, start + at, take).numpy())
+                data[at : at + take] = memory(self._buffered(name, piece, start + at, take))
                 at += take
 
     def _buffered(self, name: str, piece: Piece, start: int, size: int) -> Tensor:
@@ -114,7 +119,7 @@ class Reader:
             self._buffer = torch.empty(max(high - low + 16, BUFFER + 2 * BLOCK), dtype=torch.uint8)
         shift = -(start - low) % 16  # so that what is wanted is aligned to any dtype
         held = self._buffer[shift : shift + high - low]
-        data = memoryview(held.numpy())
+        data = memory(held)
         self._fill(self.file(piece.file), data, piece.offset + low)
         if piece.crc32 is not None:
             for block in range(low // BLOCK, -(-high // BLOCK)):
@@ -129,7 +134,7 @@ class Reader:
         if f"{zlib.crc32(data):08x}" != piece.crc32[8 * block : 8 * block + 8]:
             start = piece.offset + block * BLOCK
             raise CheckpointError(
-                f"{self._folder / piece.file} is damaged: bytes {start:,} to {start + data.nbytes:,}, which are of tensor {name!r}, "
+                f"{self._folder / piece.file} is damaged: bytes {start:,} to {start + data.nbytes:,}, of tensor {name!r}, "
                 "do not fit their checksum. Take another step's, onecard.checkpoint.verify tells which are whole"
             )
 

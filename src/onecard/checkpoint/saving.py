@@ -68,7 +68,9 @@ class Saving:
 
     def _begin(self, state: Any) -> tuple[Index, list[Share]]:
         """Look through the state, and make the folder ready: the first meeting."""
-        index, shares, sources, error = Index(self.path, {}, {}, None, self._step), [], {}, ""
+        index, error = Index(self.path, {}, {}, None, self._step), ""
+        shares: list[Share] = []
+        sources: dict[str, Source] = {}
         try:
             index.state, sources = _look_through(state)
             shares = plan(sources, world.get_world_size())
@@ -91,7 +93,9 @@ class Saving:
             files.make_folder(self._root)
             lock = files.lock(self._root)
             if lock is None:
-                raise CheckpointError(f"{self._root}: another job is saving there at this moment: give each job a folder of its own")
+                raise CheckpointError(
+                    f"{self._root}: another job is saving there at this moment: give each job a folder of its own"
+                )
             self._lock = lock
             return folder.prepare(self.path, self._root)
         except OSError as fault:
@@ -140,7 +144,7 @@ class Saving:
             folder.tidy(self.path, self._root, index, self._keep)
 
     def _undo(self) -> None:
-        """After a failure. Rank 0 alone knows whether there was a commit: another rank that has not heard of one keeps its file."""
+        """After a failure. Rank 0 alone knows whether there was a commit: a rank that has not heard of one keeps its file."""
         if world.get_rank() == 0:
             with suppress(OSError):
                 folder.clean_up(self.path, self._root)
@@ -183,9 +187,7 @@ def start(state: Any, path: Path, root: Path, step: int | None, keep: int | None
     return saving
 
 
-def save_alone(
-    path: Path, node: Any, sources: dict[str, Source], content: Callable[[list[Share]], Content]
-) -> None:
+def save_alone(path: Path, node: Any, sources: dict[str, Source], content: Callable[[list[Share]], Content]) -> None:
     """Save in this process, whatever the others do: the work of ``convert``, whose tensors come from files."""
     saving = Saving(path, path, None, None)
     shares = plan(sources, 1)
@@ -253,7 +255,9 @@ def _description(node: Any, sources: dict[str, Source]) -> list[tuple[str, str]]
     """What all ranks must have alike, in words: each tensor, and each other value."""
     if world.get_world_size() == 1:
         return []
-    said = [(name, s.words() + (f" of values {sample(s.local)}" if s.layout is None else "")) for name, s in sources.items()]
+    said = [
+        (name, s.words() + (f" of values {sample(s.local)}" if s.layout is None else "")) for name, s in sources.items()
+    ]
     return said + sorted(_values(node, ""))
 
 
@@ -261,7 +265,9 @@ def _values(node: Any, path: str) -> list[tuple[str, str]]:
     below = tree.children(node)
     if below is None:
         return [] if tree.tensor_name(node) is not None else [(path, json.dumps(node))]
-    return [found for key, item in below.items() for found in _values(item, tree.join(path, key))] or [(path, json.dumps(node))]
+    return [found for key, item in below.items() for found in _values(item, tree.join(path, key))] or [
+        (path, json.dumps(node))
+    ]
 
 
 def _differences(words: Sequence[list[Any]]) -> None:
@@ -293,8 +299,6 @@ def in_words(fault: BaseException) -> str:
     if isinstance(fault, OSError) and fault.strerror:
         return f"{fault.filename}: {fault.strerror}" if fault.filename else fault.strerror
     return f"{type(fault).__name__}: {fault}"
-
-
 
 
 __all__ = ["Saving", "save_alone", "settle", "start"]

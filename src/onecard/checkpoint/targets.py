@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ class Walk:
         try:
             return tree.decode(node, give)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as fault:
-            raise CheckpointError(f"the index says of {path!r} what no checkpoint has: {type(fault).__name__}: {fault}") from None
+            raise CheckpointError(
+                f"the index says of {path!r} what no checkpoint has: {type(fault).__name__}: {fault}"
+            ) from None
 
     def want(self, name: str, into: Any) -> None:
         """Note a tensor to fill."""
@@ -119,7 +122,7 @@ class Walk:
         for key, value in list(target.items()):
             made = self.value(value, below.get(key, _NOTHING), tree.join(path, key))
             if made is not value:
-                self.last.append(lambda key=key, made=made: target.__setitem__(key, made))
+                self.last.append(partial(target.__setitem__, key, made))
         if path:
             self._leave(path)
         return target
@@ -228,7 +231,7 @@ class Walk:
             if name in saved:
                 where = tree.join(path, f"state.{name}")
                 state = self.value(named["state"].get(name), saved[name], where)
-                self.last.append(lambda n=number, s=state: target["state"].__setitem__(n, s))
+                self.last.append(partial(target["state"].__setitem__, number, state))
         groups = self._groups(target["param_groups"], found, below.get("param_groups"), path)
         self._leave(path)
         self.last.append(lambda: target.__setitem__("param_groups", groups))

@@ -52,7 +52,9 @@ def _base(value: Any) -> Any:
 def _encode_dict(value: dict[Any, Any], path: str, take: Take) -> Any:
     for key in value:
         if not isinstance(key, str | int | float | bool | None):
-            raise CheckpointError(f"state{_at(path)}: the key {key!r} is a {type(key).__name__}; keys are strings or numbers")
+            raise CheckpointError(
+                f"state{_at(path)}: the key {key!r} is a {type(key).__name__}; keys are strings or numbers"
+            )
     items = [(key, encode(item, join(path, key), take)) for key, item in value.items()]
     if isinstance(value, Counter):
         return {KIND: "counter", "items": [list(item) for item in items]}

@@ -86,7 +86,9 @@ def joined(parts: Sequence[Virtual], dim: int) -> Virtual:
     at = 0
     for part in parts:
         for view in part.views:
-            views.append(replace(view, box=tuple((a + at, b + at) if d == dim else (a, b) for d, (a, b) in enumerate(view.box))))
+            views.append(
+                replace(view, box=tuple((a + at, b + at) if d == dim else (a, b) for d, (a, b) in enumerate(view.box)))
+            )
         at += part.shape[dim]
     shape = parts[0].shape
     return Virtual(parts[0].dtype, (*shape[:dim], at, *shape[dim + 1 :]), tuple(views))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onecard.checkpoint.files import Output
 from onecard.checkpoint.index import BLOCK, CODES
-from onecard.checkpoint.pieces import Share, chunks, held_box, view_of
+from onecard.checkpoint.pieces import Share, chunks, held_box, memory, view_of
 
 Content = Callable[[int], Iterable[Tensor]]  # the bytes of the i-th share, in stretches
 
@@ -62,14 +62,20 @@ def write_shares(path: Path, shares: Sequence[Share], content: Content, told: Ca
         sums = []
         for i in range(len(shares)):
             sums.append(_write(file, content(i), told))
-    return {"size": file.size, "header": len(header), "crc32": f"{zlib.crc32(header):08x}", "starts": starts, "sums": sums}
+    return {
+        "size": file.size,
+        "header": len(header),
+        "crc32": f"{zlib.crc32(header):08x}",
+        "starts": starts,
+        "sums": sums,
+    }
 
 
 def _write(file: Output, stretches: Iterable[Tensor], told: Callable[[int], None]) -> str:
     """Write stretches of bytes one after another; the checksums of their blocks."""
     sums, running, at = [], 0, 0
     for stretch in stretches:
-        data = memoryview(stretch.numpy())
+        data = memory(stretch)
         while data.nbytes:
             part = data[: BLOCK - at]
             running = zlib.crc32(part, running)

@@ -79,7 +79,7 @@ def _gather(store: dist.Store, here: str, what: str, mine: Any, decide: Decide) 
 
 
 def _answer(words: Sequence[tuple[str, Any]], decide: Decide) -> tuple[str, Any]:
-    errors = {}
+    errors: dict[str, list[int]] = {}
     for rank, (error, _) in enumerate(words):
         if error:
             errors.setdefault(error, []).append(rank)

@@ -156,7 +156,9 @@ class Workplace:
         if attempt != "0":
             limit = environment["TORCHELASTIC_MAX_RESTARTS"]
             with open(output, "a") as file:
-                fewer = "" if self.size in (None, environment["WORLD_SIZE"]) else f" with {environment['WORLD_SIZE']} ranks"
+                fewer = (
+                    "" if self.size in (None, environment["WORLD_SIZE"]) else f" with {environment['WORLD_SIZE']} ranks"
+                )
                 file.write(f"--- restart {attempt} of {limit}{fewer} ---\n")
         self.size = environment["WORLD_SIZE"] if rank == 0 else self.size
         environment.update(self.environment)

@@ -77,11 +77,16 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
     (2, 'this', ('--nproc_per_node', '8'))
     """
     ours, rest = split(argv)
-    ours, fewest = _range(ours)
-    _check_numbers(ours)
-    options = replace(tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True), fewest=fewest)
+    options = read(ours)
     _check(options)
     return options, _target(rest)
+
+
+def read(ours: Sequence[str]) -> Options:
+    """Options as they are written, before it is asked whether they go together."""
+    ours, fewest = _range(ours)
+    _check_numbers(ours)
+    return replace(tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True), fewest=fewest)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +168,9 @@ def _check(options: Options) -> None:
     if options.nproc_per_node is not None and options.nproc_per_node < 1:
         raise LaunchError(f"--nproc_per_node is {options.nproc_per_node}; at least one rank is needed")
     if options.fewest is not None and not 1 <= options.fewest <= (options.nproc_per_node or 0):
-        raise LaunchError(f"--nproc_per_node is {options.fewest}:{options.nproc_per_node}; write MIN:MAX, with 1 <= MIN <= MAX")
+        raise LaunchError(
+            f"--nproc_per_node is {options.fewest}:{options.nproc_per_node}; write MIN:MAX, with 1 <= MIN <= MAX"
+        )
     if options.fewest is not None and options.nnodes > 1:
         raise LaunchError("--nproc_per_node MIN:MAX is for one machine; with --nnodes give one number")
     if options.grace < 0:

@@ -73,7 +73,7 @@ class Position:
         if not before or not self.size or samples % self.size:
             raise LayoutError(
                 f"shard_dataloader: {self.batches} batches of {before} samples were read of this pass, after which no batch of "
-                f"{self.size} begins. Go on with batch_size={before} to the end of the pass, or with a size that divides {samples}"
+                f"{self.size} begins. Go on with batch_size={before} to the end of the pass, or with one that divides {samples}"
             )
         return samples // self.size
 
