@@ -31,8 +31,7 @@ import tyro
 
 import onecard as oc
 from onecard import elsewhere
-from onecard.launch._options import Options as LaunchOptions
-from onecard.launch._options import split
+from onecard.launch._options import read, split
 from onecard.rules.registry import rows
 from onecard.testing import run_ranks
 
@@ -228,7 +227,7 @@ def test_commands_parse(where, words):
         return
     assert words[:2] == ["onecard", "run"] or words[:3] == ["python", "-m", "onecard.launch"], (where, words)
     ours, theirs = split(words[2 if words[0] == "onecard" else 3 :])
-    tyro.cli(LaunchOptions, args=ours, use_underscores=True)
+    read(ours)
     assert theirs, f"{where}: no script"
 
 

@@ -36,10 +36,12 @@ OF_ALL_WORLDS = {
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "parallel.layer.replaced", "parallel.optimizer._checked",
-        "parallel.resume._seen",
+        "parallel.resume._seen", "parallel.resume.sharders",
         "tensor.memory.copies", "tensor.recording.records",
     ),
-    "what the environment asks of the process, or has been said to it": ("comm.check.on", "comm.shm.backend._warned"),
+    "what the environment asks of the process, or has been said to it": (
+        "comm.check.on", "comm.shm.backend._warned",
+    ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip
 EMPTY = {

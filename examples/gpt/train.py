@@ -3,6 +3,7 @@
     python examples/gpt/train.py --mesh single
     onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
     onecard run --nproc_per_node 4 examples/gpt/train.py --mesh dp=2,tp=2
+    onecard run --nproc_per_node 2 --max_restarts 3 examples/gpt/train.py --mesh tp=2 --save-every 50 --resume
 
 The loop below is that of one card; `placements.py` is all that it takes to divide the model.
 """
@@ -65,11 +66,17 @@ class TrainArgs:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """cpu or cuda"""
     out: Path = Path("runs/gpt")
+    save_every: int = 0
+    """steps between two checkpoints, of which the newest two stay in `out`/checkpoints; 0: none. A SIGTERM saves, too"""
+    resume: bool = False
+    """go on from the newest checkpoint, if there is one, on any mesh"""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_batches"):
             if getattr(self, name) < 1:
                 raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.save_every < 0:
+            raise SystemExit(f"--save-every must be 0 or more, not {self.save_every}")
         if not 0 <= self.check <= self.steps:
             raise SystemExit(f"--check {self.check} must lie between 0 and --steps {self.steps}")
 
@@ -147,18 +154,29 @@ def distribute(batch: tuple[Tensor, ...], mesh: oc.ProcessMesh | None, args: Tra
 
 
 def run_steps(
-    model: nn.Module, corpus: Corpus, mesh: oc.ProcessMesh | None, args: TrainArgs, n_steps: int
+    model: nn.Module,
+    corpus: Corpus,
+    mesh: oc.ProcessMesh | None,
+    args: TrainArgs,
+    n_steps: int,
+    checkpoints: Path | None = None,
 ) -> Iterator[StepRecord]:
-    """Train for `n_steps` without validating, yielding each step; the last one with the messages it sent.
+    """Train to step `n_steps` without validating, yielding each step; the last one with the messages it sent.
 
     Dropout draws the same numbers on one card as on any mesh: distributed tensors do by themselves, plain ones are told.
+    With a folder for checkpoints it begins after the newest one, if that is wanted, and saves; a SIGTERM ends it.
     """
     oc.manual_seed(args.seed)
     optimizer = make_optimizer(model, args)
     if mesh is not None:
         optimizer = oc.shard_optimizer(optimizer)
+    # The batch of a step is a function of the step, so there is no position of a loader to save.
+    state = {"model": model, "optimizer": optimizer, "random": oc.checkpoint.RandomState(), "step": 0}
+    if checkpoints is not None and args.resume and oc.checkpoint.latest(checkpoints) is not None:
+        oc.checkpoint.load(checkpoints, state)
+        outputs.say(f"resumed after step {state['step']}")
     start = time.perf_counter()
-    for step in range(n_steps):
+    for step in range(state["step"], n_steps):
         batch = sample_batch(corpus.train, args.batch_size, args.seq_len, args.seed, step)
         lr = learning_rate(step, args)
         recorded = mesh is not None and step == n_steps - 1
@@ -166,6 +184,14 @@ def run_steps(
         with one_card, oc.explain() if recorded else nullcontext() as report:
             loss = train_step(model, optimizer, distribute(batch, mesh, args), lr, args.clip)
         yield StepRecord(step + 1, loss, lr, time.perf_counter() - start, messages=report)
+        if checkpoints is not None and args.save_every:
+            stop = oc.checkpoint.preempted()
+            if stop or (step + 1) % args.save_every == 0:
+                state["step"] = step + 1
+                oc.checkpoint.save(state, checkpoints, step=step + 1, keep=2, wait=stop)
+            if stop:
+                outputs.say(f"asked to end: saved after step {step + 1}; --resume goes on")
+                return
 
 
 def one_card_losses(model: nn.Module, corpus: Corpus, args: TrainArgs) -> list[float]:
@@ -192,15 +218,16 @@ def main(args: TrainArgs) -> int:
 
     records: list[StepRecord] = []
     with outputs.progress(args.steps) as advance:
-        for record in run_steps(model, corpus, mesh, args, args.steps):
+        for record in run_steps(model, corpus, mesh, args, args.steps, args.out / "checkpoints"):
             if record.step % args.eval_every == 0 or record.step in (1, args.steps):
                 record = replace(record, validation_loss=validate(model, corpus, mesh, args))
             records.append(record)
             advance(record, record.step * args.batch_size * args.seq_len)
-            if record.step == args.check and not outputs.check(reference, records, CHECK_TOLERANCE):
+            if record.step == args.check == len(records) and not outputs.check(reference, records, CHECK_TOLERANCE):
                 return 1
-    outputs.write(model, args, records)
-    outputs.summarise(args, records)
+    if records and records[-1].step == args.steps:
+        outputs.write(model, args, records)
+        outputs.summarise(args, records)
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from onecard import checkpoint as checkpoint
 from onecard.as_json import from_json, to_json
+from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.comm.pretend import pretend
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
@@ -44,8 +46,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Replicate", "Report",
     "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "coverage", "explain",
-    "from_device_mesh", "from_dtensor", "from_json", "from_local", "get_rank", "get_world_size", "local_map",
-    "no_implicit_communication", "pretend", "register_rule", "reshard", "shard_dataloader", "shard_layer", "shard_op",
-    "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "unshard",
+    "from_device_mesh", "from_dtensor", "from_json", "from_local", "get_rank", "get_world_size", "load_state_dict",
+    "local_map", "no_implicit_communication", "pretend", "register_rule", "reshard", "save_state_dict", "shard_dataloader",
+    "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "unshard",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ The names that are imported are needed: a torch without one of them is one for w
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -52,6 +53,7 @@ ATTRIBUTES = {
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._restart_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
 # The same of objects that have them only once they are made: the agent's processes, a module's contents.
@@ -250,3 +252,32 @@ def without_recorder(is_ours: Callable[[Any], bool]) -> None:
     attach = getattr(import_module(_C10D), name, None)
     if attach is not None:
         setattr(import_module(_C10D), name, lambda group, *rest, **more: is_ours(group) or attach(group, *rest, **more))
+
+
+# -- checkpoints of torch's own ----------------------------------------------------------------------------------------------
+
+
+def dcp_save(state: Any, folder: Any) -> None:
+    """``torch.distributed.checkpoint.save`` of plain tensors, in this process alone."""
+    from torch.distributed import checkpoint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is meant
+        checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def dcp_item(name: str, local: Tensor, shape: tuple[int, ...], start: tuple[int, ...]) -> Any:
+    """What ``torch.distributed.checkpoint`` asks of a tensor that is cut: this rank's part of it."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = dcp_chunk(local, start)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def dcp_chunk(local: Tensor, start: tuple[int, ...]) -> Any:
+    """The same for loading: where this rank's part is."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(start), sizes=local.size())

@@ -14,10 +14,7 @@ _STAGE_3 = (
 )
 _STATIC = "not there yet: run the dynamic program, which has the same numbers"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
-_SAVED = (
-    "parallel checkpoints are not there yet: `oc.unshard` each tensor on every rank, write on one; `load_state_dict` takes "
-    "whole tensors"
-)
+_SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distributed tensors as well"
 _SEQUENCE = (
     "`oc.reshard(x, mesh, [oc.Shard(1)])` of (batch, time, width): norms, dropout and linear layers keep the cut"
 )
@@ -54,8 +51,6 @@ PADDLE = {
     "fleet": "not there yet: say with placements what its layers do",
     "split": _LINEAR,
     "DataParallel": _DDP,
-    "save_state_dict": _SAVED,
-    "load_state_dict": _SAVED,
     "seed": "`oc.manual_seed(s)`",
 }
 
@@ -98,8 +93,8 @@ FSDP = {
     **{name: _HAND.format(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")},
     "barrier": "`torch.distributed.barrier()`, after the first message; most programs need none",
     "new_group": "`oc.to_device_mesh(mesh).get_group(axis)`",
-    "save": _SAVED,
-    "load": _SAVED,
+    "save": _SAVED.format("save"),
+    "load": _SAVED.format("load"),
     "compile": "not there yet: leave `torch.compile` out",
 }  # fmt: skip
 

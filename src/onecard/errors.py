@@ -34,6 +34,10 @@ class ScheduleError(OnecardError, ValueError):
     """A pipeline schedule that cannot be made, read, or run to its end."""
 
 
+class CheckpointError(OnecardError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged, or does not fit what it is loaded into."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

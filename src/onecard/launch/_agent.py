@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from onecard.launch._guard import Guard, end_sessions
@@ -25,6 +26,7 @@ from onecard.launch._screen import Screen
 from onecard.launch._watch import Watch
 
 GRACE = 5  # seconds between the signal that asks ranks to end and the one that makes them
+AFTER_FAILURE = 1  # the same where a rank has failed: the others can only wait for it
 MEETING_TIME = timedelta(minutes=15)
 WORKER = Path(__file__).with_name("_worker.py")
 
@@ -128,6 +130,7 @@ class Workplace:
     guard: Guard
     screen: Screen | None = None
     ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
+    size: str | None = None  # ranks of the attempt before
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.notes)
@@ -153,7 +156,11 @@ class Workplace:
         if attempt != "0":
             limit = environment["TORCHELASTIC_MAX_RESTARTS"]
             with open(output, "a") as file:
-                file.write(f"--- restart {attempt} of {limit} ---\n")
+                fewer = (
+                    "" if self.size in (None, environment["WORLD_SIZE"]) else f" with {environment['WORLD_SIZE']} ranks"
+                )
+                file.write(f"--- restart {attempt} of {limit}{fewer} ---\n")
+        self.size = environment["WORLD_SIZE"] if rank == 0 else self.size
         environment.update(self.environment)
         environment.update(
             ONECARD_OUTPUT=output, ONECARD_ERROR_FILE=str(self.note(rank)), ONECARD_LAUNCHER_PID=str(os.getpid())
@@ -187,13 +194,14 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch's agent; it remembers which processes it started, so that all of theirs can be ended."""
 
-    def __init__(self, spec: WorkerSpec, workplace: Workplace) -> None:
+    def __init__(self, spec: WorkerSpec, workplace: Workplace, fewest: int | None = None, grace: float = GRACE) -> None:
         super().__init__(spec, logs_specs=_Logs(workplace))
         self.started: set[int] = set()
-        self._workplace = workplace
+        self._workplace, self._grace, self._fewest, self._lost = workplace, grace, fewest, 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.kill()  # what the ranks of the attempt before have started may outlive them
+        self._workplace.ranks.clear()
         pids = super()._start_workers(worker_group)
         self.started = set(pids.values())
         self._workplace.guard.watch(self.started)
@@ -203,12 +211,23 @@ class Agent(LocalElasticAgent):
         ranks = self._workplace.ranks
         if self._pcontext is not None:
             self._workplace.watch.look({ranks[local]: pid for local, pid in self._pcontext.pids().items()})
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        # A rank that was killed is gone; one that failed in another way may have done so because of it.
+        self._lost = max(1, sum(failure.exitcode == -signal.SIGKILL for failure in result.failures.values()))
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._fewest is not None:
+            spec = worker_group.spec
+            spec.local_world_size = max(self._fewest, spec.local_world_size - self._lost)
+        super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         # Here and not by the argument of torch's method, which 2.11 does not have.
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, GRACE)
+            asked = isinstance(sys.exc_info()[1], SignalException)
+            grace = AFTER_FAILURE if not asked else self._grace if death_sig == signal.SIGTERM else GRACE
+            self._pcontext.close(death_sig, math.ceil(grace))
         super()._shutdown(death_sig)
 
     def kill(self) -> None:
@@ -229,7 +248,7 @@ def make_agent(options: Options, target: Target, nproc: int, workplace: Workplac
         max_restarts=options.max_restarts,
         monitor_interval=0.05,
     )
-    return Agent(spec, workplace)
+    return Agent(spec, workplace, options.fewest, options.grace)
 
 
 __all__ = ["Agent", "RunResult", "Workplace", "make_agent"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,8 @@ class Options:
     """
 
     nproc_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Ranks to start on this machine. By default one for each GPU, or 1 if there is none."""
+    """Ranks to start on this machine. By default one for each GPU, or 1 if there is none. MIN:MAX starts MAX, and after a
+    failure as many as did not die, MIN at least."""
 
     gpus: Annotated[
         str | None, tyro.conf.arg(aliases=["--devices", "--device"], metavar="0,1,...", help_behavior_hint="")
@@ -51,6 +53,12 @@ class Options:
     max_restarts: int = 0
     """How often all ranks are started again after a failure."""
 
+    grace: float = 30.0
+    """Seconds that ranks have to save and to end after a SIGTERM to the launcher."""
+
+    fewest: tyro.conf.Suppress[int | None] = None
+    """The MIN of --nproc_per_node MIN:MAX."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -69,10 +77,16 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
     (2, 'this', ('--nproc_per_node', '8'))
     """
     ours, rest = split(argv)
-    _check_numbers(ours)
-    options = tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True)
+    options = read(ours)
     _check(options)
     return options, _target(rest)
+
+
+def read(ours: Sequence[str]) -> Options:
+    """Options as they are written, before it is asked whether they go together."""
+    ours, fewest = _range(ours)
+    _check_numbers(ours)
+    return replace(tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True), fewest=fewest)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,6 +100,21 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         lone = "=" in argv[at] or argv[at] in ("-h", "--help")
         at += 1 if lone else 2  # every option of ours takes a value
     return list(argv[:at]), list(argv[at:])
+
+
+def _range(ours: Sequence[str]) -> tuple[list[str], int | None]:
+    """Options with the MAX of ``--nproc_per_node MIN:MAX`` alone, and the MIN.
+
+    >>> _range(["--nproc_per_node", "3:4"]), _range(["--nproc-per-node=3:4", "--grace", "5"])
+    ((['--nproc_per_node', '4'], 3), (['--nproc-per-node=4', '--grace', '5'], 3))
+    """
+    kept, fewest = list(ours), None
+    for i, word in enumerate(ours):
+        found = re.fullmatch(r"((?:--nproc[-_]per[-_]node=)?)(\d+):(\d+)", word)
+        named = found is not None and (found[1] or (i and ours[i - 1].replace("-", "_") == "__nproc_per_node"))
+        if found is not None and named:
+            kept[i], fewest = found[1] + found[3], int(found[2])
+    return kept, fewest
 
 
 def _check_numbers(ours: Sequence[str]) -> None:
@@ -138,6 +167,14 @@ def _module_exists(name: str) -> bool:
 def _check(options: Options) -> None:
     if options.nproc_per_node is not None and options.nproc_per_node < 1:
         raise LaunchError(f"--nproc_per_node is {options.nproc_per_node}; at least one rank is needed")
+    if options.fewest is not None and not 1 <= options.fewest <= (options.nproc_per_node or 0):
+        raise LaunchError(
+            f"--nproc_per_node is {options.fewest}:{options.nproc_per_node}; write MIN:MAX, with 1 <= MIN <= MAX"
+        )
+    if options.fewest is not None and options.nnodes > 1:
+        raise LaunchError("--nproc_per_node MIN:MAX is for one machine; with --nnodes give one number")
+    if options.grace < 0:
+        raise LaunchError(f"--grace is {options.grace:g}; seconds, 0 or more")
     if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:
         raise LaunchError(f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}; ranks go from 0 below it")
     if options.nnodes > 1 and options.master is None:

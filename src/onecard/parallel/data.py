@@ -20,6 +20,7 @@ from onecard.errors import DispatchError, LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parallel.order import LoaderOrder, PassOrder, check_shapes
+from onecard.parallel.position import Position, skipped
 from onecard.parts import chunk
 from onecard.resharding import Step
 from onecard.tensor import shard_tensor
@@ -45,6 +46,7 @@ class ShardDataloader:
         self.order = LoaderOrder(loader, self.meshes)
         self.part = self._local_loader()
         self.read = 0
+        self.position = Position(loader)
         self.pads = loader.collate_fn is not default_collate
 
     @property
@@ -63,11 +65,20 @@ class ShardDataloader:
     def __call__(self) -> Iterator[Any]:
         return iter(self)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on all ranks, and on any other number of them. Every rank of the meshes calls it."""
+        return self.position.state(lambda value: _from_first(value, self.home, self._others(), "random state"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position: the next pass gives the batches that were left, none twice."""
+        self.position.load(state)
+
     def __iter__(self) -> Iterator[Any]:
         """Whole batches; this rank has read only its part of them."""
         ranks = {rank for mesh in self.meshes for rank in mesh.process_ids}
         for batch in self._shared():
             self.read += 1
+            self.position.batches += 1
             clock.mark(ranks, f"has read {self.read} batch(es) of {self.order.label}")
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
@@ -101,28 +112,37 @@ class ShardDataloader:
 
     def _shared(self) -> Iterator[Any]:
         """Batches read by the first rank along the non-batch axes and given to the others, so that all are equal."""
-        place = self.home.coordinate() or ()
-        axes = [a for a in range(len(place)) if a != self.axis and self.home.shape[a] > 1]
+        place, axes = self.home.coordinate() or (), self._others()
         reads = all(place[a] == 0 for a in axes)
-        batches = self._start() if reads else iter(())
-        # Making the iterator drew from torch's generator (the sampler's permutation): all ranks go on from there.
-        torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
-        own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
+        with self.position.beginning() as before:
+            batches = self._start(before) if reads else iter(())
+            # Making the iterator drew from torch's generator (the sampler's permutation): all ranks go on from there.
+            torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
+            own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
         while True:
-            batch = own.next(batches) if reads else None
+            batch = own.next(batches, self.position.batches) if reads else None
             batch = _from_first(_DONE if batch is _END else batch, self.home, axes, "batch")
             if isinstance(batch, str) and batch == _DONE:
+                self.position.ended = True
                 return
             yield batch
 
-    def _start(self) -> Iterator[Any]:
-        """An iterator over what this rank reads; the sampler has drawn all that it draws as it starts."""
+    def _others(self) -> list[int]:
+        """The axes along which one rank reads for the others."""
+        here = range(self.home.ndim if self.home.coordinate() is not None else 0)
+        return [a for a in here if a != self.axis and self.home.shape[a] > 1]
+
+    def _start(self, before: int) -> Iterator[Any]:
+        """An iterator over what this rank reads, but the batches read before; the sampler has drawn all that it draws."""
         if self.part is None:
             self.order.begin_unseen()
             whole: Any = iter(self.loader)
-            whole._sampler_iter = _begun(whole._sampler_iter)
+            if self.loader.num_workers or not _torch.reads_by_index(self.loader):
+                return islice(whole, before, None)  # they are read again
+            whole._sampler_iter = skipped(_begun(whole._sampler_iter), before)
             return whole
         sampler: Any = self.part.batch_sampler
+        sampler.before = before
         batches = iter(self.part)
         indices = sampler.last
         indices.start()
@@ -179,6 +199,7 @@ def _device(value: Tensor) -> torch.device:
 
 
 _END: Any = object()
+_ODD = 0x9E3779B97F4A7C15  # far from all seeds that differ by the number of a part
 _DONE = "onecard: no more batches"
 
 
@@ -202,22 +223,20 @@ def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
 
 class _OwnRandom:
     """Torch's random numbers for a dataset, apart from the program's: those must stay in step on all ranks, and ranks
-    that read different samples would draw different counts of them."""
+    that read different samples would draw different counts of them. Each batch has its own, wherever a pass was resumed."""
 
     def __init__(self, part: int) -> None:
         program = torch.get_rng_state()
-        seed = int(torch.randint(2**62, ())) + part
+        self.seed = int(torch.randint(2**62, ())) + part
         torch.set_rng_state(program)
-        self.state = torch.Generator().manual_seed(seed).get_state()
 
-    def next(self, batches: Iterator[Any]) -> Any:
+    def next(self, batches: Iterator[Any], number: int) -> Any:
         """The next batch, or ``_END``."""
         program = torch.get_rng_state()
-        torch.set_rng_state(self.state)
+        torch.set_rng_state(torch.Generator().manual_seed((self.seed + number * _ODD) % 2**63).get_state())
         try:
             return next(batches, _END)
         finally:
-            self.state = torch.get_rng_state()
             torch.set_rng_state(program)
 
 
@@ -231,32 +250,34 @@ class _PartSampler:
 
     def __init__(self, batches: Any, parts: int, index: int, order: LoaderOrder) -> None:
         self.batches, self.parts, self.index, self.order = batches, parts, index, order
+        self.before = 0
         self.last: _PartIndices
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> _PartIndices:
-        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin())
+        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin(), self.before)
         return self.last
 
 
 class _PartIndices(Iterator[list[Any]]):
     """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
 
-    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder) -> None:
-        self.batches, self.parts, self.index, self.order = batches, parts, index, order
+    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder, before: int) -> None:
+        self.batches, self.parts, self.index, self.order, self.before = batches, parts, index, order, before
         self.sizes: deque[tuple[int, int]] = deque()
         self.begun = False
 
     def start(self) -> None:
-        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet."""
+        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet; not before the loader has
+        drawn what it draws itself."""
         if not self.begun:
             self.begun = True
-            self.batches = _begun(self.batches)
+            self.batches = skipped(_begun(self.batches), self.before)
 
     def __next__(self) -> list[Any]:
-        self.begun = True
+        self.start()
         indices = next(self.batches, None)
         if indices is None:
             self.order.end()

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
-from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states
+from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1
 from onecard.tensor.buckets import settle_all
 
@@ -68,6 +68,8 @@ def shard_optimizer(
 
 
 def _keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
+    if lay_out is not None:
+        sharders[optimizer] = lay_out
     optimizer.register_load_state_dict_post_hook(lambda opt: lay_out_states(opt, lay_out))
     lay_out_states(optimizer, lay_out)  # they may have been loaded before
 

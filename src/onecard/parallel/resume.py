@@ -12,13 +12,16 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.comm import record
 from onecard.layout import Layout
 from onecard.tensor import DistTensor, reshard
+from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.moves import Reshard
+from onecard.tensor.spec import Spec, contiguous_stride
 
 ShardState = Callable[[str, Any, Any], Any]
 
@@ -27,6 +30,38 @@ _COUNTERS = {"step", "eta", "mu", "mu_product"}
 _seen: WeakKeyDictionary[Optimizer, Any] = (
     WeakKeyDictionary()
 )  # the states that were looked through: loading makes others
+
+
+# How ``shard_optimizer`` was told to lay out the states of an optimizer.
+sharders: WeakKeyDictionary[Optimizer, ShardState] = WeakKeyDictionary()
+
+
+def place_for(
+    optimizer: Optimizer, key: str, param: Any, there: Any, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Where a state of this shape is loaded to: into the tensor that is there, or a new one in the layout that it is to have.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> place_for(torch.optim.SGD([weight]), "momentum_buffer", weight, None, (3,), torch.float32).shape
+        torch.Size([3])
+    """
+    if isinstance(there, Tensor) and there.shape == tuple(shape) and there.dtype == dtype:
+        return there
+    if not isinstance(param, DistTensor) or not shape:
+        device = param.device if len(shape) else "cpu"  # counters, which torch keeps there
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    alike = tuple(shape) == tuple(param.shape)
+    layout = param._spec.layout.settled() if alike else _reduced(param._spec.layout, param.shape, shape)
+    made = _blank(shape, dtype, layout, param)
+    return sharders[optimizer](key, param, made) if alike and optimizer in sharders else made
+
+
+def _blank(shape: Sequence[int], dtype: torch.dtype, layout: Layout, param: DistTensor) -> DistTensor:
+    size = torch.Size(shape)
+    spec = Spec.make(layout, size, contiguous_stride(size), dtype, param.device)
+    local = param._local.new_zeros(layout.local_shape(size) if spec.here else (0,), dtype=dtype)
+    return wrap(local, spec)
 
 
 def lay_out_states(optimizer: Optimizer, shard_fn: ShardState | None = None) -> None:
@@ -49,7 +84,6 @@ def is_like(param: Any, key: Any, value: Any) -> bool:
     """Whether a state belongs to its parameter element by element.
 
     Example:
-        >>> import torch
         >>> weight = torch.ones(3)
         >>> is_like(weight, "exp_avg", torch.zeros(3)), is_like(weight, "step", torch.tensor(1.0))
         (True, False)
@@ -88,7 +122,6 @@ def lay_out_as(value: Tensor, like: DistTensor) -> DistTensor:
     """A tensor under the layout of another one of its shape; itself if it has it. Outside autograd.
 
     Example:
-        >>> import torch
         >>> from onecard import ProcessMesh, Shard, shard_tensor
         >>> like = shard_tensor(torch.ones(4), ProcessMesh([0], ["x"]), [Shard(0)])
         >>> lay_out_as(torch.zeros(4), like).placements

@@ -5,6 +5,7 @@ from onecard.tensor import attention as _attention  # noqa: F401
 from onecard.tensor import chance as _chance  # noqa: F401
 from onecard.tensor import channels as _channels  # noqa: F401
 from onecard.tensor import composite as _composite  # noqa: F401
+from onecard.tensor import dcp as _dcp  # noqa: F401 - what torch.distributed.checkpoint asks of a tensor
 from onecard.tensor import foreach as _foreach  # noqa: F401
 from onecard.tensor import setitem as _setitem  # noqa: F401
 from onecard.tensor import special as _special  # noqa: F401

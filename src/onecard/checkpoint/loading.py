@@ -1,0 +1,183 @@
+"""Load: look at what there is and what is wanted, agree that it fits, read this rank's bytes, agree that they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.checkpoint import changes as changing
+from onecard.checkpoint import folder, foreign, saving, tree
+from onecard.checkpoint.changes import Change, nearest
+from onecard.checkpoint.index import NAME, Index, name_of, read_index
+from onecard.checkpoint.objects import Names, keys_of
+from onecard.checkpoint.pieces import held_box
+from onecard.checkpoint.reading import Reader
+from onecard.checkpoint.targets import Walk
+from onecard.checkpoint.virtual import Virtual
+from onecard.comm import world
+from onecard.comm.meeting import meet
+from onecard.errors import CheckpointError
+from onecard.tensor import DistTensor, from_dtensor, reshard
+from onecard.transfer import Box, volume
+
+_CHANNEL = "checkpoint"
+_SHOWN = 5  # names in an error
+
+
+def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpected: str, dtype: str) -> Any:
+    """Fill a state; the state. Every rank of the world calls it."""
+    saving.settle()
+    walk, result, error, digest, links = None, None, "", "", False
+    try:
+        _check_words(
+            missing=(missing, "error", "keep"),
+            unexpected=(unexpected, "error", "ignore"),
+            dtype=(dtype, "same", "cast"),
+        )
+        index = open_any(path)
+        digest, links = f"{index.folder} {index.digest}", not index.digest
+        tensors = changing.apply(changes, {name: Virtual.of(entry) for name, entry in index.tensors.items()})
+        walk = Walk(tensors, Names(state), changes=changes)
+        if state is None:
+            node = dict(tree.flat(list(tensors))) if changes else index.state
+            result = walk.made(node, "")
+        else:
+            result = walk.value(state, index.state, "")
+        error = _complaints(walk, index, missing, unexpected, dtype)
+    except Exception as fault:
+        error = saving.in_words(fault)
+    _meet(path, digest, _same, error)
+    assert walk is not None
+    error = ""
+    try:
+        with Reader(index.folder, index.files, links) as reader:
+            _read(walk, reader)
+    except Exception as fault:
+        error = f"{saving.in_words(fault)}. What it was loaded into is partly filled: do not use it"
+    _meet(path, "", lambda words: None, error)
+    for act in walk.last:
+        act()
+    return result
+
+
+def open_any(path: Path) -> Index:
+    """The checkpoint at a path: one of ours, the newest step in a folder of them, or files of safetensors."""
+    if path.is_file() and path.suffix == ".safetensors":
+        return foreign.read_safetensors(path)
+    if (path / NAME).exists() or (path / NAME).is_symlink():
+        return read_index(path)
+    newest, skipped = folder.latest_step(path)
+    if newest is not None:
+        return read_index(newest)
+    if skipped:
+        raise CheckpointError(f"{path} has no complete step: " + "; ".join(found.problem for found in skipped))
+    if (path / foreign.HF_INDEX).exists() or (path / foreign.HF_FILE).exists():
+        return foreign.read_huggingface(path)
+    if (path / ".metadata").exists():
+        what = "is a folder of torch.distributed.checkpoint"
+    elif path.is_file():
+        what = "is a file"
+    else:
+        raise CheckpointError(
+            f"{path} " + ("has no index.json: there is no checkpoint" if path.is_dir() else "does not exist")
+        )
+    raise CheckpointError(
+        f"{path} {what}, which is not loaded as it is: onecard.checkpoint.convert({str(path)!r}, 'converted') first"
+    )
+
+
+def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: str) -> str:
+    """All that does not fit, in words."""
+    found = []
+    if walk.missing and missing == "error":
+        named = [f"{name!r}{nearest(name, walk.tensors)}" for name in walk.missing[:_SHOWN]]
+        found.append(
+            f"{index.folder} does not have {_counted(walk.missing)}: {', '.join(named)}. Names that differ are told by "
+            "changes=[onecard.checkpoint.Rename(old, new)]; missing='keep' leaves what is there"
+        )
+    if walk.unused and unexpected == "error":
+        named = [f"{name!r}" for name in sorted(walk.unused)[:_SHOWN]]
+        found.append(
+            f"{index.folder} has {_counted(walk.unused)} without a place in the state: {', '.join(named)}; "
+            "unexpected='ignore' leaves them out"
+        )
+    for name, target in walk.wants:
+        saved = walk.tensors[name]
+        if tuple(target.shape) != saved.shape:
+            found.append(f"{name!r} is {list(saved.shape)} in {index.folder}, {list(target.shape)} in the state")
+        elif target.dtype != saved.dtype and dtype == "same":
+            found.append(
+                f"{name!r} is {name_of(saved.dtype)} in {index.folder}, {name_of(target.dtype)} in the state; "
+                "dtype='cast' converts"
+            )
+        if target.is_meta:
+            found.append(f"{name!r} has no memory to load into (meta): module.to_empty(device=...) first")
+    more = [] if len(found) <= _SHOWN else [f"and {len(found) - _SHOWN} more"]
+    return "\n".join(found[:_SHOWN] + more)
+
+
+def _counted(names: Any) -> str:
+    return f"{len(names)} tensors" if len(names) > 1 else "a tensor"
+
+
+def _check_words(**given: tuple[str, str, str]) -> None:
+    for name, (value, *allowed) in given.items():
+        if value not in allowed:
+            raise CheckpointError(f"{name}={value!r}: want {allowed[0]!r} or {allowed[1]!r}")
+
+
+def _read(walk: Walk, reader: Reader) -> None:
+    """Fill what is wanted, in the order of the files."""
+    todo: dict[Any, tuple[str, Virtual, Box, Tensor]] = {}
+    after = []
+    with torch.no_grad():
+        for name, target in walk.wants:
+            found = walk.tensors[name]
+            box, local, act = _place(target)
+            if act is not None:
+                after.append(act)
+            if box is not None and volume(box):
+                todo[keys_of(local)[-1], found.views] = (name, found, box, local)  # tied weights are read once
+        for name, found, box, local in sorted(todo.values(), key=lambda t: _where(t[1])):
+            reader.read(name, found, box, local)
+        for act in after:
+            act()
+
+
+def _where(found: Virtual) -> tuple[str, int]:
+    first = found.views[0].piece if found.views else None
+    return (first.file, first.offset) if first is not None else ("", 0)
+
+
+def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
+    """What of a tensor this rank holds (None: nothing), where, and what to do afterwards. All ranks call it in one order."""
+    x = target
+    if isinstance(x, torch.distributed.tensor.DTensor):
+        x = from_dtensor(x)
+    if not isinstance(x, DistTensor):
+        return tuple((0, n) for n in x.shape), x.detach(), None
+    x.settle()
+    x._refresh()
+    layout, me = x._spec.layout, world.get_rank()
+    if layout.merged:  # read in one piece, and laid out afterwards
+        plain = layout.in_one_piece()
+        new: Any = reshard(x, x.mesh, list(plain.placements))
+        return held_box(plain, x.shape, me) if me in layout.mesh else None, new._local, lambda: x.copy_(new)
+    return held_box(layout, x.shape, me) if me in layout.mesh else None, x._local, None
+
+
+def _same(digests: Sequence[str]) -> None:
+    if len(set(digests)) > 1:
+        rank = next(r for r, d in enumerate(digests) if d != digests[0])
+        raise CheckpointError(f"rank 0 reads {digests[0]}, rank {rank} reads {digests[rank]}: all ranks load the same")
+
+
+def _meet(path: Path, word: Any, decide: Any, error: str) -> Any:
+    found, answer = meet(_CHANNEL, f"load of {path}", word, decide, error, f"{path} was not loaded.")
+    if found:
+        raise CheckpointError(found)
+    return answer

@@ -1,0 +1,163 @@
+"""Which rank writes which box: a function of the layouts alone, so that all ranks know it without a message."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.checkpoint.index import name_of
+from onecard.checkpoint.objects import keys_of
+from onecard.errors import CheckpointError
+from onecard.layout import Layout
+from onecard.tensor import DistTensor, from_dtensor, reshard
+from onecard.transfer import Box, box_of, split, volume
+
+SPLIT = 4 << 20  # bytes: smaller boxes are written by one of the ranks that hold them
+BUFFER = 8 << 20  # bytes of the one buffer through which goes what cannot be written, or read, where it lies
+_SAMPLE = 256  # elements of a plain tensor that ranks compare
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A tensor of a state as this rank has it. ``layout`` is None for a plain one, of which every rank has all."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout | None
+    local: Tensor
+    alias: str | None = None
+
+    def words(self) -> str:
+        """What all ranks must say alike of it."""
+        where = "plain" if self.layout is None else f"[{self.layout}] on {self.layout.mesh!r}"
+        same = f", the same memory as {self.alias!r}" if self.alias else ""
+        return f"{name_of(self.dtype)} {list(self.shape)} {where}{same}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A box of a tensor that one rank writes."""
+
+    source: Source
+    box: Box
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return volume(self.box) * self.source.dtype.itemsize
+
+
+def sources_of(tensors: dict[str, Tensor]) -> dict[str, Source]:
+    """What this rank has of each tensor. Pending sums are settled, merged dims laid out in one piece: all ranks call it."""
+    found: dict[str, Source] = {}
+    first: dict[Any, str] = {}
+    for name, x in sorted(tensors.items()):
+        key = keys_of(x)[-1]
+        found[name] = _source(name, x, first.get(key))
+        first.setdefault(key, name)
+    return found
+
+
+def _source(name: str, x: Any, alias: str | None) -> Source:
+    if isinstance(x, torch.distributed.tensor.DTensor):
+        x = from_dtensor(x)
+    if x.is_meta:
+        raise CheckpointError(
+            f"tensor {name!r} {list(x.shape)} has no values yet (meta): materialize the module before it is saved"
+        )
+    if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
+        raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
+    if not isinstance(x, DistTensor):
+        return Source(name, x.dtype, tuple(x.shape), None, x.detach(), alias)
+    x = x.settle()
+    if x._spec.layout.merged:
+        x = reshard(x, x.mesh, list(x._spec.layout.in_one_piece().placements))
+    x._refresh()
+    return Source(name, x.dtype, tuple(x.shape), x._spec.layout, x._local, alias)
+
+
+def plan(sources: dict[str, Source], size: int) -> list[Share]:
+    """Who writes what, of all ranks: every element once, of several that hold a box the one that has least to do."""
+    load: Counter[int] = Counter()
+    found = []
+    for source in sources.values():
+        if source.alias is not None:
+            continue
+        for box, holders in _holders(source.layout, source.shape, size):
+            nbytes = volume(box) * source.dtype.itemsize
+            parts = split(box, max(1, min(len(holders), nbytes // SPLIT)))
+            for part in parts:
+                rank = min(holders, key=lambda r: (load[r], r))
+                load[rank] += max(1, volume(part) * source.dtype.itemsize)
+                found.append(Share(source, part, rank))
+    # As in files that safetensors writes: large elements first, so that each tensor is aligned.
+    return sorted(found, key=lambda s: -s.source.dtype.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> list[tuple[Box, list[int]]]:
+    whole = tuple((0, n) for n in shape)
+    if layout is None or not volume(whole):
+        return [(whole, list(range(size)) if layout is None else layout.mesh.process_ids)]
+    found: dict[Box, list[int]] = {}
+    for rank in layout.mesh.process_ids:
+        box = box_of(layout, shape, rank)
+        if volume(box):
+            found.setdefault(box, []).append(rank)
+    return list(found.items())
+
+
+def held_box(layout: Layout | None, shape: Sequence[int], rank: int) -> Box:
+    """What a rank of its mesh holds of a tensor."""
+    if layout is None:
+        return tuple((0, n) for n in shape)
+    return box_of(layout, tuple(shape), rank)
+
+
+def view_of(local: Tensor, held: Box, box: Box) -> Tensor:
+    """A box of the whole tensor inside the part that holds it."""
+    return local[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(box, held, strict=True))]
+
+
+def chunks(x: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in order, as stretches of bytes in this host's memory: views where it lies in one piece there."""
+    if not x.numel():
+        return
+    x = x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    if x.is_contiguous() and x.device.type == "cpu":
+        yield _bytes(x)
+    elif x.nbytes <= BUFFER or not x.dim():
+        yield _bytes(x.cpu().contiguous())
+    elif x.shape[0] == 1:
+        yield from chunks(x[0])
+    else:
+        for part in x.split(max(1, BUFFER * x.shape[0] // x.nbytes)):
+            yield from chunks(part)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    x = x.reshape(-1)
+    return x.as_strided(x.shape, (1,)).view(torch.uint8)  # a single element may have any stride, and torch 2.15 minds
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes."""
+    array: Any = x.numpy()
+    return memoryview(array)
+
+
+def sample(x: Tensor) -> str:
+    """A digest of a few elements, which ranks compare where all should hold the same."""
+    if not x.numel():
+        return ""
+    some = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)] if x.is_contiguous() else x.flatten()[:_SAMPLE]
+    return f"{zlib.crc32(memory(next(chunks(some.cpu().contiguous())))):08x}"
