@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fuzz.draw import Draw
 
+LARGEST = 1_000_000  # parameters: a bilinear layer of a flattened tensor would take a minute
+
 # By the dims of the input: (how it is made, how it is called). {c}: the last size or, for images, the channels; {o}: a new size.
 VECTORS = (
     ("nn.Linear({c}, {o})", "{m}({x})"),
@@ -73,7 +75,8 @@ def layer(d: Draw) -> None:
         name, sizes = d.new("m"), {"c": shape[-1], "b": shape[min(1, len(shape) - 1)], "o": d.r.randint(1, 6)}
         if not d.prepare(f"model[{name!r}] = {maker.format(**sizes)}"):
             continue
-        if d.make(call.format(m=f"model[{name!r}]", x=x)) is None:
+        large = sum(p.numel() for p in d.space["model"][name].parameters()) > LARGEST
+        if large or d.make(call.format(m=f"model[{name!r}]", x=x)) is None:
             d.setup.pop()
             del d.space["model"][name]
             continue
