@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onecard as oc
@@ -61,6 +61,7 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec.make(layout, torch.Size(shape), stride, dtype, torch.device("cpu"))
 
 
+@settings(deadline=None)
 @given(specs())
 def test_what_is_written_is_read_again(spec: Spec) -> None:
     assert again(spec) is spec
@@ -143,6 +144,7 @@ def test_reductions_that_do_not_commute_and_other_values() -> None:
         oc.to_json(torch.ones(1))  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), lambda s: st.lists(s, max_size=3)))
 def test_any_rubbish_is_refused_in_words_or_means_something(rubbish: Any) -> None:
     for path in (("layout",), ("layout", "mesh"), ("layout", "dims"), ("layout", "pending"), ("shape",), ("dtype",)):

@@ -17,6 +17,7 @@ from torch import nn
 import onecard as oc
 from onecard.comm import groups
 from onecard.comm.state import kept
+from onecard.errors import CommunicationError, DispatchError
 from onecard.tensor.dispatch import programs
 from onecard.testing import assert_close, multirank
 
@@ -159,3 +160,53 @@ def test_coverage_before_the_ranks_have_met():
     assert not torch.distributed.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{where[0]}", rank=rank, world_size=2)
     assert_close(laid_out(oc.shard_tensor(x, mesh, [R()])).full_tensor(), expected)
+
+
+def test_worlds_within_worlds_and_entered_again():
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    world = oc.pretend(4, 3)
+    with world:
+        x = oc.shard_tensor(torch.arange(6.0), mesh, [S(0), R()])
+        assert (x * 2).to_local().tolist() == [6, 8, 10] and len(programs.here) == 1
+        with oc.pretend(2, 1), pytest.raises(CommunicationError, match=r"names rank\(s\) \[2, 3\]"):
+            oc.shard_tensor(torch.ones(2), mesh, [S(0), R()])
+        with pytest.raises(CommunicationError, match="pretended rank 3 of 4 is entered already"), world:
+            pass
+        with pytest.raises(ZeroDivisionError), oc.pretend(8, 7):
+            assert oc.get_rank() == 7 and not programs.here
+            _ = 1 / 0
+        assert (oc.get_rank(), oc.get_world_size()) == (3, 4)
+    assert (oc.get_rank(), oc.get_world_size(), dist.is_initialized()) == (0, 1, False)
+    with world:
+        before = programs.here.copy()
+        assert (x * 2).to_local().tolist() == [6, 8, 10] and programs.here == before  # what it had decided
+
+
+@pytest.mark.parametrize(("size", "rank"), [(4, 4), (4, -1), (0, 0), ("4", 0), (4, 1.0), (True, 0)])
+def test_ranks_that_no_world_has(size, rank):
+    with pytest.raises(CommunicationError, match=r"there is no rank .*: onecard\.pretend\(world_size=\d+, rank=\d+\)"):
+        oc.pretend(size, rank)
+
+
+@multirank(2)
+def test_a_real_tensor_is_read_by_a_pretended_rank_and_not_changed():
+    """Each rank pretends another world, one of them more often; what is pending stays so."""
+    me, mesh = dist.get_rank(), oc.ProcessMesh([0, 1], ["x"])
+    x = oc.from_local(torch.ones(3) + me, mesh, [oc.Partial()])
+    parameter = torch.nn.Parameter(oc.shard_tensor(torch.ones(4), mesh, [R()]))
+    for size in (2, 5)[: me + 1]:
+        with oc.pretend(size, me):
+            assert (x * 2).layout.pending
+            with pytest.raises(DispatchError, match=r"a real tensor with a pending value, .* x\.settle\(\)"):
+                x.exp()
+            inside = oc.shard_tensor(torch.ones(4), mesh, [S(0)])
+            (parameter * inside).sum().backward()
+            parameter.grad = None
+    if me == 0:
+        assert oc.coverage(torch.nn.Linear(3, 2), torch.ones(4, 3), mesh, input_placements=[[S(0)]]).error == ""
+    for use in (lambda: inside * 2, lambda: inside.full_tensor(), lambda: inside * parameter):
+        with pytest.raises(DispatchError, match="was made by a pretended rank, so its values mean nothing"):
+            use()
+    assert_close(x.exp().full_tensor(), torch.full((3,), 3.0).exp())
+    (parameter * oc.shard_tensor(torch.ones(4), mesh, [S(0)])).sum().backward()
+    assert_close(parameter.grad.full_tensor(), torch.ones(4))

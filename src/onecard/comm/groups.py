@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecard import _torch
 from onecard.comm import attempt, check, hosts, sparse_check, world
 from onecard.comm.clock import Clock
-from onecard.comm.state import Kept
+from onecard.comm.state import REAL, Kept, home
 from onecard.errors import CommunicationError
 from onecard.mesh import ProcessMesh
 
@@ -86,7 +86,7 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
         found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order, _clock(ascending))
-        if not _groups.here:
+        if not _groups.here and home.here is REAL:
             # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
             atexit.register(forget)
         _groups.here[mesh, axis] = found
