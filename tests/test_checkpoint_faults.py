@@ -8,8 +8,9 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,34 @@ def test_folders_that_may_not_be_written(tmp_path: Path) -> None:
             os.seteuid(0)
     assert oc.checkpoint.load(place)["x"].item() == 1
     shutil.rmtree(place)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB, for who may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting takes rights that this user does not have")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@multirank(2)
+def test_a_full_disk(small_disk: Path) -> None:
+    place = small_disk / "place"
+    oc.save_state_dict(state(1.0, 3000), place)
+    free = shutil.disk_usage(small_disk).free
+    for wait in (True, False):
+        text = said(lambda wait=wait: oc.save_state_dict(state(2.0), place, wait=wait).wait())
+        assert "No space left on device" in text and "00002-0000" in text, text
+        dist.barrier()
+        assert len(list(place.iterdir())) == 3 and shutil.disk_usage(small_disk).free == free
+    into = state(0.0, 3000)
+    oc.load_state_dict(into, place)
+    assert into["step"] == 1 and torch.equal(into["w"].to_local(), state(1.0, 3000)["w"].to_local())
+    assert said(lambda: oc.save_state_dict(state(3.0, 3000), place)) == "no error"
 
 
 @multirank(2)

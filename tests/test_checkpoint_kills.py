@@ -6,5 +6,5 @@ from onecard.testing import run_ranks
 
 
 def test_a_kill_leaves_old_or_new() -> None:
-    [tally] = run_ranks(sweep, 1, 13, 5, timeout=240)
+    [tally] = run_ranks(sweep, 1, 13, 5, timeout=400)
     assert tally.points >= 8 and tally.old + tally.new == tally.points and tally.old and tally.new

@@ -86,14 +86,15 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path: Path) -> None:
     assert "Traceback" not in output + errors
 
 
-def test_a_position_in_a_loader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_position_in_a_loader(axis: int | None) -> None:
     """On one card: what is left of a pass, the next pass, and another size of batches."""
     from torch.utils.data import DataLoader
 
     def loader(size: int) -> oc.ShardDataloader:
         generator = torch.Generator().manual_seed(1)
         return oc.shard_dataloader(
-            DataLoader(resumed.Noisy(), size, shuffle=True, generator=generator), oc.ProcessMesh([0])
+            DataLoader(resumed.Noisy(), size, shuffle=True, generator=generator), oc.ProcessMesh([0]), axis
         )
 
     def read(batches: oc.ShardDataloader) -> list[list[int]]:

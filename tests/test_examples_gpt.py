@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
+
+import onecard as oc
 
 ROOT = Path(__file__).parents[1]
 GPT_FOLDER = ROOT / "examples" / "gpt"
@@ -263,3 +268,31 @@ def test_a_mesh_that_does_not_fit_names_the_call_that_works(corpus_folder: Path,
     done = run(command_line(corpus_folder, tmp_path / "out", "tp=2"))
     assert done.returncode != 0
     assert "onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2" in done.stderr
+
+
+def test_a_run_goes_on_from_its_checkpoint(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
+    """Dropout included, bit for bit; and after a SIGTERM, which ends it with a checkpoint of its own."""
+    args = gpt.train.TrainArgs(corpus=corpus_folder, out=tmp_path / "out", save_every=3, dropout=0.2, **TINY)
+
+    def losses(args: Any) -> list[float]:
+        corpus = gpt.data.load_corpus(corpus_folder)
+        torch.manual_seed(7)
+        model = gpt.model.GPT(args.model)
+        folder = args.out / "checkpoints"
+        return [record.loss for record in gpt.train.run_steps(model, corpus, None, args, args.steps, folder)]
+
+    whole = losses(args)
+    oc.checkpoint.saving.settle()
+    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006"]
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")
+    again = replace(args, resume=True)
+    assert losses(again) == whole[3:]
+    other = replace(args, out=tmp_path / "other", save_every=100)
+    before = signal.getsignal(signal.SIGTERM)
+    stopping = iter([False, False, True])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oc.checkpoint, "preempted", lambda: next(stopping))
+        assert losses(other) == whole[:3]
+    signal.signal(signal.SIGTERM, before)
+    assert losses(replace(other, resume=True)) == whole[3:]

@@ -44,6 +44,8 @@ class Walk:
     missing: list[str] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
     last: list[Done] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)  # names of the wants before ``left``
+    left: int = 0
 
     def value(self, target: Any, node: Any, path: str) -> Any:
         """What takes the place of a value of the state: itself, filled, or another one."""
@@ -148,8 +150,10 @@ class Walk:
     def _leave(self, path: str) -> None:
         """What the checkpoint has below a path and nobody has asked for is left over."""
         prefix = f"{path}." if path else ""
-        wanted = {name for name, _ in self.wants}
-        self.unused |= {name for name in self.tensors if name.startswith(prefix) and name not in wanted}
+        wanted = {name for name, _ in self.wants[self.left :]}
+        self.unused |= {name for name in self.tensors if name.startswith(prefix)} - wanted - self.seen
+        self.seen |= wanted
+        self.left = len(self.wants)
 
     # -- optimizers
 

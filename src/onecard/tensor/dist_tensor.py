@@ -190,9 +190,9 @@ class DistTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise DispatchError(
             f"a DistTensor ({self._spec!r}) cannot be pickled (torch.save): each rank would save its shard as if it were the "
-            "whole. Save x.full_tensor(): gather on every rank, whole = {name: onecard.unshard(x) for name, x in "
-            "model.state_dict().items()}, and write on one, if onecard.get_rank() == 0: torch.save(whole, path) "
-            "(or save_file of safetensors)"
+            "whole. onecard.save_state_dict(state, path) saves parts that load under any layout. For one plain file save "
+            "x.full_tensor(): gather on every rank, whole = {name: onecard.unshard(x) for name, x in model.state_dict().items()},"
+            " and write on one, if onecard.get_rank() == 0: torch.save(whole, path) (or save_file of safetensors)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
