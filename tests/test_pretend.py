@@ -23,6 +23,7 @@ R, S = oc.Replicate, oc.Shard
 
 # Tables that fill up at run time and are right for every rank: functions of their key alone, or of the program.
 SAME_ON_ALL_RANKS = {
+    "comm.groups.also_forget",
     "comm.check._said", "comm.check._switched", "comm.clock._codes", "comm.sparse_check._told", "parallel.resume._seen",
     "tensor.first_calls._random",
     "comm.place.tables", "comm.record.observers", "comm.shm.functional._kept",
