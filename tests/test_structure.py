@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
     "errors", "_torch", "elsewhere", "mesh", "parts", "layout", "cost", "random", "rules", "resharding", "transfer", "comm",
-    "tensor", "parallel", "pipeline",
+    "tensor", "parallel", "pipeline", "fleet", "plan",
     "message_report", "operator_report", "testing", "launch", "cli", "__main__",
 ]  # fmt: skip
 MAX_LINES = 380

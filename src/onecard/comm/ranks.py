@@ -48,6 +48,9 @@ class Ranks(Group):
         """They as a mesh of one axis."""
         return ProcessMesh(self.ranks, [self.name])
 
+    def __deepcopy__(self, memo: object) -> Ranks:
+        return self
+
     def __repr__(self) -> str:
         return f"Ranks({list(self.ranks)}, name={self.name!r})"
 
