@@ -23,7 +23,7 @@ R, S = oc.Replicate, oc.Shard
 
 # Tables that fill up at run time and are right for every rank: functions of their key alone, or of the program.
 SAME_ON_ALL_RANKS = {
-    "comm.groups.also_forget",
+    "comm.groups.also_forget", "fleet.training._hooked",
     "comm.check._said", "comm.check._switched", "comm.clock._codes", "comm.sparse_check._told", "parallel.resume._seen",
     "tensor.first_calls._random",
     "comm.place.tables", "comm.record.observers", "comm.shm.functional._kept",
@@ -64,7 +64,7 @@ def tables_of(source: str) -> list[str]:
 def test_every_table_is_this_ranks_or_the_same_on_all():
     """A new table must say which it is: noted by ``of_this_rank``, or listed above."""
     unsaid = []
-    for path in sorted(p for layer in ("comm", "tensor", "parallel") for p in (PACKAGE / layer).rglob("*.py")):
+    for path in sorted(p for layer in ("comm", "tensor", "parallel", "fleet") for p in (PACKAGE / layer).rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         module = importlib.import_module(f"onecard.{name.removesuffix('.__init__')}")
         for table in tables_of(path.read_text()):

@@ -2,14 +2,38 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from onecard import fleet as fleet
+from onecard.comm import differentiable as differentiable
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
+from onecard.fleet.collective import (
+    ReduceOp,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    alltoall,
+    barrier,
+    broadcast,
+    gather,
+    get_group,
+    irecv,
+    isend,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+    wait,
+)
+from onecard.fleet.splitting import split
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.message_report import Report, explain, no_implicit_communication
 from onecard.operator_report import Coverage, coverage
 from onecard.parallel import ShardDataloader, local_map, shard_dataloader, shard_layer, shard_op, shard_optimizer
 from onecard.rules import register_rule
+from onecard.spawning import spawn
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
@@ -34,5 +58,7 @@ __all__ = [
     "Shard", "ShardDataloader", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_local", "get_rank",
     "get_world_size", "local_map", "no_implicit_communication", "register_rule", "reshard", "shard_dataloader",
     "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "unshard",
+    "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
+    "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

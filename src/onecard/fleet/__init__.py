@@ -6,10 +6,9 @@ from typing import Any, NoReturn
 
 from onecard.comm import world
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import meta_parallel, recomputing, training, utils
+from onecard.fleet import meta_parallel, names, recomputing, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
 from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync, token_mean
-from onecard.fleet.held import Held, Run, held, mark, part_sizes, sum_over
 from onecard.fleet.initial import (
     Assign,
     Constant,
@@ -21,6 +20,7 @@ from onecard.fleet.initial import (
     XavierUniform,
     draw_parts,
 )
+from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
 from onecard.fleet.recomputing import recompute
 from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
@@ -34,35 +34,14 @@ __all__ = [
     "HybridCommunicateGroup", "KaimingUniform", "Normal", "ParamAttr", "Run", "Uniform", "XavierNormal", "XavierUniform",
     "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts",
     "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker", "grad_norm", "held", "init", "is_first_worker", "mark",
-    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "part_sizes", "recompute",
-    "recomputing", "ring_attention", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention", "utils",
-    "worker_index", "worker_num",
+    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
+    "recomputing", "ring_attention", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention",
+    "utils", "worker_index", "worker_num",
 ]  # fmt: skip
-
-_ELSEWHERE = {
-    "PipelineLayer": "not there yet; stages by hand with oc.differentiable.send and recv, or a mesh for each stage and oc.reshard",
-    "LayerDesc": "not there yet: build the layers of this rank's stage, hcg.get_stage_id()",
-    "SharedLayerDesc": "fleet.sum_over(weight, oc.new_group([first, last])) on both stages",
-    "worker_endpoints": "nothing: the launcher knows the addresses",
-    "is_worker": "nothing: every rank is a worker",
-    "is_server": "nothing: there are no parameter servers",
-    "init_worker": "nothing: there are no parameter servers",
-    "init_server": "nothing: there are no parameter servers",
-    "run_server": "nothing: there are no parameter servers",
-    "stop_worker": "nothing: there are no parameter servers",
-    "PaddleCloudRoleMaker": "nothing: the launcher's environment says who this rank is",
-    "UserDefinedRoleMaker": "nothing: the launcher's environment says who this rank is",
-    "save_inference_model": "torch.export, of the whole model",
-    "save_persistables": "parallel checkpoints are not there yet; model.state_dict() holds this rank's parts, fleet.held(p) says which",
-    "minimize": "optimizer.minimize(loss), or loss.backward(), optimizer.step()",
-    "group_sharded_parallel": "ZeRO is not there yet: fleet.distributed_model has the same numbers, with whole states on each rank",
-}
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _ELSEWHERE:
-        raise AttributeError(f"onecard.fleet has no {name!r}. In its place: {_ELSEWHERE[name]}", name=name)
-    raise AttributeError(f"module 'onecard.fleet' has no attribute {name!r}", name=name)
+    names.refuse("onecard.fleet", name)
 
 
 def init(
@@ -89,7 +68,9 @@ def init(
         {'dp': 1, 'pp': 1, 'sharding': 1, 'sep': 1, 'mp': 1}
     """
     if role_maker is not None or not is_collective:
-        raise FleetError("fleet.init: there are no parameter servers and no role makers: fleet.init(is_collective=True, strategy=...)")
+        raise FleetError(
+            "fleet.init: there are no parameter servers and no role makers: fleet.init(is_collective=True, strategy=...)"
+        )
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise FleetError(f"fleet.init(strategy=): want a fleet.DistributedStrategy, not {type(strategy).__name__}")
     begin(strategy or DistributedStrategy())

@@ -6,13 +6,13 @@ gradients is refused here, because its gradient would be wrong in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.comm import collectives, differentiable, plain, started, world
+from onecard.comm import collectives, differentiable, plain, started
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.started import Started
 from onecard.errors import CommunicationError
@@ -62,9 +62,7 @@ def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: Ranks | None = Non
     return handle
 
 
-def all_gather(
-    tensor_list: list[Tensor], tensor: Tensor, group: Ranks | None = None, sync_op: bool = True
-) -> Started:
+def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Ranks | None = None, sync_op: bool = True) -> Started:
     """Fill a list with the tensors of all ranks, all of one shape.
 
     Source: ``paddle.distributed.all_gather``.
@@ -238,32 +236,11 @@ def barrier(group: Ranks | None = None) -> None:
     plain.barrier(_all(group))
 
 
-def spawn(func: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, **options: Any) -> list[Any]:
-    """Run ``func(*args)`` on several ranks of this host, and return what they return.
-
-    Call it below ``if __name__ == "__main__":``, with a function of the top level. For programs: ``onecard run``.
-
-    Source: ``paddle.distributed.spawn``.
-    """
-    from importlib import import_module
-
-    # Above this layer: it starts processes, and knows how to end them.
-    run_ranks = import_module("onecard.testing").run_ranks
-    return run_ranks(func, nprocs, *args, timeout=options.pop("timeout", 3600.0), **options)
-
-
-def is_initialized() -> bool:
-    """Whether the ranks have met."""
-    import torch.distributed as dist
-
-    return dist.is_initialized()
-
-
 def _no_gradient(call: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise CommunicationError(
-            f"{call} fills a tensor, which autograd does not see, and was given one that requires gradients; the twin that "
-            f"returns its result and has a gradient is onecard.differentiable.{call}. Without gradients: {call}(x.detach(), ...), or inside torch.no_grad()"
+            f"{call} fills a tensor, which autograd does not see, and was given one that requires gradients. The twin "
+            f"that returns its result and has a gradient is onecard.differentiable.{call}; without gradients: {call}(x.detach(), ...)"
         )
 
 
@@ -272,7 +249,9 @@ def _filled(call: str, given: list[Tensor], made: list[Tensor]) -> Started:
     if not given:
         given.extend(made)
     elif len(given) != len(made):
-        raise CommunicationError(f"{call}: a list of {len(given)} is to be filled with {len(made)} tensors; give an empty one")
+        raise CommunicationError(
+            f"{call}: a list of {len(given)} is to be filled with {len(made)} tensors; give an empty one"
+        )
     else:
         for into, part in zip(given, made, strict=True):
             into.copy_(part)
@@ -286,7 +265,9 @@ def _count(call: str, given: Sequence[Tensor], group: Ranks) -> None:
 
 def _place(group: Ranks, rank: int, call: str) -> int:
     if rank not in group.ranks:
-        raise CommunicationError(f"{call}: rank {rank} is not one of ranks {list(group.ranks)}; it is a rank of the world")
+        raise CommunicationError(
+            f"{call}: rank {rank} is not one of ranks {list(group.ranks)}; it is a rank of the world"
+        )
     return group.ranks.index(rank)
 
 
@@ -304,8 +285,3 @@ def _op(op: Any) -> str:
     if found not in _OPS:
         raise CommunicationError(f"there is no reduction {op!r}; there are {', '.join(_OPS)}")
     return found
-
-
-def get_backend() -> str:
-    """The backend of messages: "shm", "gloo" or "nccl"."""
-    return world.default_backend(world.device().type)

@@ -235,7 +235,7 @@ def ulysses_attention(
         for x, sizes in zip((q, k, v), parts, strict=True)
     ]
     shared = whole[0].shape[1] != whole[1].shape[1]
-    out = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=scale, enable_gqa=shared)
+    out = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=causal, scale=scale, enable_gqa=shared)
     forth = _forth(out.shape[2], group, balanced).to(q.device)
     return differentiable.all_to_all(out.index_select(2, forth), 1, 2, group, parts[0], None)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
-from onecard.fleet.held import held
+from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
 
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
@@ -58,7 +58,7 @@ def sync(parameters: Iterable[Tensor]) -> None:
 
 def note(parameter: Tensor) -> None:
     """Remember that this gradient, as it is now, is the whole one."""
-    setattr(parameter, _SYNCED, (weakref.ref(parameter.grad), parameter.grad._version))  # type: ignore[arg-type, union-attr]
+    setattr(parameter, _SYNCED, (weakref.ref(parameter.grad), parameter.grad._version))  # type: ignore[union-attr]
 
 
 def _has_sums(p: Tensor) -> bool:
@@ -79,9 +79,9 @@ def _is_synced(p: Tensor) -> bool:
     known = getattr(p, _SYNCED, None)
     if known is None or known[0]() is not p.grad:
         return False
-    if p.grad._version == known[1]:  # type: ignore[union-attr]
+    if p.grad._version == known[1]:
         return True
-    if p.grad._version == known[1] + 1 and (held(p).sums or held(p).copies):  # type: ignore[union-attr]
+    if p.grad._version == known[1] + 1 and (held(p).sums or held(p).copies):
         raise FleetError(
             f"backward has added to a gradient of shape {list(p.shape)} that was summed over ranks before: call zero_grad() "
             "after the optimizer's step, and clip or sum no earlier than after the last backward of a step"
@@ -209,11 +209,12 @@ def clip_grad_norm_(
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped")
-    with_grad = [p for p in chosen if p.grad is not None]
-    if with_grad:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for p in with_grad:
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for p in chosen:
+        if p.grad is not None:
             p.grad.mul_(scale.to(p.grad.dtype))
             note(p)
     return norm

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.fleet.held import Run
 from onecard.fleet.linear import ColumnParallelLinear
+from onecard.fleet.parameters import Run
 from onecard.fleet.strategy import FleetError
 
 

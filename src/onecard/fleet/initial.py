@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onecard import random
 from onecard.comm.place import of_this_rank
-from onecard.fleet.held import Held, take
+from onecard.fleet.parameters import Held, take
 from onecard.fleet.strategy import FleetError
 
 Fill = Callable[[Tensor], Any]
@@ -150,7 +150,9 @@ def attr_of(given: Any, what: str) -> ParamAttr:
         return ParamAttr(name=given)
     if callable(given) or isinstance(given, Assign):
         return ParamAttr(given)
-    raise FleetError(f"{what} is {given!r}; want a fleet.ParamAttr, an initializer such as fleet.Normal(std=0.02), or None")
+    raise FleetError(
+        f"{what} is {given!r}; want a fleet.ParamAttr, an initializer such as fleet.Normal(std=0.02), or None"
+    )
 
 
 _by_part: list[bool] = of_this_rank([])

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onecard import _torch
 from onecard.comm import plain, started
 from onecard.comm.ranks import Ranks
 from onecard.fleet import initial
-from onecard.fleet.held import Held, Parallel, Run, part_sizes
 from onecard.fleet.mappings import gather_from, scatter_to
+from onecard.fleet.parameters import Held, Parallel, Run, part_sizes
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
 
@@ -53,6 +54,8 @@ class ColumnParallelLinear(Parallel):
     """
 
     seq_dim: int | None = None
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -163,6 +166,8 @@ class RowParallelLinear(Parallel):
     """
 
     seq_dim: int | None = None
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -258,7 +263,8 @@ class _Row(Function):
         # The bias is a summand of one rank: added in its product, it costs no pass of its own.
         y = F.linear(x, weight, bias if group.index == 0 else None)
         if seq_dim is None:
-            return plain.all_reduce(y, group, inplace=True, call=name)
+            # Not in place where a policy of recompute may have kept y: it would be summed again.
+            return plain.all_reduce(y, group, inplace=not _torch.modes_on(), call=name)
         return plain.reduce_scatter(y, group, seq_dim, call=name)
 
     @staticmethod
@@ -273,8 +279,9 @@ class _Row(Function):
 
 
 def _of_weights(grad: Tensor, x: Tensor, need_w: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
-    rows = grad.reshape(-1, grad.shape[-1])
-    weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if need_w else None
+    n = math.prod(grad.shape[:-1])  # not -1: a rank may have no columns at all
+    rows = grad.reshape(n, grad.shape[-1])
+    weight = rows.t().mm(x.reshape(n, x.shape[-1])) if need_w else None
     return weight, rows.sum(0) if need_b else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
-from onecard.fleet.held import part_sizes
+from onecard.fleet.parameters import part_sizes
 
 Function = torch.autograd.Function
 

@@ -46,7 +46,9 @@ def recompute(
         True
     """
     if use_reentrant:
-        raise FleetError("recompute(use_reentrant=True) is not there: leave it out; the other form does all that this one does")
+        raise FleetError(
+            "recompute(use_reentrant=True) is not there: leave it out; the other form does all that this one does"
+        )
 
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
@@ -94,10 +96,12 @@ def recompute_modules(model: nn.Module, names: list[str], policy: Any = None) ->
     for name in names:
         chosen = [m for path, m in modules.items() if path == name or path.rpartition(".")[2] == name]
         if not chosen:
-            raise FleetError(f"recompute_configs['checkpoints']: there is no module {name!r}; there are {list(modules)[1:20]}")
+            raise FleetError(
+                f"recompute_configs['checkpoints']: there is no module {name!r}; there are {list(modules)[1:20]}"
+            )
         for module in chosen:
             forward = module.forward
-            module.forward = _again(forward, policy)  # type: ignore[method-assign]
+            module.forward = _again(forward, policy)
 
 
 def _again(forward: Callable[..., Any], policy: Any) -> Callable[..., Any]:

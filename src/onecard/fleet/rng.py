@@ -79,7 +79,9 @@ class RNGStatesTracker:
         """
         if name not in self.states:
             known = ", ".join(self.states) or "none"
-            raise FleetError(f"there is no random state {name!r}; there are: {known}. get_rng_state_tracker().add({name!r}, seed)")
+            raise FleetError(
+                f"there is no random state {name!r}; there are: {known}. get_rng_state_tracker().add({name!r}, seed)"
+            )
         before = _now()
         _set(self.states[name])
         try:

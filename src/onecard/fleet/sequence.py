@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
-from onecard.fleet.held import sum_over
-from onecard.fleet.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from onecard.fleet.heads import QKVParallelLinear
+from onecard.fleet.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from onecard.fleet.mappings import _GatherFrom, _ScatterTo
+from onecard.fleet.parameters import sum_over
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
 from onecard.fleet.vocabulary import VocabParallelEmbedding
@@ -31,7 +31,11 @@ def _mp(group: Ranks | None) -> Ranks:
 def scatter(x: Tensor, dim: int = 0, group: Ranks | None = None) -> Tensor:
     """This rank's part of a sequence that all hold; its gradient is gathered."""
     group = _mp(group)
-    return x if group.size == 1 else _ScatterTo.apply(x, group, dim % x.dim(), plain.cut_sizes(x, group, dim, None, "scatter"))
+    return (
+        x
+        if group.size == 1
+        else _ScatterTo.apply(x, group, dim % x.dim(), plain.cut_sizes(x, group, dim, None, "scatter"))
+    )
 
 
 def gather(x: Tensor, dim: int = 0, group: Ranks | None = None) -> Tensor:
@@ -103,7 +107,7 @@ def register_sequence_parallel_allreduce_hooks(
         FleetError: there is sequence parallelism in the model, but no parameter is marked.
     """
     parallel = [m for m in model.modules() if getattr(m, "seq_dim", None) is not None]
-    from onecard.fleet.held import held
+    from onecard.fleet.parameters import held
 
     if parallel and not any(held(p).sums for p in model.parameters()):
         raise FleetError(

@@ -58,7 +58,9 @@ def split(
     if operation == "linear" and axis == 0:
         layer.input_is_parallel = x.shape[-1] != size[0] or group.size == 1  # type: ignore[assignment]
         if not gather_out and group.size > 1:
-            raise FleetError("split(operation='linear', axis=0): its result is a sum, whole on every rank; gather_out=True")
+            raise FleetError(
+                "split(operation='linear', axis=0): its result is a sum, whole on every rank; gather_out=True"
+            )
     return layer(x)
 
 
@@ -101,17 +103,17 @@ def _layer(name: str | None, make: Any) -> nn.Module:
     """The layer of this call: made the first time, found again afterwards."""
     owner, site, calls = _caller()
     if owner is None:
-        key = name or site
-        if key not in _loose:
-            _loose[key] = make()
-        return _loose[key]
+        outside: Any = name or site
+        if outside not in _loose:
+            _loose[outside] = make()
+        return _loose[outside]
     layers = owner.__dict__.get("_onecard_splits")
     if layers is None:
         layers = owner.__dict__["_onecard_splits"] = {}
     if name is None:
         # A line that is run several times in one forward (a loop) is several layers.
         calls[site] = calls.get(site, 0) + 1
-        key = (*site, calls[site])
+        key: Any = (*site, calls[site])
     else:
         key = name
     if key not in layers:

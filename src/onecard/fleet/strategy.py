@@ -132,8 +132,11 @@ class DistributedStrategy:
             words = " x ".join(f"{axis}_degree {degree}" for axis, degree in fixed.items() if degree > 1) or "1"
             raise FleetError(
                 f"{words} = {product} ranks, but this world has {world}: "
-                + (f"dp_degree={world * max(1, given['dp']) // product} fits" if not world % (product // max(1, given["dp"])) else
-                   f"run onecard run --nproc_per_node {product} script.py, or degrees {rest} that divide {world}")
+                + (
+                    f"dp_degree={world * max(1, given['dp']) // product} fits"
+                    if not world % (product // max(1, given["dp"]))
+                    else f"run onecard run --nproc_per_node {product} script.py, or degrees {rest} that divide {world}"
+                )
             )
         return {axis: given[axis] if given[axis] != -1 else world // product for axis in self.hybrid_configs["order"]}
 

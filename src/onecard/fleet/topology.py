@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from onecard.comm import world
 from onecard.comm.place import of_this_rank
@@ -42,9 +43,7 @@ class HybridCommunicateGroup:
         here = self._place()
         fixed = {axis: at for axis, at in here.items() if axis not in axes}
         return [
-            rank
-            for rank in self.mesh.process_ids
-            if all(self._place(rank)[axis] == at for axis, at in fixed.items())
+            rank for rank in self.mesh.process_ids if all(self._place(rank)[axis] == at for axis, at in fixed.items())
         ]
 
     def _place(self, rank: int | None = None) -> dict[str, int]:
@@ -70,7 +69,7 @@ class HybridCommunicateGroup:
         return dict(self.degrees)
 
     def get_parallel_mode(self) -> str:
-        """"data", "tensor", "pipeline", "sharding" or "segment": the first of them that has more than one rank."""
+        """ "data", "tensor", "pipeline", "sharding" or "segment": the first of them that has more than one rank."""
         for mode, axis in (("pipeline", "pp"), ("tensor", "mp"), ("segment", "sep"), ("sharding", "sharding")):
             if self.degrees[axis] > 1:
                 return mode
@@ -124,21 +123,21 @@ def _getters() -> None:
 _getters()
 
 
-def _grid(ranks: list[int], sizes: list[int]) -> list:  # type: ignore[type-arg]
+def _grid(ranks: list[int], sizes: list[int]) -> list:
     if len(sizes) == 1:
         return ranks
     step = len(ranks) // sizes[0]
     return [_grid(ranks[i * step : (i + 1) * step], sizes[1:]) for i in range(sizes[0])]
 
 
-_state: dict[str, object] = of_this_rank({})
+_state: dict[str, Any] = of_this_rank({})
 
 
 def begin(strategy: DistributedStrategy) -> HybridCommunicateGroup:
     """Lay the grid of a strategy."""
     _state["strategy"] = strategy
     _state["hcg"] = HybridCommunicateGroup(strategy.degrees(world.get_world_size()))
-    return _state["hcg"]  # type: ignore[return-value]
+    return _state["hcg"]
 
 
 def get_hybrid_communicate_group() -> HybridCommunicateGroup:
@@ -156,4 +155,4 @@ def get_hybrid_communicate_group() -> HybridCommunicateGroup:
 def strategy() -> DistributedStrategy:
     """The strategy that ``fleet.init`` was given."""
     get_hybrid_communicate_group()
-    return _state["strategy"]  # type: ignore[return-value]
+    return _state["strategy"]

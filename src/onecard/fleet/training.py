@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, topology
-from onecard.fleet.held import held
+from onecard.fleet.parameters import held
 from onecard.fleet.recomputing import recompute_modules
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
@@ -112,8 +112,8 @@ def distributed_model(model: nn.Module) -> DistributedModel:
     strange = [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
     if strange:
         raise FleetError(
-            f"fleet.distributed_model: {strange[0]} is a {type(dict(model.named_parameters())[strange[0]]).__name__}; this level has "
-            "plain local parameters. A model with placements is a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
+            f"fleet.distributed_model: {strange[0]} is no plain local parameter, as this level has. A model with placements is "
+            "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
     for p in model.parameters():
         gradients.share_data(p, hcg.data())
@@ -130,7 +130,9 @@ def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
             "hcg.get_pipe_parallel_group(), with tags for microbatches; or a mesh for each stage and oc.reshard"
         )
     if hcg.degrees["sharding"] > 1:
-        raise FleetError("sharding_degree > 1: ZeRO is not there yet. dp_degree has the same numbers, with whole states on each rank")
+        raise FleetError(
+            "sharding_degree > 1: ZeRO is not there yet. dp_degree has the same numbers, with whole states on each rank"
+        )
 
 
 @torch.no_grad()
@@ -251,4 +253,3 @@ def distributed_scaler(scaler: torch.amp.GradScaler) -> GradScaler:
     made = GradScaler("cpu", enabled=scaler.is_enabled())
     made.__dict__.update(scaler.__dict__)
     return made
-

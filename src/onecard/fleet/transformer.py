@@ -54,14 +54,21 @@ class ParallelTransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         if hidden % n_heads or recompute not in ("none", "selective", "full"):
-            raise FleetError(f"a layer of hidden {hidden}, {n_heads} heads, recompute={recompute!r}: heads divide hidden; recompute is 'none', 'selective' or 'full'")
+            raise FleetError(
+                f"a layer of hidden {hidden}, {n_heads} heads, recompute={recompute!r}: heads divide hidden; recompute is "
+                "'none', 'selective' or 'full'"
+            )
         self.causal, self.recompute, self.sequence_parallel = causal, recompute, sequence_parallel
         self.attention_dropout, self.hidden_dropout = attention_dropout, hidden_dropout
         self.head_dim = hidden // n_heads
         group = mp_group or get_hybrid_communicate_group().group("mp")
         kinds: tuple[Any, Any, Any] = (QKVParallelLinear, ColumnParallelLinear, RowParallelLinear)
         if sequence_parallel:
-            kinds = (sequence.QKVSequenceParallelLinear, sequence.ColumnSequenceParallelLinear, sequence.RowSequenceParallelLinear)
+            kinds = (
+                sequence.QKVSequenceParallelLinear,
+                sequence.ColumnSequenceParallelLinear,
+                sequence.RowSequenceParallelLinear,
+            )
         where = {"mp_group": group, "device": device, "dtype": dtype}
         qkv, column, row = kinds
         units = 4 * hidden if ffn is None else ffn
@@ -96,10 +103,13 @@ class ParallelTransformerLayer(nn.Module):
         k, v = self.qkv.expand(k, 2), self.qkv.expand(v, 2)
         time, batch, heads, width = q.shape
         q, k, v = (x.permute(1, 2, 0, 3).reshape(batch * heads, -1, width) for x in (q, k, v))
-        scores = q.bmm(k.transpose(1, 2)).mul_(1 / math.sqrt(width))
+        # One operator, which keeps q and k alone, and nothing in place: a policy of recompute may keep its result.
         if self.causal:
-            # Added, not filled in: addition keeps nothing for backward.
-            scores.add_(torch.full((time, time), -math.inf, dtype=q.dtype, device=q.device).triu_(1))
+            mask = torch.full((time, time), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+        else:
+            mask = q.new_empty((1, 1))
+        scale = 1 / math.sqrt(width)
+        scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), beta=int(self.causal), alpha=scale)
         weights = dropout(scores.softmax(-1), self.attention_dropout, self.training, rng_name=_known("local_seed"))
         return weights.bmm(v).view(batch, heads, time, width).permute(2, 0, 1, 3).reshape(time, batch, heads * width)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
 from onecard.fleet import initial
-from onecard.fleet.held import Held, Parallel, part_sizes
 from onecard.fleet.linear import runs_of
 from onecard.fleet.mappings import reduce_from
+from onecard.fleet.parameters import Held, Parallel, part_sizes
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
 
@@ -30,6 +30,8 @@ class VocabParallelEmbedding(Parallel):
 
     Source: ``paddle.distributed.fleet.meta_parallel.VocabParallelEmbedding``.
     """
+
+    weight: Tensor
 
     def __init__(
         self,
@@ -54,11 +56,21 @@ class VocabParallelEmbedding(Parallel):
     def forward(self, ids: Tensor) -> Tensor:
         """(...) ids of the whole vocabulary -> (..., embedding_dim)."""
         if self.group.size == 1:
+            self._check(ids)
             return F.embedding(ids, self.weight)
         return reduce_from(self.look_up(ids), self.group)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """This rank's summand: its rows, and zeros for ids of other ranks."""
+        self._check(ids)
+        rows = self.weight.shape[0]
+        if not rows:
+            return self.weight.new_zeros((*ids.shape, self.embedding_dim)) + self.weight.sum()
+        here = ids - self.start
+        elsewhere = (here < 0) | (here >= rows)
+        return F.embedding(here.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
+
+    def _check(self, ids: Tensor) -> None:
         if ids.device.type == "cpu" and ids.numel():  # a GPU would have to wait for it
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
@@ -66,12 +78,6 @@ class VocabParallelEmbedding(Parallel):
                     f"{self.name or type(self).__name__} got ids from {low} to {high}; its {self.num_embeddings} rows are 0 to "
                     f"{self.num_embeddings - 1}"
                 )
-        rows = self.weight.shape[0]
-        if not rows:
-            return self.weight.new_zeros((*ids.shape, self.embedding_dim)) + self.weight.sum()
-        here = ids - self.start
-        elsewhere = (here < 0) | (here >= rows)
-        return F.embedding(here.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def extra_repr(self) -> str:
         """For ``print``."""
@@ -135,8 +141,8 @@ class ParallelCrossEntropy(nn.Module):
         wanted = part_sizes(self.num_classes, self.group.size)[self.group.index]
         if logits.shape[-1] != wanted:
             raise FleetError(
-                f"ParallelCrossEntropy got {logits.shape[-1]} classes on place {self.group.index} of {self.group.size} ranks, whose "
-                f"part of {self.num_classes} is {wanted}. Logits that are gathered already go to F.cross_entropy; "
+                f"ParallelCrossEntropy got {logits.shape[-1]} classes on place {self.group.index} of {self.group.size} "
+                f"ranks, whose part of {self.num_classes} is {wanted}. Logits that are gathered already go to F.cross_entropy; "
                 "ColumnParallelLinear(..., gather_output=False) leaves them in parts"
             )
 
@@ -160,7 +166,7 @@ def _starts(width: int, group: Ranks, like: Tensor) -> list[int]:
 
 
 class _CrossEntropy(Function):
-    """Message 1: the largest logits, and how many classes each rank has. Message 2: sums of exponentials, logits at the labels."""
+    """Message 1: largest logits, and how many classes each rank has. Message 2: sums of exponentials, logits at the labels."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, group: Ranks, ignore: int, smoothing: float) -> Tensor:
@@ -179,7 +185,7 @@ class _CrossEntropy(Function):
         loss = log_sum - total[1]
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_sum - total[2] / classes)
-        softmax = shifted.sub_(log_sum[..., None]).exp_()
+        softmax = (shifted - log_sum[..., None]).exp_()
         ctx.save_for_backward(softmax.to(logits.dtype), at, here, ignored)
         ctx.given = (smoothing, classes)
         return loss.masked_fill_(ignored, 0.0).to(logits.dtype if logits.element_size() >= 4 else torch.float32)

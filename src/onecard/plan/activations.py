@@ -1,7 +1,7 @@
 """Activation memory of a transformer layer, measured: what autograd keeps for backward, without devices or data.
 
-    python -m onecard.plan.activations                       # a layer of GPT-3 175B
-    python -m onecard.plan.activations --hidden 8192 --heads 64 --tensor-parallel 4
+python -m onecard.plan.activations                       # a layer of GPT-3 175B
+python -m onecard.plan.activations --hidden 8192 --heads 64 --tensor-parallel 4
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def measure(sizes: Sizes) -> list[Row]:
             strategy = fleet.DistributedStrategy()
             strategy.hybrid_configs = {"mp_degree": t}
             fleet.init(is_collective=True, strategy=strategy)
-            rows.append(Row(name, _of_layer(sizes, t, sequence_parallel, again), formula(sizes, t, sequence_parallel, again)))
+            rows.append(
+                Row(name, _of_layer(sizes, t, sequence_parallel, again), formula(sizes, t, sequence_parallel, again))
+            )
     return rows
 
 
