@@ -141,7 +141,9 @@ def train_model(program: Literal["static", "dynamic"] = "static", steps: int = 5
 
     net: nn.Module = make(np_fc1, np_fc2, mp_id)
     with torch.no_grad():
-        net(torch.zeros(batch_size, 2, dtype=torch.int64))  # the layers of split are made; a static program is built here
+        net(
+            torch.zeros(batch_size, 2, dtype=torch.int64)
+        )  # the layers of split are made; a static program is built here
     optimizer_a = torch.optim.SGD(net.parameters(), lr=learning_rate)
     model_a = fleet.distributed_model(net)
     optimizer_a = fleet.distributed_optimizer(optimizer_a)

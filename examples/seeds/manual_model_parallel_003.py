@@ -21,7 +21,9 @@ class SimpleNet(nn.Module):
         self.linear1 = fleet.meta_parallel.ColumnParallelLinear(
             input_size, inner_size, gather_output=False, has_bias=True
         )
-        self.linear2 = fleet.meta_parallel.RowParallelLinear(inner_size, input_size, input_is_parallel=True, has_bias=True)
+        self.linear2 = fleet.meta_parallel.RowParallelLinear(
+            inner_size, input_size, input_is_parallel=True, has_bias=True
+        )
         self.linear3 = nn.Linear(input_size, output_size)
         self.relu = nn.ReLU()
 
@@ -71,7 +73,9 @@ def train_model(args: TrainArgs) -> list[float]:
 
             losses.append(avg_loss.item())
             if batch_id % 5 == 0:
-                print(f"[Epoch {eop}, batch {batch_id}] loss: {avg_loss:.5f}, acc1: {acc_top1:.5f}, acc5: {acc_top5:.5f}")
+                print(
+                    f"[Epoch {eop}, batch {batch_id}] loss: {avg_loss:.5f}, acc1: {acc_top1:.5f}, acc5: {acc_top5:.5f}"
+                )
     return losses
 
 

@@ -240,7 +240,8 @@ def _no_gradient(call: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise CommunicationError(
             f"{call} fills a tensor, which autograd does not see, and was given one that requires gradients. The twin "
-            f"that returns its result and has a gradient is onecard.differentiable.{call}; without gradients: {call}(x.detach(), ...)"
+            f"that returns its result and has a gradient is onecard.differentiable.{call}; without gradients: "
+            f"{call}(x.detach(), ...)"
         )
 
 
