@@ -102,13 +102,16 @@ def random_states() -> dict[str, torch.Tensor]:
     return {"first": first, "global": alike, "local": apart} | convenient
 
 
-def test_local_dropout_differs_and_global_dropout_does_not() -> None:
-    first, second = run_ranks(random_states, 2)
+def check_masks(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     for name in ("first", "global", "global_seed of seed"):
         assert torch.equal(first[name], second[name]), name
     for name in ("local", "local_seed of seed"):
         same = (first[name] == second[name]).float().mean().item()
         assert 0.3 < same < 0.7, f"{name}: {same} of the mask is equal on both ranks"
+
+
+def test_local_dropout_differs_and_global_dropout_does_not() -> None:
+    check_masks(*run_ranks(random_states, 2))
 
 
 # Recompute

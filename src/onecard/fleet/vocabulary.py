@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onecard.comm import plain
+from onecard.comm import plain, trace
 from onecard.comm.ranks import Ranks
 from onecard.fleet import initial
 from onecard.fleet.linear import runs_of
@@ -71,7 +71,8 @@ class VocabParallelEmbedding(Parallel):
         return F.embedding(here.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def _check(self, ids: Tensor) -> None:
-        if ids.device.type == "cpu" and ids.numel():  # a GPU would have to wait for it
+        # A GPU would have to wait for it, and a graph cannot ask for values.
+        if ids.device.type == "cpu" and ids.numel() and not trace.tracing() and not trace.faking():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
                 raise FleetError(
