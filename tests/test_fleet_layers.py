@@ -215,6 +215,9 @@ def vocabulary_in_sequence() -> None:
     close(x.grad, y.grad, "gradients of the four operators")
     with pytest.raises(fleet.FleetError, match="no parameter is marked"):
         sequence.register_sequence_parallel_allreduce_hooks(sequence.ColumnSequenceParallelLinear(4, 4))
+    forgotten = nn.Sequential(nn.LayerNorm(4), sequence.ColumnSequenceParallelLinear(4, 4))
+    with pytest.warns(UserWarning, match=r"should 0\.weight see a part"):
+        fleet.distributed_model(forgotten)
     with pytest.raises(CommunicationError, match="does not divide into 2 equal parts"):
         sequence.scatter(torch.ones(3, 1))
 

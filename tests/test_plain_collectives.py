@@ -42,6 +42,11 @@ CASES: dict[str, tuple[Callable[[Tensor, Ranks], Tensor], Callable[[Many], Many]
     "all_gather": (lambda x, g: d.all_gather(x, 1, g), lambda xs: [torch.cat(xs, 1)] * N, False),
     "all_gather uneven": (lambda x, g: d.all_gather(x, 0, g, UNEVEN), lambda xs: [torch.cat(xs)] * N, True),
     "reduce_scatter": (lambda x, g: d.reduce_scatter(x, 0, g, UNEVEN), lambda xs: list(sum(xs).split(UNEVEN)), False),
+    "reduce_scatter even": (
+        lambda x, g: d.reduce_scatter(x.repeat(3, 1, 1), 0, g),
+        lambda xs: list(sum(xs).repeat(3, 1, 1).chunk(3)),
+        False,
+    ),
     "all_to_all": (lambda x, g: d.all_to_all(x, 0, 1, g, UNEVEN, [1, 1, 2]), pieces, True),
     "all_to_all along one dim": (
         lambda x, g: d.all_to_all(x, 0, 0, g, [UNEVEN[g.index]] * N, UNEVEN),

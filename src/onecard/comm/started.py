@@ -6,9 +6,12 @@ under way (a graph is traced, or the group's size is one) it is complete when it
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +27,7 @@ from onecard.comm.ranks import Ranks
 from onecard.errors import CommunicationError
 
 _R = Replicate()
+LAST = 30.0  # seconds at the end of a process, for sends that nobody has received yet
 KEPT = 1024  # sends that nobody waits for, before the oldest is waited for
 BACK = 1 << 30  # in the tag of what comes back for a message: its gradient
 
@@ -226,10 +230,20 @@ def finish_sends(timeout: float | None = None) -> None:
         _sends.pop(0).wait(timeout)
 
 
+def _at_exit() -> None:
+    """What was sent arrives, also when this rank ends first; not where it ends by an error, which others must not wait for."""
+    if not hasattr(sys, "last_value"):
+        with suppress(CommunicationError):
+            finish_sends(LAST)
+
+
 def _keep(handle: Started) -> None:
     """Sends that are under way stay here, because a backend drops what nobody holds."""
     while _sends and _sends[0].done():
         _sends.pop(0)
+    if not _sends:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)  # before the process group is ended, which was registered earlier
     if len(_sends) >= KEPT:
         _sends.pop(0).wait()
     _sends.append(handle)

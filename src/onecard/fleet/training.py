@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, topology
-from onecard.fleet.parameters import held
+from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.recomputing import recompute_modules
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
@@ -115,12 +116,31 @@ def distributed_model(model: nn.Module) -> DistributedModel:
             f"fleet.distributed_model: {strange[0]} is no plain local parameter, as this level has. A model with placements is "
             "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
+    _check_norms(model)
     for p in model.parameters():
         gradients.share_data(p, hcg.data())
     equalise(model)
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
     return DistributedModel(model, hcg.data(), strategy)
+
+
+def _check_norms(model: nn.Module) -> None:
+    """Parameters of plain modules between sequence-parallel layers see a part of the sequence; one forgets to mark them."""
+    parallel = any(getattr(m, "seq_dim", None) is not None for m in model.modules())
+    parallel = parallel and get_hybrid_communicate_group().degrees["mp"] > 1
+    plain_ones = {
+        name: p
+        for path, m in model.named_modules()
+        if not isinstance(m, Parallel)
+        for name, p in m.named_parameters(path, recurse=False)
+    }
+    if parallel and plain_ones and not any(held(p).sums for p in plain_ones.values()):
+        warnings.warn(
+            f"sequence-parallel layers, but no parameter is marked: should {next(iter(plain_ones))} see a part of the sequence "
+            "on each rank, its gradient will lack the others' part: fleet.mark_as_sequence_parallel_parameter(parameter)",
+            stacklevel=3,
+        )
 
 
 def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
