@@ -148,9 +148,9 @@ def collectives() -> None:
         oc.isend(torch.tensor([7.0]), 1, tag=2)
     if rank == 1:
         a, b, c = (torch.empty(1) for _ in range(3))
+        oc.recv(a, 0)
         oc.irecv(b, 0, tag=2).wait()
         oc.irecv(c, 0, tag=3).wait()
-        oc.recv(a, 0)
         assert [a.item(), b.item(), c.item()] == [5.0, 7.0, 6.0]
     oc.wait(x)
     oc.barrier()

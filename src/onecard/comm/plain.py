@@ -41,7 +41,7 @@ def all_gather(
     """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it, all equal if left out."""
     dim = _dim(x, dim, "all_gather")
     sizes = [x.shape[dim]] * group.size if sizes is None else check_sizes(sizes, group, x.shape[dim], "all_gather")
-    _begin("all_gather", group, x, call, Shard(dim), _R, dim)
+    _begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=sum(sizes))
     return collectives.all_gather(x, group, dim, sizes)
 
 
@@ -84,7 +84,7 @@ def all_to_all(
         return joined
     sizes = [x.shape[dim]] * group.size if sizes is None else check_sizes(sizes, group, x.shape[dim], "all_to_all")
     to_sizes = cut_sizes(x, group, to_dim, to_sizes, "all_to_all")
-    _begin("all_to_all", group, x, call, Shard(dim), Shard(to_dim), dim, to_dim)
+    _begin("all_to_all", group, x, call, Shard(dim), Shard(to_dim), dim, to_dim, whole=sum(sizes))
     return collectives.all_to_all(x, group, dim, sizes, to_dim, to_sizes)
 
 
@@ -94,7 +94,7 @@ def _exchange(
     """Both dims are one: parts sent and received lie one after the other; ``sizes`` are those that come."""
     to_sizes = cut_sizes(x, group, dim, to_sizes, "all_to_all")
     sizes = list(to_sizes if sizes is None else sizes)
-    _begin("all_to_all", group, x, call, Shard(dim), Shard(dim), dim, dim)
+    _begin("all_to_all", group, x, call, Shard(dim), Shard(dim), dim, dim, whole=-1)
     send = [part.contiguous() for part in x.split(to_sizes, dim)]
     shapes = [torch.Size([*x.shape[:dim], size, *x.shape[dim + 1 :]]) for size in sizes]
     rest = x.numel() // x.shape[dim] if x.shape[dim] else 1
@@ -166,13 +166,14 @@ def _begin(
     to_dim: int = -1,
     op: str = "",
     sent: int = -1,
+    whole: int | None = None,
 ) -> None:
-    """Say what comes, to who watches and to the other ranks."""
+    """Say what comes, to who watches and to the other ranks. ``whole``: the length along ``dim`` of all parts together."""
     _member(group, call)
     if group.size > 1:
         record.serving = (call, "", ())
         if record.observers:
-            tell(kind, group, x, call, source, target, dim, to_dim, op, sent)
+            tell(kind, group, x, call, source, target, dim, to_dim, op, sent, whole=whole)
 
 
 def tell(
@@ -187,6 +188,7 @@ def tell(
     op: str = "",
     sent: int = -1,
     peer: str = "",
+    whole: int | None = None,
 ) -> None:
     """Show a message to every observer; ``sent``: its bytes, where they do not follow from its kind."""
     mesh = group.mesh()
@@ -194,8 +196,11 @@ def tell(
         sent = int(_SENT[kind](group.size) * x.nbytes)
     before, after = (Layout.of(mesh, x.dim(), [placement]) for placement in (source, target))
     step = Step(kind, 0, before, after, dim, to_dim, op, sent, MACHINE.message(sent))
+    shape = list(x.shape)
+    if whole is not None:
+        shape[dim] = whole
     record.tell(
         record.Message(
-            step, call, peer or "x", tuple(x.shape), "the program asks for it", record.user_line(), explicit=True
+            step, call, peer or "x", tuple(shape), "the program asks for it", record.user_line(), explicit=True
         )
     )

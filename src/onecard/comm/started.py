@@ -134,7 +134,7 @@ def all_gather(
     dim = plain._dim(x, dim, "all_gather")
     send = collectives._dense(x.movedim(dim, 0))
     gathered = send.new_empty((group.size * send.shape[0], *send.shape[1:]))
-    plain._begin("all_gather", group, x, call, Shard(dim), _R, dim)
+    plain._begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=group.size * x.shape[dim])
     work = _begun(
         "all_gather",
         group,
