@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_examples_seeds import SEEDS, SMALL_003, TABLES, assert_losses, load, train_003, train_003_on_this_rank
+from test_examples_seeds import SMALL_003, TABLES, assert_losses, load, train_003, train_003_on_this_rank
 
 from onecard.testing import run_ranks
 
@@ -88,8 +88,3 @@ def test_seed_001_reads_digits() -> None:
     pytest.importorskip("sklearn", reason="pip install scikit-learn")
     for losses, accuracy in run_ranks(learn_digits, 2):
         assert losses[-1] < 0.5 and accuracy > 0.95
-
-
-def test_programs_say_how_to_run_them() -> None:
-    for name in ("manual_model_parallel_000", "manual_classifier_001", "manual_model_parallel_003", "manual_demos_004"):
-        assert f"examples/seeds/{name}.py" in (SEEDS / f"{name}.py").read_text()

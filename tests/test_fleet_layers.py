@@ -12,6 +12,7 @@ from torch import nn
 
 import onecard as oc
 from onecard import fleet
+from onecard._torch import TorchDispatchMode
 from onecard.errors import CommunicationError
 from onecard.fleet import sequence
 from onecard.fleet.transformer import ParallelTransformerLayer
@@ -140,8 +141,29 @@ def test_layers_are_those_of_one_card(ranks: int, sizes: tuple[int, ...]) -> Non
     run_ranks(layers, ranks, sizes)
 
 
+class Operators(TorchDispatchMode):
+    """The operators that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_world_of_one_runs_the_layers_of_torch() -> None:
     layers((8,))
+    ran = []
+    for model in (
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)),
+        nn.Sequential(mp.ColumnParallelLinear(6, 8, has_bias=True), nn.ReLU(), mp.RowParallelLinear(8, 5)),
+    ):
+        with Operators() as operators:
+            model(data(4, 6)).square().sum().backward()
+        ran.append(operators.names)
+    assert ran[0] == ran[1] and len(ran[0]) > 5, "not one kernel more"
 
 
 # Sequence parallelism, recompute

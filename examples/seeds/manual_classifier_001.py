@@ -85,6 +85,8 @@ class Args:
     """A training run."""
 
     how: How = "gather"
+    images: Literal["digits", "random"] = "digits"
+    """random: a few, to see that it runs without scikit-learn"""
     epochs: int = 4
     batch_size: int = 30
     lr: float = 0.002
@@ -106,6 +108,12 @@ def digits() -> tuple[Data, Data]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     learnt, held_out = order[:1437], order[1437:]
     return (images[learnt], labels[learnt]), (images[held_out], labels[held_out])
+
+
+def noise(n: int) -> Data:
+    """Images of nothing."""
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 1, 28, 28, generator=generator), torch.randint(class_num, (n,), generator=generator)
 
 
 def loss_of_this_rank(net: SimpleModelParallelClassifierNet, image: Tensor, label: Tensor, args: Args) -> Tensor:
@@ -132,7 +140,7 @@ def loss_of_this_rank(net: SimpleModelParallelClassifierNet, image: Tensor, labe
 def train_model(args: Args, data: Data | None = None, held_out: Data | None = None) -> tuple[list[float], float]:
     """Train on the ranks of this world; returns the losses of the batches, and the accuracy on held-out images."""
     if data is None:
-        data, held_out = digits()
+        data, held_out = digits() if args.images == "digits" else (noise(90), noise(30))
     fleet.init(is_collective=True)
     rank, size = fleet.worker_index(), fleet.worker_num()
     torch.manual_seed(0)

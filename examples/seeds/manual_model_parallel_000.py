@@ -1,6 +1,6 @@
 """Seed 000 as it is written: by hand, with `split` (static program) and with the layers of fleet (dynamic program).
 
-    python -m onecard.launch --nproc_per_node 2 examples/seeds/manual_model_parallel_000.py --program static
+    onecard run --nproc_per_node 2 examples/seeds/manual_model_parallel_000.py --program static
     python -m onecard.launch --nproc_per_node 2 examples/seeds/manual_model_parallel_000.py --program dynamic
 
 Prints the seed's tables: 11.943981, -2.2283082, ... (static) and 0.0, -0.14513375, ... (dynamic). The same net by
