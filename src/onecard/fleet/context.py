@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onecard.comm import differentiable, plain, started
+from onecard.comm import differentiable, started
 from onecard.comm.ranks import Ranks
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
@@ -161,7 +161,10 @@ class _Ring(torch.autograd.Function):
         grad = grads[0].to(wide)
         delta = (grad * out).sum(-1)
         grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        travelling: Tensor | None = None
+        shape = (2, *k.shape)
+        gradient = torch.zeros(
+            shape, dtype=wide, device=q.device
+        )  # of what is here now; goes round with it, and comes home
         for step, (source, pair) in enumerate(_round(torch.stack([k, v]), group, "ring attention backward")):
             rows, columns, masked = _block(group.index, source, q.shape[2], causal)
             keys, values = pair[0][:, :, columns].to(wide), pair[1][:, :, columns].to(wide)
@@ -174,10 +177,8 @@ class _Ring(torch.autograd.Function):
             slope.mul_(weights).mul_(scale)
             grad_q[:, :, rows] += slope.matmul(keys).view(queries.shape)
             own[0][:, :, columns] = slope.transpose(-1, -2).matmul(_flat(queries, heads))
-            travelling = own if travelling is None else travelling.add_(own)
-            travelling = _pass_on(travelling, group, started.tag_of("ring gradient", step))
-        assert_there = travelling if travelling is not None else torch.zeros_like(torch.stack([k, v]))
-        return grad_q.to(q.dtype), assert_there[0].to(k.dtype), assert_there[1].to(v.dtype), None, None, None
+            gradient = _pass_on(gradient.add_(own), group, started.tag_of("ring gradient", step))
+        return grad_q.to(q.dtype), gradient[0].to(k.dtype), gradient[1].to(v.dtype), None, None, None
 
 
 def _round(pair: Tensor, group: Ranks, call: str) -> Any:
@@ -242,8 +243,3 @@ def ulysses_attention(
 
 def _sizes(n: int, parts: int) -> list[int]:
     return [n // parts + (place < n % parts) for place in range(parts)]
-
-
-def barrier(group: Ranks | None = None) -> None:
-    """Wait for the ranks along sep."""
-    plain.barrier(_sep(group))
