@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/new_shapes.py --shapes 1000 --settle 500
 	$(BIN)/python benchmarks/gpt_tp.py
+	$(BIN)/python benchmarks/manual.py
 	$(BIN)/python benchmarks/random_numbers.py
 	$(BIN)/python benchmarks/operator_sweep.py --libraries onecard
 	$(BIN)/python benchmarks/collectives.py

@@ -97,7 +97,7 @@ def test_what_changes_at_run_time_is_a_worlds_or_listed():
     """A new table must say which it is: a ``Kept``, or listed above with its reason."""
     listed = {name for names in OF_ALL_WORLDS.values() for name in names}
     found = set()
-    for path in sorted(p for layer in ("comm", "tensor", "parallel") for p in (PACKAGE / layer).rglob("*.py")):
+    for path in sorted(p for layer in ("comm", "tensor", "parallel", "fleet") for p in (PACKAGE / layer).rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         found |= {f"{name}.{table}" for table in changing(path.read_text())}
         found |= {n for n in assigned_elsewhere(path.read_text()) if n.startswith(("comm.", "tensor.", "parallel."))}

@@ -3,11 +3,34 @@
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import checkpoint as checkpoint
+from onecard import fleet as fleet
 from onecard.as_json import from_json, to_json
 from onecard.checkpoint import load_state_dict, save_state_dict
+from onecard.comm import differentiable as differentiable
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.comm.pretend import pretend
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
+from onecard.fleet.collective import (
+    ReduceOp,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    alltoall,
+    barrier,
+    broadcast,
+    gather,
+    get_group,
+    irecv,
+    isend,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+    wait,
+)
+from onecard.fleet.splitting import split
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.message_report import Report, explain, no_implicit_communication
@@ -24,6 +47,7 @@ from onecard.parallel import (
     shard_optimizer,
 )
 from onecard.rules import register_rule
+from onecard.spawning import spawn
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
@@ -49,5 +73,7 @@ __all__ = [
     "from_device_mesh", "from_dtensor", "from_json", "from_local", "get_rank", "get_world_size", "load_state_dict",
     "local_map", "no_implicit_communication", "pretend", "register_rule", "reshard", "save_state_dict", "shard_dataloader",
     "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "unshard",
+    "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
+    "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

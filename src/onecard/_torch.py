@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "torch.Tensor._nnz": "how many elements a sparse tensor has: comm/shm/sparse.py",
     "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: parallel/transformer.py",
     "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/memory.py, tensor/recording.py",
+    "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/training.py",
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",

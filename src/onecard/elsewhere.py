@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-_HAND = (
-    "`torch.distributed.{0}` on plain tensors; distributed ones need no collective: a loss, a norm, a gradient is that of the "
-    "whole batch"
-)
 _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
 _STAGE_3 = (
     '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
@@ -24,7 +20,6 @@ _DDP = "`oc.shard_layer(model, mesh)`, `oc.shard_optimizer(opt)`, `oc.shard_data
 PADDLE = {
     "init_parallel_env": "nothing: the first message makes the ranks meet",
     "ParallelEnv": "`oc.get_rank()`, `oc.get_world_size()`",
-    "spawn": "`onecard run --nproc_per_node N script.py`",
     "set_mesh": "nothing: every call takes its mesh",
     "get_mesh": "nothing: every call takes its mesh; `x.mesh` is a tensor's",
     "dtensor_from_local": "`oc.from_local(x, mesh, placements)`",
@@ -48,8 +43,6 @@ PADDLE = {
     "DistModel": _STATIC,
     "Engine": _STATIC,
     "Strategy": _STATIC,
-    "fleet": "not there yet: say with placements what its layers do",
-    "split": _LINEAR,
     "DataParallel": _DDP,
     "seed": "`oc.manual_seed(s)`",
 }
@@ -69,7 +62,7 @@ DTENSOR = {
     "loss_parallel": "nothing: `cross_entropy` takes logits that are cut along the classes",
     "implicit_replication": "nothing: plain tensors count as replicated",
     "register_sharding": "`oc.register_rule(name, row, verify=[a sample call])`",
-    "context_parallel": "not there yet",
+    "context_parallel": "by hand: `ring_attention` and `ulysses_attention` of `onecard.fleet`",
     "redistribute": "`oc.reshard(x, mesh, placements)`",
     "CommDebugMode": "`with oc.explain() as report:`",
 }
@@ -90,9 +83,7 @@ FSDP = {
     "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
     "init_process_group": "nothing: the first message does it; a group that the program makes itself is used",
     "destroy_process_group": "nothing: it is ended with the process",
-    **{name: _HAND.format(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")},
-    "barrier": "`torch.distributed.barrier()`, after the first message; most programs need none",
-    "new_group": "`oc.to_device_mesh(mesh).get_group(axis)`",
+    "all_to_all": "`oc.alltoall`, or `all_to_all` of `onecard.differentiable`; distributed tensors need no collective",
     "save": _SAVED.format("save"),
     "load": _SAVED.format("load"),
     "compile": "not there yet: leave `torch.compile` out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +87,16 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
         ascending = tuple(sorted(ranks))
         order = None if ascending == ranks else tuple(ranks.index(rank) for rank in ascending)
         found = Group(ranks, ranks.index(world.get_rank()), _process_group(ascending), order, _clock(ascending))
-        if not _groups.here and home.here is REAL:
-            # A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts.
-            atexit.register(forget)
+        forget_at_exit()
         _groups.here[mesh, axis] = found
     return found
+
+
+def forget_at_exit() -> None:
+    """A group that outlives the interpreter's shutdown may drop a tensor in its own thread, which aborts."""
+    if home.here is REAL:
+        atexit.unregister(forget)
+        atexit.register(forget)
 
 
 def check_world(mesh: ProcessMesh) -> None:
@@ -111,6 +117,12 @@ def forget() -> None:
     hosts.forget()
     for table in (_groups, _clocks, _process_groups, _device_meshes):
         table.here.clear()
+    for drop in also_forget:
+        drop()
+
+
+also_forget: list[Callable[[], None]] = []
+"""What other modules keep of groups."""
 
 
 def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:

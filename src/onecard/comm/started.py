@@ -1,0 +1,295 @@
+"""Messages that are started now and awaited later: collectives, and sends and receives with tags.
+
+A handle's ``wait`` gives the result, or an error that names the rank that does not come. Where a message cannot be left
+under way (a graph is traced, or the group's size is one) it is complete when it has been started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from onecard._torch import AllgatherOptions
+from onecard.comm import collectives, flight, plain, record, trace, world
+from onecard.comm.ranks import Ranks
+from onecard.comm.state import Kept
+from onecard.errors import CommunicationError
+
+_R = Replicate()
+LAST = 30.0  # seconds at the end of a process, for sends that nobody has received yet
+KEPT = 1024  # sends that nobody waits for, before the oldest is waited for
+BACK = 1 << 30  # in the tag of what comes back for a message: its gradient
+
+
+class Started:
+    """A message under way.
+
+    Example:
+        >>> Started.complete(torch.ones(2)).wait()
+        tensor([1., 1.])
+    """
+
+    __slots__ = ("_finish", "_held", "_limit", "_peer", "_result", "_what", "_work")
+
+    def __init__(
+        self, what: str, peer: str, work: Any, finish: Callable[[], Tensor], held: Any = None, limit: float = 0.0
+    ) -> None:
+        self._what, self._peer, self._work, self._finish = what, peer, work, finish
+        self._held, self._limit = held, limit
+        self._result: Tensor | None = None
+
+    @classmethod
+    def complete(cls, result: Tensor) -> Started:
+        """One that has ended."""
+        made = cls("", "", None, lambda: result)
+        return made
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The result. A second call gives it again.
+
+        Args:
+            timeout: seconds; that of the process group (``ONECARD_TIMEOUT``) if left out.
+
+        Raises:
+            CommunicationError: it did not end in time, or cannot any more; names the rank.
+        """
+        if self._work is not None:
+            self._await(timeout)
+            self._work = self._held = None
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
+
+    def _await(self, timeout: float | None) -> None:
+        board = flight.board.here
+        watched = board is not None and not board.inside
+        if board is not None and watched:
+            board.enter(f"wait for {self._what}", (world.get_rank(),), 0)
+        begin = time.monotonic()
+        try:
+            ended = self._work.wait(timedelta(seconds=timeout)) if timeout else self._work.wait()
+        except (CommunicationError, RuntimeError) as fault:
+            raise self._failed(fault, begin) from fault
+        finally:
+            if board is not None and watched:
+                board.leave()
+        if ended is False:
+            raise self._failed(RuntimeError("it did not end"), begin)
+
+    def _failed(self, fault: Exception, begin: float) -> CommunicationError:
+        return CommunicationError(
+            f"rank {world.get_rank()} waited {time.monotonic() - begin:.1f} s for {self._what} {self._peer}: {fault}"
+        )
+
+
+def all_reduce(
+    x: Tensor, group: Ranks, op: str = "sum", inplace: bool = False, call: str = "all_reduce", later: bool = True
+) -> Started:
+    """Start ``plain.all_reduce``. ``inplace``: ``x`` may be overwritten, and is not read before the handle is awaited.
+
+    ``later``: whether to leave it under way; what cannot be runs at once.
+    """
+    simple = x.dtype in collectives._NATIVE and op in ("sum", "avg") and x.is_contiguous() and x.numel()
+    if not later or not simple or not _can_wait(x, group):
+        return Started.complete(plain.all_reduce(x, group, op, inplace, call))
+    result = x if inplace else x.clone()
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    plain._begin("all_reduce", group, x, call, Partial(op), _R, op=op)
+    work = _begun("all_reduce", group, result, lambda pg: pg.allreduce([result], options))
+
+    def finish() -> Tensor:
+        return collectives._averaged(result, group.size) if op == "avg" else result
+
+    return Started("all_reduce", _among(group), work, finish, result)
+
+
+def all_gather(
+    x: Tensor,
+    group: Ranks,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    call: str = "all_gather",
+    later: bool = True,
+) -> Started:
+    """Start ``plain.all_gather``."""
+    even = sizes is None or len(set(sizes)) == 1
+    if not later or not even or group.order or not x.numel() or not _can_wait(x, group):
+        return Started.complete(plain.all_gather(x, group, dim, sizes, call))
+    dim = plain._dim(x, dim, "all_gather")
+    send = collectives._dense(x.movedim(dim, 0))
+    gathered = send.new_empty((group.size * send.shape[0], *send.shape[1:]))
+    plain._begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=group.size * x.shape[dim])
+    work = _begun(
+        "all_gather",
+        group,
+        send,
+        lambda pg: pg._allgather_base(collectives._moved(gathered), collectives._moved(send), AllgatherOptions()),
+    )
+    return Started("all_gather", _among(group), work, lambda: gathered.movedim(0, dim), (send, gathered))
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: Ranks,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    call: str = "reduce_scatter",
+    later: bool = True,
+) -> Started:
+    """Start a reduce-scatter that sums. On the CPU the parts travel, and ``wait`` adds them (see collectives.py)."""
+    if not later or x.dtype not in collectives._NATIVE or not x.numel() or not _can_wait(x, group):
+        return Started.complete(plain.reduce_scatter(x, group, dim, sizes, call=call))
+    dim = plain._dim(x, dim, "reduce_scatter")
+    lengths = plain.cut_sizes(x, group, dim, sizes, "reduce_scatter")
+    plain._begin("reduce_scatter", group, x, call, Partial("sum"), Shard(dim), dim, op="sum")
+    if x.is_cuda and len(set(lengths)) == 1 and not group.order:
+        send = x.movedim(dim, 0).contiguous()
+        result = send.new_empty((lengths[0], *send.shape[1:]))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        work = _begun("reduce_scatter", group, send, lambda pg: pg._reduce_scatter_base(result, send, options))
+        return Started("reduce_scatter", _among(group), work, lambda: result.movedim(0, dim), (send, result))
+    parts = collectives._by_rank(x.movedim(dim, 0).split(lengths), group)
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    mine = x.movedim(dim, 0)[: lengths[group.index]].shape
+    arrived = flat.new_empty(group.size * mine.numel())
+    counts = [part.numel() for part in parts]
+    exchange = dist.AllToAllOptions()
+    work = _begun(
+        "all_to_all",
+        group,
+        flat,
+        lambda pg: pg.alltoall_base(arrived, flat, [mine.numel()] * group.size, counts, exchange),
+    )
+
+    def finish() -> Tensor:
+        return arrived.view(group.size, *mine).sum(0).movedim(0, dim).contiguous()
+
+    return Started("reduce_scatter", _among(group), work, finish, (flat, arrived))
+
+
+def tag_of(name: str, microbatch: int = 0) -> int:
+    """A tag for the messages of one kind and one microbatch, the same on all ranks.
+
+    Example:
+        >>> tag_of("forward", 3) == tag_of("forward", 3), tag_of("forward", 3) == tag_of("forward", 4)
+        (True, False)
+    """
+    return zlib.crc32(f"{name} {microbatch}".encode()) & (BACK - 1)
+
+
+_sends: Kept[list[Started]] = Kept(list)
+
+
+def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: str = "send") -> Started:
+    """Start sending ``x`` to the rank at place ``dst`` of the group. Nobody has to wait: what is not awaited is kept.
+
+    Args:
+        x: may not be written to before the message has arrived, as with ``torch.distributed.isend``.
+        tag: the receiver takes the message by it; messages of several microbatches have several tags (``tag_of``).
+    """
+    made, here = _message("send", x, dst, tag, group, call)
+    if here is None:
+        return Started.complete(x)
+    dense = collectives._dense(x)
+    work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
+    handle = Started(f"send with tag {tag}", made, work, lambda: x, (x, dense))
+    _keep(handle)
+    return handle
+
+
+def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: str = "recv") -> Started:
+    """Start filling ``x`` with what the rank at place ``src`` sends under the tag; read it after ``wait``."""
+    made, here = _message("recv", x, src, tag, group, call)
+    if here is None:
+        return Started.complete(x)
+    dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
+    return Started(f"recv with tag {tag}", made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def finish_sends(timeout: float | None = None) -> None:
+    """Wait for the sends that nobody has waited for."""
+    while _sends.here:
+        _sends.here.pop(0).wait(timeout)
+
+
+def _at_exit() -> None:
+    """What was sent arrives, also when this rank ends first; not where it ends by an error, which others must not wait for."""
+    if not hasattr(sys, "last_value"):
+        with suppress(CommunicationError):
+            finish_sends(LAST)
+
+
+def _keep(handle: Started) -> None:
+    """Sends that are under way stay here, because a backend drops what nobody holds."""
+    while _sends.here and _sends.here[0].done():
+        _sends.here.pop(0)
+    if not _sends.here:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)  # before the process group is ended, which was registered earlier
+    if len(_sends.here) >= KEPT:
+        _sends.here.pop(0).wait()
+    _sends.here.append(handle)
+
+
+def _message(kind: str, x: Tensor, peer: int, tag: int, group: Ranks | None, call: str) -> tuple[str, Ranks | None]:
+    """Check a send or a receive and show it to who watches; the words for errors, and no group where nothing is sent."""
+    from onecard.comm.ranks import of_ranks
+
+    here = of_ranks() if group is None else group
+    plain._member(here, call)
+    if not 0 <= peer < here.size or peer == here.index:
+        raise CommunicationError(
+            f"{call}: place {peer} of ranks {list(here.ranks)} is "
+            + ("this rank itself" if peer == here.index else "not there")
+            + "; a message goes to another rank of the group"
+        )
+    if not 0 <= tag < 1 << 31:
+        raise CommunicationError(
+            f"{call}: tag {tag} is not in [0, 2**31): comm.started.tag_of(name, microbatch) makes one"
+        )
+    if trace.tracing():
+        raise trace.refuse(f"{call} with a tag")
+    words = f"{'to' if kind == 'send' else 'from'} rank {here.ranks[peer]}"
+    if record.observers.here and kind == "send":
+        plain.tell("send", here, x, call, _R, _R, sent=x.nbytes, peer=words)
+    return words, None if x.is_meta or trace.faking() else here
+
+
+def _place(group: Ranks, place: int) -> int:
+    """The rank in the process group of the one at a place."""
+    return group.order.index(place) if group.order else place
+
+
+def _can_wait(x: Tensor, group: Ranks) -> bool:
+    return group.process_group is not None and not x.is_meta and not trace.tracing() and not trace.faking()
+
+
+def _among(group: Ranks) -> str:
+    return f"among ranks {list(group.ranks)}"
+
+
+def _begun(name: str, group: Ranks, sent: Tensor, start: Callable[[Any], Any]) -> Any:
+    if group.clock is not None:
+        group.clock.tick(name, sent.dtype)
+    try:
+        return start(group.process_group)
+    except RuntimeError as fault:
+        raise CommunicationError(f"{name} {_among(group)} cannot start on rank {world.get_rank()}: {fault}") from fault

@@ -1,0 +1,99 @@
+"""The manual level: parallel layers and collectives by hand, under Paddle's names. ``from onecard import fleet``."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from onecard.comm import world
+from onecard.comm.ranks import of_ranks
+from onecard.fleet import meta_parallel, names, recomputing, training, utils
+from onecard.fleet.context import ring_attention, ulysses_attention
+from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync, token_mean
+from onecard.fleet.initial import (
+    Assign,
+    Constant,
+    KaimingUniform,
+    Normal,
+    ParamAttr,
+    Uniform,
+    XavierNormal,
+    XavierUniform,
+    draw_parts,
+)
+from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
+from onecard.fleet.recomputing import recompute
+from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
+from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
+from onecard.fleet.splitting import split_parameters
+from onecard.fleet.strategy import DistributedStrategy, FleetError
+from onecard.fleet.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
+from onecard.fleet.training import GradScaler, distributed_model, distributed_optimizer, distributed_scaler
+
+__all__ = [
+    "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "Held",
+    "HybridCommunicateGroup", "KaimingUniform", "Normal", "ParamAttr", "Run", "Uniform", "XavierNormal", "XavierUniform",
+    "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts",
+    "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker", "grad_norm", "held", "init", "is_first_worker", "mark",
+    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
+    "recomputing", "ring_attention", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention",
+    "utils", "worker_index", "worker_num",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> NoReturn:
+    names.refuse("onecard.fleet", name)
+
+
+def init(
+    role_maker: Any = None,
+    is_collective: bool = True,
+    strategy: DistributedStrategy | None = None,
+    log_level: Any = None,
+) -> None:
+    """Lay the grid of ranks that a strategy describes. First call of a fleet program.
+
+    Args:
+        role_maker: none: the launcher's environment says who this rank is.
+        is_collective: True; there are no parameter servers.
+        strategy: a ``DistributedStrategy``; all ranks data parallel if left out.
+
+    Raises:
+        FleetError: degrees that do not fit this world; says which do.
+
+    Source: ``paddle.distributed.fleet.init``.
+
+    Example:
+        >>> init(is_collective=True)
+        >>> get_hybrid_communicate_group().topology()
+        {'dp': 1, 'pp': 1, 'sharding': 1, 'sep': 1, 'mp': 1}
+    """
+    if role_maker is not None or not is_collective:
+        raise FleetError(
+            "fleet.init: there are no parameter servers and no role makers: fleet.init(is_collective=True, strategy=...)"
+        )
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise FleetError(f"fleet.init(strategy=): want a fleet.DistributedStrategy, not {type(strategy).__name__}")
+    begin(strategy or DistributedStrategy())
+    training.install()
+
+
+def worker_index() -> int:
+    """This process' rank in the world."""
+    return world.get_rank()
+
+
+def worker_num() -> int:
+    """How many ranks there are."""
+    return world.get_world_size()
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0."""
+    return world.get_rank() == 0
+
+
+def barrier_worker() -> None:
+    """Wait until every rank is here."""
+    from onecard.comm import plain
+
+    plain.barrier(of_ranks(name="world"))

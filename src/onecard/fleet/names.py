@@ -1,0 +1,49 @@
+"""Names of Paddle's fleet that onecard has not, and what takes their place."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+_STAGES = "the pipeline runtime is not there yet; stages by hand: `onecard.differentiable.send` and `recv`"
+_NO_SERVERS = "nothing: there are no parameter servers"
+_ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
+_ZERO = "ZeRO is not there yet; `fleet.distributed_model` has the same numbers, with whole states on each rank"
+
+ELSEWHERE = {
+    "PipelineLayer": _STAGES,
+    "PipelineParallel": _STAGES,
+    "LayerDesc": "build the layers of this rank's stage, `hcg.get_stage_id()`",
+    "SharedLayerDesc": "`fleet.sum_over(weight, oc.new_group([first, last]))` on both stages",
+    "TensorParallel": "`fleet.distributed_model(model)`",
+    "DistributedDataParallel": "`fleet.distributed_model(model)`",
+    "GroupShardedStage2": _ZERO,
+    "GroupShardedStage3": _ZERO,
+    "group_sharded_parallel": _ZERO,
+    "DygraphShardingOptimizer": _ZERO,
+    "HybridParallelOptimizer": "`fleet.distributed_optimizer(optimizer)`",
+    "is_worker": "nothing: every rank is a worker",
+    "is_server": _NO_SERVERS,
+    "init_worker": _NO_SERVERS,
+    "init_server": _NO_SERVERS,
+    "run_server": _NO_SERVERS,
+    "stop_worker": _NO_SERVERS,
+    "PaddleCloudRoleMaker": _ENVIRONMENT,
+    "UserDefinedRoleMaker": _ENVIRONMENT,
+    "worker_endpoints": _ENVIRONMENT,
+    "save_inference_model": "`torch.export` of the whole model",
+    "save_persistables": "`model.state_dict()` holds this rank's parts, `fleet.held(p)` says which",
+    "minimize": "`optimizer.minimize(loss)`",
+}
+
+
+def refuse(module: str, name: str) -> NoReturn:
+    """The AttributeError for a name that a module of fleet does not have.
+
+    Example:
+        >>> refuse("onecard.fleet", "is_worker")
+        Traceback (most recent call last):
+        AttributeError: onecard.fleet has no 'is_worker'. In its place: nothing: every rank is a worker
+    """
+    if name in ELSEWHERE:
+        raise AttributeError(f"{module} has no {name!r}. In its place: {ELSEWHERE[name]}", name=name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)

@@ -1,0 +1,156 @@
+"""What a rank holds of a parameter: its runs of the whole, which of them it counts, and over whom gradients are summed.
+
+Layers of the manual level have plain local parameters. Clipping, checkpoints and the sums of gradients need to know what
+each is a part of; ``held(parameter)`` tells them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from onecard.comm.ranks import Ranks
+from onecard.fleet.strategy import FleetError
+
+_NAME = "_onecard_held"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring rows of the whole. ``owned``: this rank counts them in norms; a copy of them elsewhere does not."""
+
+    start: int
+    length: int
+    owned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part of a parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: along which it is cut; -1: this rank has all of it.
+        runs: of the whole along ``dim``, in the order in which they lie here.
+        group: the ranks that hold the other runs.
+        sums: groups whose ranks' gradients are summands of the gradient (sequence parallel, a shared embedding).
+        copies: (start, length) of the whole along ``dim`` that lie on several ranks of ``group``, each with a summand of
+            their gradient (key and value heads fewer than ranks). The same on all ranks.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = -1
+    runs: tuple[Run, ...] = ()
+    group: Ranks | None = None
+    sums: tuple[Ranks, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def boxes(self) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[slice, ...]]]:
+        """For each run: the box of the whole, (start, end) by dim, and where it lies in the local tensor."""
+        if self.dim < 0:
+            yield tuple((0, n) for n in self.shape), tuple(slice(0, n) for n in self.shape)
+            return
+        at = 0
+        for run in self.runs:
+            box = [(0, n) for n in self.shape]
+            here = [slice(0, n) for n in self.shape]
+            box[self.dim] = (run.start, run.start + run.length)
+            here[self.dim] = slice(at, at + run.length)
+            at += run.length
+            yield tuple(box), tuple(here)
+
+    def owned(self) -> list[tuple[int, int]]:
+        """(start, length) along ``dim`` in the local tensor of what this rank counts."""
+        starts = [0, *accumulate(run.length for run in self.runs)]
+        return [(at, run.length) for at, run in zip(starts, self.runs, strict=False) if run.owned]
+
+
+def hold(parameter: Tensor, what: Held) -> None:
+    """Note what a parameter is a part of."""
+    setattr(parameter, _NAME, what)
+
+
+def held(parameter: Tensor) -> Held:
+    """What a parameter is a part of; one that nobody marked is whole."""
+    return getattr(parameter, _NAME, None) or Held(tuple(parameter.shape))
+
+
+def mark(
+    parameter: Tensor, group: Ranks, dim: int, sizes: Sequence[int] | None = None, runs: Sequence[Run] | None = None
+) -> Tensor:
+    """Say that a parameter is this rank's part of a larger one, cut along ``dim`` among a group.
+
+    Args:
+        sizes: the lengths of all ranks' parts; all equal if left out.
+        runs: or this rank's runs themselves; the whole is then as long as the largest end, which all must agree on.
+
+    Raises:
+        FleetError: sizes that are not those of the group or of this part.
+    """
+    if sizes is None:
+        sizes = [parameter.shape[dim]] * group.size
+    if len(sizes) != group.size or sizes[group.index] != parameter.shape[dim]:
+        raise FleetError(
+            f"sizes {list(sizes)} of parts along dim {dim} do not fit a parameter of shape {list(parameter.shape)} on place "
+            f"{group.index} of {group.size}"
+        )
+    mine = tuple(runs) if runs is not None else (Run(sum(sizes[: group.index]), sizes[group.index]),)
+    shape = list(parameter.shape)
+    shape[dim] = sum(sizes)
+    hold(parameter, Held(tuple(shape), dim, mine, group))
+    return parameter
+
+
+def sum_over(parameter: Tensor, group: Ranks) -> Tensor:
+    """Say that each rank of a group has a summand of this parameter's gradient: copies used in several places.
+
+    For an embedding that two stages share: ``fleet.sum_over(weight, oc.new_group([first, last]))`` on both.
+    """
+    now = held(parameter)
+    if all(group.ranks != known.ranks for known in now.sums):
+        hold(parameter, replace(now, sums=(*now.sums, group)))
+    return parameter
+
+
+def part_sizes(n: int, parts: int, unit: int = 1) -> list[int]:
+    """How a dim is cut: n // parts each, in whole units, and the last rank takes the rest (seed 000's rule).
+
+    Example:
+        >>> part_sizes(8, 2), part_sizes(11, 3), part_sizes(10, 3, unit=2)
+        ([4, 4], [3, 3, 5], [2, 2, 6])
+    """
+    if n % unit:
+        raise FleetError(f"{n} does not consist of whole units of {unit}")
+    each = n // unit // parts * unit
+    return [each] * (parts - 1) + [n - each * (parts - 1)]
+
+
+class Parallel(nn.Module):
+    """A module some of whose parameters are parts. A copy of it remembers what they are."""
+
+    def register_part(self, name: str, parameter: Tensor | None, what: Held | None = None) -> None:
+        """Add a parameter that is a part."""
+        self.register_parameter(name, parameter)  # type: ignore[arg-type]
+        if parameter is not None and what is not None:
+            hold(parameter, what)
+            self.__dict__.setdefault("_held", {})[name] = what
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Parallel:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, what in self.__dict__.get("_held", {}).items():
+            hold(made._parameters[name], what)  # type: ignore[arg-type]
+        return made
+
+
+def take(whole: Tensor, what: Held) -> Tensor:
+    """The runs of a whole tensor, one after the other: a copy."""
+    if what.dim < 0:
+        return whole.clone()
+    return torch.cat([whole.narrow(what.dim, run.start, run.length) for run in what.runs], what.dim)

@@ -1,0 +1,275 @@
+"""distributed_model and distributed_optimizer: a local model and a torch optimizer made parts of a fleet program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard.comm import plain
+from onecard.comm.ranks import Ranks, of_ranks
+from onecard.fleet import gradients, topology
+from onecard.fleet.parameters import Parallel, held
+from onecard.fleet.recomputing import recompute_modules
+from onecard.fleet.strategy import DistributedStrategy, FleetError
+from onecard.fleet.topology import get_hybrid_communicate_group
+
+_hooked: list[Any] = []
+
+
+def install() -> None:
+    """Have every torch optimizer sum the gradients of fleet's parameters before it reads them; once a process."""
+    if not _hooked:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        _hooked.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    gradients.sync(_parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for each in optimizer.param_groups for p in each["params"] if type(p) in (nn.Parameter, Tensor)]
+
+
+class DistributedModel(nn.Module):
+    """What ``distributed_model`` returns: the model, with the names of its own parameters, and Paddle's methods."""
+
+    def __init__(self, module: nn.Module, data: Ranks, strategy: DistributedStrategy) -> None:
+        super().__init__()
+        self.module, self._data = module, data
+        self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, under autocast if the strategy says amp."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._amp is not None:
+            kind = next((p.device.type for p in self.module.parameters()), "cpu")
+            context = torch.autocast(kind, self._amp)
+        with context:
+            return self.module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model: this rank's parts."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss: gradients are averaged when they are summed, so it need not be divided."""
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Sum the gradients now. Otherwise the optimizer has it done."""
+        gradients.sync(self.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: backward sends nothing for parameters, so they accumulate without a message."""
+        yield
+
+    def clear_gradients(self) -> None:
+        """``zero_grad()``."""
+        self.module.zero_grad()
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Of pipelines only."""
+        raise FleetError(
+            "train_batch is of pipelines, whose runtime is not there yet: forward, loss.backward() and optimizer.step(), "
+            "one microbatch after the other"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def distributed_model(model: nn.Module) -> DistributedModel:
+    """Make a model with local parameters a part of the fleet program.
+
+    Parameters become equal where they are copies: each takes the value of the first rank that holds it. Gradients are
+    averaged over the ranks along dp and sep, when an optimizer reads them.
+
+    Raises:
+        FleetError: the strategy asks for what is not there yet (pipelines, ZeRO), or the model holds DistTensors.
+
+    Source: ``paddle.distributed.fleet.distributed_model``.
+    """
+    hcg, strategy = get_hybrid_communicate_group(), topology.strategy()
+    _check_axes(hcg)
+    strange = [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
+    if strange:
+        raise FleetError(
+            f"fleet.distributed_model: {strange[0]} is no plain local parameter, as this level has. A model with placements is "
+            "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
+        )
+    _check_norms(model)
+    for p in model.parameters():
+        gradients.share_data(p, hcg.data())
+    equalise(model)
+    if strategy.recompute:
+        recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
+    return DistributedModel(model, hcg.data(), strategy)
+
+
+def _check_norms(model: nn.Module) -> None:
+    """Parameters of plain modules between sequence-parallel layers see a part of the sequence; one forgets to mark them."""
+    parallel = any(getattr(m, "seq_dim", None) is not None for m in model.modules())
+    parallel = parallel and get_hybrid_communicate_group().degrees["mp"] > 1
+    plain_ones = {
+        name: p
+        for path, m in model.named_modules()
+        if not isinstance(m, Parallel)
+        for name, p in m.named_parameters(path, recurse=False)
+    }
+    if parallel and plain_ones and not any(held(p).sums for p in plain_ones.values()):
+        warnings.warn(
+            f"sequence-parallel layers, but no parameter is marked: should {next(iter(plain_ones))} see a part of the sequence "
+            "on each rank, its gradient will lack the others' part: fleet.mark_as_sequence_parallel_parameter(parameter)",
+            stacklevel=3,
+        )
+
+
+def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
+    if hcg.degrees["pp"] > 1:
+        raise FleetError(
+            "pp_degree > 1: the pipeline runtime is not there yet. Stages by hand: oc.differentiable.send and recv between "
+            "hcg.get_pipe_parallel_group(), with tags for microbatches; or a mesh for each stage and oc.reshard"
+        )
+    if hcg.degrees["sharding"] > 1:
+        raise FleetError(
+            "sharding_degree > 1: ZeRO is not there yet. dp_degree has the same numbers, with whole states on each rank"
+        )
+
+
+@torch.no_grad()
+def equalise(model: nn.Module) -> None:
+    """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
+    hcg = get_hybrid_communicate_group()
+    kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
+    for p in [*model.parameters(), *model.buffers()]:
+        cut = held(p).group
+        axes = [axis for axis, n in hcg.degrees.items() if n > 1 and axis != "pp"]
+        copies = [a for a in axes if cut is None or not set(hcg.group(a).ranks) <= set(cut.ranks)]
+        if copies and p.numel() and not p.is_meta:
+            group = hcg.group(*copies)
+            kinds.setdefault(group.ranks, (group, []))[1].append(p)
+    for group, mine in kinds.values():
+        for bucket in gradients._buckets(mine):
+            flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+            plain.broadcast(flat, group, 0, call="distributed_model")
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.detach().copy_(part.view(p.shape))
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer,
+    strategy: DistributedStrategy | None = None,
+    grad_clip: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Make a torch optimizer a part of the fleet program; returns the same optimizer.
+
+    It has Paddle's ``clear_grad()`` and ``minimize(loss)`` as well, clips by ``grad_clip`` before each step, and under the
+    strategy's ``gradient_merge`` steps at every ``k_steps``-th call only.
+
+    Raises:
+        FleetError: the strategy does not fit the one that ``fleet.init`` was given.
+
+    Source: ``paddle.distributed.fleet.distributed_optimizer``.
+    """
+    if strategy is not None:
+        _adopt(strategy)
+    used = topology.strategy()
+    _check_axes(get_hybrid_communicate_group())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FleetError(f"fleet.distributed_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
+    more: Any = optimizer
+    if grad_clip is not None:
+        clip = grad_clip
+        optimizer.register_step_pre_hook(lambda opt, *_: (clip(_parameters(opt)), None)[1])
+    if used.gradient_merge:
+        _merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
+    more.clear_grad = lambda *_, **__: more.zero_grad()
+
+    def minimize(loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+        more.step()
+        more.zero_grad()
+
+    more.minimize = minimize
+    return optimizer
+
+
+def _adopt(strategy: DistributedStrategy) -> None:
+    """A strategy given as late as here: Paddle allows it where nothing was said before."""
+    from onecard.comm import world
+
+    now = get_hybrid_communicate_group()
+    wanted = strategy.degrees(world.get_world_size())
+    if wanted != now.degrees:
+        only_data = all(n == 1 for axis, n in now.degrees.items() if axis != "dp")
+        if not only_data:
+            raise FleetError(
+                f"fleet.distributed_optimizer(strategy=): its degrees {wanted} are not those of fleet.init, {now.degrees}"
+            )
+        topology.begin(strategy)
+
+
+def _merge(optimizer: Any, k_steps: int, average: bool) -> None:
+    """Step at every k-th call; the gradients of the calls before stay, and are averaged."""
+    step, zero, calls = optimizer.step, optimizer.zero_grad, [0]
+
+    def merged(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % k_steps:
+            return None
+        if average:
+            for p in _parameters(optimizer):
+                if p.grad is not None:
+                    p.grad.div_(k_steps)
+        return step(*args, **kwargs)
+
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        if calls[0] % k_steps == 0:
+            zero(*args, **kwargs)
+
+    optimizer.step, optimizer.zero_grad = merged, cleared
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a fleet program: an infinity on one rank skips the step, and lowers the scale, on all.
+
+    Source: ``paddle.distributed.fleet.distributed_scaler``.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""
+        parameters = _parameters(optimizer)
+        gradients.sync(parameters)
+        super().unscale_(optimizer)
+        for p in parameters:
+            if p.grad is not None and gradients._has_sums(p):
+                gradients.note(p)
+        world = of_ranks(name="world")
+        for found in self._found_inf_per_device(optimizer).values():
+            plain.all_reduce(found, world, "max", inplace=True, call="GradScaler")
+
+
+def distributed_scaler(scaler: torch.amp.GradScaler) -> GradScaler:
+    """A ``fleet.GradScaler`` with the settings of a torch one."""
+    made = GradScaler("cpu", enabled=scaler.is_enabled())
+    made.__dict__.update(scaler.__dict__)
+    return made

@@ -1,0 +1,1 @@
+"""What a program would take, known before it runs."""

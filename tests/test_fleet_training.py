@@ -1,0 +1,421 @@
+"""Training of the manual level: context parallelism, random states, recompute, gradients counted once, clipping, scaling."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fleet_programs import begin, close, compare, part_of, seeded
+from torch import nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.fleet import context, sequence
+from onecard.fleet.transformer import ParallelTransformerLayer
+from onecard.testing import run_ranks
+
+mp = fleet.meta_parallel
+
+
+def data(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Context parallelism
+
+
+def attention_in_parts() -> None:
+    n = oc.get_world_size()
+    hcg = begin(sep=n)
+    group = hcg.get_sep_parallel_group()
+    time = 4 * n
+    for causal in (True, False):
+        for kv_heads in (4, 2):
+            whole = [data(2, h, time, 3, seed=s).requires_grad_() for s, h in ((1, 4), (2, kv_heads), (3, kv_heads))]
+            expected = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=0.7, enable_gqa=True)
+            weights = data(2, 4, time, 3, seed=4)
+            grads = torch.autograd.grad((expected * weights).sum(), whole)
+            for attend in (fleet.ring_attention, fleet.ulysses_attention):
+                what = f"{attend.__name__}, causal {causal}, {kv_heads} key heads"
+                mine = [context.cut(x.detach(), 2, balanced=causal).requires_grad_() for x in whole]
+                found = attend(*mine, causal=causal, scale=0.7)
+                close(found, context.cut(expected.detach(), 2, balanced=causal), what)
+                (found * context.cut(weights, 2, balanced=causal)).sum().backward()
+                for x, grad in zip(mine, grads, strict=True):
+                    close(x.grad, context.cut(grad, 2, balanced=causal), f"gradient, {what}")
+    parts = context.cut(torch.arange(time)[None], 1)
+    assert context.join(parts.double(), 1).tolist() == [list(range(time))]
+    assert parts[0].tolist() == context.positions(time).tolist()
+    with oc.explain() as report:
+        q = data(1, 2, 4, 2)
+        fleet.ring_attention(q, q, q)
+    assert [m.step.kind for m in report.messages] == ["send"] * (n - 1)
+    with pytest.raises(fleet.FleetError, match=f"pad it to {2 * n}"):
+        context.cut(torch.zeros(1, 2 * n - 1))
+    with pytest.raises(fleet.FleetError, match="use ring_attention"):
+        fleet.ulysses_attention(*[data(1, n - 1, 4, 2)] * 3, group=group)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_along_the_sequence_is_one_cards(ranks: int) -> None:
+    run_ranks(attention_in_parts, ranks)
+
+
+# Random states
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    hcg = begin(mp=2)
+    tracker = mp.get_rng_state_tracker()
+    mp_rank = hcg.get_model_parallel_rank()
+    tracker.add("global_seed", 1024)
+    tracker.add("local_seed", 1025 + 11 * mp_rank)
+    x = torch.ones(4, 50)
+    with tracker.rng_state("global_seed"):
+        first = F.dropout(x, 0.5)
+    alike = fleet.dropout(x, 0.5, rng_name="global_seed")
+    apart = fleet.dropout(x, 0.5, rng_name="local_seed")
+    saved = tracker.state_dict()
+    again = [fleet.dropout(x, 0.5, rng_name="local_seed")]
+    tracker.load_state_dict(saved)
+    again.append(fleet.dropout(x, 0.5, rng_name="local_seed"))
+    assert torch.equal(*again) and not torch.equal(again[0], apart)
+    with pytest.raises(fleet.FleetError, match="no random state 'mp_seed'; there are: global_seed, local_seed"):
+        fleet.dropout(x, rng_name="mp_seed")
+    with pytest.raises(fleet.FleetError, match="is that of 'global_seed' already"):
+        tracker.add("other", 1024)
+    with pytest.raises(fleet.FleetError, match="upscale_in_train"):
+        fleet.dropout(x, mode="downscale_in_infer")
+    # one card's numbers, of a tensor that is cut
+    oc.manual_seed(5)
+    part = fleet.dropout(
+        x[:, :30] if mp_rank == 0 else x[:, 30:], 0.5, cut=(1, hcg.get_model_parallel_group()), sizes=[30, 20]
+    )
+    oc.manual_seed(5)
+    with oc.one_card_random():
+        whole = F.dropout(x, 0.5)
+    assert torch.equal(part, whole.split([30, 20], 1)[mp_rank])
+    fleet.model_parallel_random_seed(3)
+    convenient = {f"{name} of seed": fleet.dropout(x, 0.5, rng_name=name) for name in ("global_seed", "local_seed")}
+    return {"first": first, "global": alike, "local": apart} | convenient
+
+
+def check_masks(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    for name in ("first", "global", "global_seed of seed"):
+        assert torch.equal(first[name], second[name]), name
+    for name in ("local", "local_seed of seed"):
+        same = (first[name] == second[name]).float().mean().item()
+        assert 0.3 < same < 0.7, f"{name}: {same} of the mask is equal on both ranks"
+
+
+def test_local_dropout_differs_and_global_dropout_does_not() -> None:
+    check_masks(*run_ranks(random_states, 2))
+
+
+# Recompute
+
+
+def recomputed() -> None:
+    begin(mp=oc.get_world_size())
+    fleet.model_parallel_random_seed(7)
+    states = mp.get_rng_state_tracker().state_dict()
+    layer = seeded(ParallelTransformerLayer, 8, 2, attention_dropout=0.4, hidden_dropout=0.4)
+    found, before = {}, [{}]
+    for how in ("none", "selective", "full", "nested", "policy"):
+        mp.get_rng_state_tracker().load_state_dict(states)
+        torch.manual_seed(11)
+        layer.zero_grad()
+        layer.recompute = how if how in ("selective", "full") else "none"
+        x = data(6, 2, 8).requires_grad_()
+        if how == "nested":
+            layer.recompute = "selective"
+            y = fleet.recompute(lambda z: fleet.recompute(layer, layer(z)), x)
+        elif how == "policy":
+            y = fleet.recompute(
+                lambda z: layer(layer(z)), x, policy=[torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+            )
+        else:
+            y = layer(layer(x))
+        y.square().sum().backward()
+        found[how] = [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        end = [mp.get_rng_state_tracker().state_dict(), torch.get_rng_state()]
+        if how != "none":
+            for name, value in end[0].items():
+                assert torch.equal(value, before[0][name]), f"{how}: the state {name} after backward"
+            for a, b in zip(found[how], found["none"], strict=True):
+                close(a, b, how, 1e-6)
+        before = end
+    with pytest.raises(fleet.FleetError, match="use_reentrant"):
+        fleet.recompute(torch.sin, torch.ones(1), use_reentrant=True)
+
+
+def test_what_is_computed_again_draws_the_same_numbers() -> None:
+    run_ranks(recomputed, 2)
+
+
+# Gradients over every mix of axes
+
+
+class Mixed(nn.Module):
+    """Embedding tied to the head, one transformer layer, norms: parameters of every kind there is."""
+
+    def __init__(self, parallel: bool, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        from test_fleet_layers import Plain
+
+        self.sequence_parallel = sequence_parallel
+        if parallel:
+            self.table = mp.VocabParallelEmbedding(12, 8)
+            self.layer = ParallelTransformerLayer(8, 2, sequence_parallel=sequence_parallel)
+        else:
+            self.table = nn.Embedding(12, 8)
+            self.layer = Plain(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Parameter(torch.ones(1))
+        if sequence_parallel:
+            for p in self.norm.parameters():
+                fleet.mark_as_sequence_parallel_parameter(p)
+
+    def forward(self, ids: torch.Tensor, sparing: bool = False) -> torch.Tensor:
+        """(batch, time) -> logits (time, batch, this rank's classes)."""
+        x = self.table(ids.t())
+        if self.sequence_parallel:
+            x = sequence.scatter(x)
+        x = self.norm(self.layer(x))
+        if not sparing:
+            x = x + 0 * self.unused
+        if self.sequence_parallel:
+            x = sequence.all_gather(x)
+        elif isinstance(self.table, mp.VocabParallelEmbedding):
+            from onecard.fleet.mappings import copy_to
+
+            x = copy_to(x, self.table.group)
+        return F.linear(x, self.table.weight)
+
+
+IGNORED = -100
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(12, (4, 6), generator=generator)
+    labels = torch.randint(12, (4, 6), generator=generator)
+    labels[:3, :4] = IGNORED  # ranks have different numbers of tokens
+    return ids, labels
+
+
+def train_one_card(steps: int, microbatches: int, clip: float) -> tuple[list[float], list[float], nn.Module]:
+    model = seeded(Mixed, False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(microbatches):
+            ids, labels = batches(10 * step + micro)
+            logits = model(ids)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), ignore_index=IGNORED) / microbatches
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, model
+
+
+def train(degrees: dict[str, int], sequence_parallel: bool, steps: int, microbatches: int, clip: float) -> None:
+    hcg = begin(**degrees)
+    expected_losses, expected_norms, single = train_one_card(steps, microbatches, clip)
+    model = fleet.distributed_model(seeded(Mixed, True, sequence_parallel, seed=hcg.get_data_parallel_rank()))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    loss_fn = mp.ParallelCrossEntropy(ignore_index=IGNORED, num_classes=12)
+    n, me = hcg.get_data_parallel_world_size(), hcg.get_data_parallel_rank()
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(microbatches):
+            ids, labels = (t.chunk(n)[me] for t in batches(10 * step + micro))
+            with oc.explain() as report:
+                per_token = loss_fn(model(ids, sparing=me == 1), labels.t())
+                loss = fleet.token_mean(per_token, labels.t() != IGNORED) / microbatches
+                loss.backward()
+            assert not any(m.operator.startswith("gradients") for m in report.messages), "a premature sum"
+            losses.append(loss.item())
+        norms.append(fleet.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.clear_grad()
+    close(torch.tensor(losses), torch.tensor(expected_losses), f"losses of {degrees}")
+    close(torch.tensor(norms), torch.tensor(expected_norms), f"norms of {degrees}")
+    compare(model.module, single, gradients=False)
+    assert list(dict(model.named_parameters())) == list(dict(single.named_parameters())), "names are those of one card"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "sequence_parallel"),
+    [
+        (2, {"dp": 2}, False),
+        (2, {"mp": 2}, True),
+        (4, {"dp": 2, "mp": 2}, False),
+        (4, {"dp": 2, "mp": 2}, True),
+    ],
+)
+def test_training_over_a_mix_of_axes(ranks: int, degrees: dict[str, int], sequence_parallel: bool) -> None:
+    run_ranks(train, ranks, degrees, sequence_parallel, 3, 2, 0.3)
+
+
+# Two stages by hand that share an embedding
+
+
+def two_stages() -> None:
+    hcg = begin(pp=2)
+    first = hcg.is_first_stage()
+    pair = hcg.get_pipe_parallel_group()
+    single, linear = seeded(nn.Embedding, 6, 4), nn.Linear(4, 4)
+    ids = torch.arange(6)
+    F.linear(linear(single(ids)), single.weight).logsumexp(-1).sum().backward()
+    mine = seeded(nn.Embedding, 6, 4)
+    body = nn.Linear(4, 4)
+    fleet.sum_over(mine.weight, pair)
+    if first:
+        oc.differentiable.send(mine(ids), 1, 3, pair).backward()
+    else:
+        x = oc.differentiable.recv(torch.empty(6, 4), 0, 3, pair)
+        F.linear(body(x), mine.weight).logsumexp(-1).sum().backward()
+    parameters = [mine.weight] if first else [mine.weight, *body.parameters()]
+    norm = fleet.grad_norm(parameters)
+    close(mine.weight.grad, single.weight.grad, "shared embedding")
+    close(
+        norm,
+        nn.utils.get_total_norm([p.grad for p in [single.weight, *linear.parameters()]]),
+        "norm with a shared embedding",
+    )
+    with pytest.raises(fleet.FleetError, match="pipeline runtime is not there yet"):
+        fleet.distributed_model(body)
+
+
+def test_an_embedding_that_two_stages_share() -> None:
+    run_ranks(two_stages, 2)
+
+
+# Context parallel training: a whole attention block over sep
+
+
+def train_along_the_sequence() -> None:
+    begin(sep=2)
+    qkv, out = seeded(nn.Linear, 8, 24), nn.Linear(8, 5)
+    mine = fleet.distributed_model(nn.ModuleList([copy.deepcopy(qkv), copy.deepcopy(out)]))
+    x, labels = data(2, 8, 8), torch.arange(16).view(2, 8) % 5
+
+    def logits(qkv, out, x, attend):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in qkv(x).chunk(3, -1))
+        return out(attend(q, k, v).transpose(1, 2).flatten(2))
+
+    loss = F.cross_entropy(
+        logits(qkv, out, x, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)).flatten(0, 1),
+        labels.flatten(),
+    )
+    loss.backward()
+    part, goal = context.cut(x), context.cut(labels)
+    losses = F.cross_entropy(
+        logits(*mine.module, part, fleet.ring_attention).flatten(0, 1), goal.flatten(), reduction="none"
+    )
+    found = fleet.token_mean(losses)
+    found.backward()
+    close(found.detach(), loss.detach(), "loss along the sequence")
+    mine.apply_collective_grads()
+    for a, b in zip(mine.module, (qkv, out), strict=True):
+        compare(a, b)
+
+
+def test_training_along_the_sequence() -> None:
+    run_ranks(train_along_the_sequence, 2)
+
+
+# Loss scaling, merging, premature sums
+
+
+def scaling() -> None:
+    begin(dp=1, mp=2)
+    layer = seeded(mp.ColumnParallelLinear, 4, 6, gather_output=False)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    scaler = fleet.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    seen = []
+    for step in range(3):
+        loss = layer(data(3, 4)).square().sum()
+        scaler.scale(loss).backward()
+        if step == 1 and oc.get_rank() == 1:
+            layer.weight.grad[0, 0] = float("inf")
+        before = layer.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append((torch.equal(before, layer.weight), scaler.get_scale()))
+    assert seen == [(False, 4.0), (True, 2.0), (False, 2.0)], seen
+
+
+def merging() -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge, strategy.gradient_merge_configs = True, {"k_steps": 2}
+    fleet.init(strategy=strategy)
+    single, mine = (seeded(nn.Linear, 3, 2) for _ in range(2))
+    model = fleet.distributed_model(mine)
+    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(single.parameters(), lr=0.1)
+    for step in range(4):
+        x = data(4, 3, seed=step)
+        (single(x).square().mean() / 2).backward()
+        if step % 2:
+            theirs.step()
+            theirs.zero_grad()
+        ours.minimize(model(x.chunk(2)[oc.get_rank()]).square().mean())
+    compare(mine, single, gradients=False)
+
+
+def premature() -> None:
+    begin(mp=2)
+    norm = nn.LayerNorm(3)
+    for p in norm.parameters():
+        fleet.mark_as_sequence_parallel_parameter(p)
+    norm(data(2, 3)).square().sum().backward()
+    fleet.sync(norm.parameters())
+    summed = norm.weight.grad.clone()
+    fleet.sync(norm.parameters())
+    assert torch.equal(summed, norm.weight.grad), "summed twice"
+    norm(data(2, 3)).square().sum().backward()
+    with pytest.raises(fleet.FleetError, match="summed over ranks before"):
+        fleet.sync(norm.parameters())
+    norm.zero_grad(set_to_none=False)
+    norm(data(2, 3)).square().sum().backward()
+    fleet.sync(norm.parameters())
+    assert torch.equal(summed, norm.weight.grad)
+
+
+def copies_made_equal() -> None:
+    hcg = begin(dp=2, mp=2)
+    torch.manual_seed(oc.get_rank())
+    model = nn.ModuleList([nn.Linear(3, 3), mp.ColumnParallelLinear(3, 4)])
+    fleet.distributed_model(model)
+    torch.manual_seed(0)
+    first = [nn.Linear(3, 3), mp.ColumnParallelLinear(3, 4)]
+    assert torch.equal(model[0].weight, first[0].weight)
+    if hcg.get_model_parallel_rank() == 0:
+        assert torch.equal(model[1].weight, first[1].weight)
+
+
+def all_of_these() -> None:
+    scaling()
+    merging()
+    premature()
+
+
+def test_scaling_merging_and_premature_sums() -> None:
+    run_ranks(all_of_these, 2)
+
+
+def test_copies_begin_equal() -> None:
+    run_ranks(copies_made_equal, 4)
+
+
+def test_part_of_is_what_held_says() -> None:
+    begin()
+    layer = mp.ColumnParallelLinear(3, 4)
+    assert torch.equal(part_of(layer.weight, layer.weight), layer.weight)
