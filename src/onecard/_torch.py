@@ -93,6 +93,41 @@ _PROXY = _take("torch._C:_TorchDispatchModeKey.PROXY", None)
 _FAKE = _take("torch._C:_TorchDispatchModeKey.FAKE", None)
 
 
+# Local tensors' operators without autograd, as they run below DistTensor. In its place: no gradients, at a part of a microsecond
+# for each operator.
+below_autograd: Callable[[], AbstractContextManager[Any]] = _take("torch._C:_AutoDispatchBelowAutograd", torch.no_grad)
+# Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
+_task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
+# Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.
+_pop_mode: Callable[[], Any] | None = _take("torch.utils._python_dispatch:_pop_mode", None)
+_push_mode: Callable[[Any], None] | None = _take("torch.utils._python_dispatch:_push_mode", None)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs what runs now."""
+    return _task() != -1
+
+
+@contextmanager
+def beneath(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside, a mode is on that sees what all others leave."""
+    others = []
+    while _pop_mode is not None and _push_mode is not None and modes_on():
+        others.append(_pop_mode())
+    try:
+        with mode:
+            for other in reversed(others):
+                _push_mode(other)  # type: ignore[misc]
+            try:
+                yield
+            finally:
+                for _ in others:
+                    _pop_mode()  # type: ignore[misc]
+    finally:
+        for other in reversed(others):
+            _push_mode(other)  # type: ignore[misc]
+
+
 def traces() -> bool:
     """Whether ``make_fx`` is recording what runs now."""
     return _mode_of(_PROXY) is not None

@@ -34,6 +34,10 @@ class ScheduleError(OnecardError, ValueError):
     """A pipeline schedule that cannot be made, read, or run to its end."""
 
 
+class RecordingError(OnecardError, RuntimeError):
+    """A step that cannot be recorded, or a recording that does not fit what it is called with."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

@@ -93,6 +93,11 @@ def group(mesh: ProcessMesh, axis: int) -> Group:
     return found
 
 
+def line_of(found: Group) -> tuple[ProcessMesh, int]:
+    """The mesh and the axis of a group that ``group`` gave."""
+    return next(line for line, known in _groups.items() if known is found)
+
+
 def check_world(mesh: ProcessMesh) -> None:
     """Raise a CommunicationError if the mesh names ranks that this world does not have."""
     size = world.get_world_size()
