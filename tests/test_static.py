@@ -6,12 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from static_programs import assert_replays, gpt, mesh, mixed, seed_000, seed_002, seed_003
 
 import onecard as oc
 from onecard.testing import run_ranks
-from static_programs import assert_replays, gpt, mesh, mixed, seed_000, seed_002, seed_003
 
 OPTIMIZERS = ["sgd", "adamw", "fused", "foreach", "rmsprop", "adagrad", "adamax", "nadam", "asgd"]
 
@@ -57,8 +55,8 @@ def test_two_ranks() -> None:
 def on_four_ranks() -> None:
     both = mesh(2, 2)
     programs = {
-        "gpt dp x tp": partial(gpt, both), "mixed dp x tp": partial(mixed, both), "002 tp": partial(seed_002, "tensor_parallel_002"),
-        "002 dp": partial(seed_002, "data_parallel_002"),
+        "gpt dp x tp": partial(gpt, both), "mixed dp x tp": partial(mixed, both),
+        **{name: partial(seed_002, name) for name in ("tensor_parallel_002", "data_parallel_002")},
     }  # fmt: skip
     for name, make in programs.items():
         check(name, make)

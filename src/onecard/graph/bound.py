@@ -33,9 +33,8 @@ class Bound:
         go: from the arguments and those inputs, what the function returns.
     """
 
-    def __init__(self, recording: Recording, roots: Sequence[Any], leaves: Sequence[Any]) -> None:
-        self.recording, self.roots = recording, list(roots)
-        self.kinds = tuple(_kind_of(x) for x in leaves)
+    def __init__(self, recording: Recording, roots: Sequence[Any], leaves: Sequence[Any], kinds: Sequence[Any]) -> None:
+        self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         writer = _Writer(recording, self.roots)
         self.ready: Callable[[Sequence[Any]], tuple[Any, ...] | None] = writer.ready(self.kinds, leaves)
         self.go: Callable[[Sequence[Any], tuple[Any, ...]], Any] = writer.go(leaves)
@@ -49,7 +48,7 @@ class Bound:
 
     def kinds_fit(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments are of the kinds that were recorded."""
-        return tuple(map(_kind_of, leaves)) == self.kinds
+        return kinds_of(leaves) == self.kinds
 
     def difference(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         """Which argument does not fit, in words; "" if all do."""
@@ -66,7 +65,7 @@ class Bound:
     def again(self, leaves: Sequence[Any]) -> Bound | None:
         """Bound anew, to what is now in the places: states that were loaded, modules that were exchanged."""
         try:
-            return Bound(self.recording, self.roots, leaves)
+            return Bound(self.recording, self.roots, leaves, self.kinds)
         except (KeyError, AttributeError, IndexError):
             return None
 
@@ -76,6 +75,11 @@ _ADVICE = {
     Tensor: "; give batches of one shape (drop_last=True, or pad the last)",
     DistTensor: "; give batches of one shape and layout (drop_last=True, or pad the last)",
 }
+
+
+def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What of the arguments a recording depends on; taken before the step, which may note things on them."""
+    return tuple(map(_kind_of, leaves))
 
 
 def _words(kind: Any) -> str:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from onecard.comm import check
 from onecard.errors import RecordingError
-from onecard.graph.bound import Bound
+from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.numbers import plain
 from onecard.graph.reach import Reached, reached
@@ -57,8 +57,9 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
 def to_static(fn: Callable[..., Any], limit: int = LIMIT) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
-    The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is no tensor
-    and no float (ints, bools, strings) and every shape belongs to the recording: where it changes, the step is recorded anew.
+    The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
+    no tensor and no float (ints, bools, strings) and every shape belongs to the recording: where it changes, the step is
+    recorded anew.
 
     Args:
         fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
@@ -176,12 +177,12 @@ def _recorded(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, s
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     seen.tree = tree
-    capture = Capture(leaves, names, seen.roots)
+    capture, kinds = Capture(leaves, names, seen.roots), kinds_of(leaves)
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
     roots = [root for _, root in capture.places.roots]
-    return Bound(recording, roots, leaves), seen, _as_given(result)
+    return Bound(recording, roots, leaves, kinds), seen, _as_given(result)
 
 
 def _as_given(result: Any) -> Any:
