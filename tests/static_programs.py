@@ -102,7 +102,7 @@ def seed_002(name: str) -> Program:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return oc.unshard(loss.detach())
 
     return model, optimizer, step, ((x,) for x in loader)
 

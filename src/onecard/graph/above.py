@@ -13,9 +13,11 @@ from onecard._torch import tree_leaves
 from onecard.graph import refusals
 from onecard.graph.numbers import Number, numbers_in, plain
 from onecard.graph.recorder import Recorder
+from onecard.tensor.dist_tensor import DistTensor
 
 _READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _PRINTS = {Tensor.__repr__, Tensor.__format__}
+_LITERAL = (bool, int, float, complex, Tensor)
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
 
 
@@ -30,6 +32,16 @@ class Above(TorchFunctionMode):
         kwargs, recorder = kwargs or {}, self.recorder
         if not recorder.listens:
             return func(*args, **kwargs)
+        recorder.calls += 1
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            recorder.calls -= 1
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
+        if func in _FROM_PYTHON and not all(isinstance(x, _LITERAL) for x in tree_leaves(args[0])):
+            raise refusals.made_outside(torch.as_tensor(args[0]))
         if func in _READS:
             raise refusals.reads_data(f"{func.__name__}() gives its values to Python")
         if func in _PRINTS:
@@ -52,6 +64,9 @@ class Above(TorchFunctionMode):
             # The backward operators take the number from autograd, where nobody can follow it.
             for tag in tags:
                 float(tag)
+            return func(*plain(args), **plain(kwargs))
+        laid_out = [x for x in values if isinstance(x, DistTensor)]
+        if laid_out and not any(x._spec.here for x in laid_out):  # on other ranks: here nothing is computed
             return func(*plain(args), **plain(kwargs))
         recorder.tags, recorder.matched, recorder.foreign = tags, set(), False
         recorder.known = {x for x in tree_leaves((args, kwargs)) if type(x) is float}

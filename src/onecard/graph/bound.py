@@ -33,10 +33,19 @@ class Bound:
         go: from the arguments and those inputs, what the function returns.
     """
 
-    def __init__(self, recording: Recording, roots: Sequence[Any], leaves: Sequence[Any], kinds: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        roots: Sequence[Any],
+        leaves: Sequence[Any],
+        kinds: Sequence[Any],
+        facts: dict[Any, Any] | None = None,
+    ) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
-        writer = _Writer(recording, self.roots)
-        self.ready: Callable[[Sequence[Any]], tuple[Any, ...] | None] = writer.ready(self.kinds, leaves)
+        self._facts: dict[Any, Any] = {} if facts is None else facts
+        writer = _Writer(recording, self.roots, self._facts)
+        self.ready: Callable[[Sequence[Any]], tuple[Any, ...] | None]
+        self.ready, self._why = writer.ready(self.kinds, leaves)
         self.go: Callable[[Sequence[Any], tuple[Any, ...]], Any] = writer.go(leaves)
 
     def fits(self, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -56,16 +65,16 @@ class Bound:
             now = _kind_of(leaf)
             if now != kind:
                 return f"argument {names[i]!r} was {_words(kind)} and is {_words(now)}{_ADVICE.get(now[0], '')}"
-        return (
-            ""
-            if len(leaves) == len(self.kinds)
-            else f"it was given {len(self.kinds)} values, and is given {len(leaves)}"
-        )
+        try:
+            said = self._why()(leaves)
+        except (KeyError, AttributeError, IndexError) as fault:
+            said = f"{fault} is gone"
+        return f"what differs: {said}" if isinstance(said, str) else ""
 
     def again(self, leaves: Sequence[Any]) -> Bound | None:
-        """Bound anew, to what is now in the places: states that were loaded, modules that were exchanged."""
+        """Bound anew, to the tensors that are now in the places: states that were loaded. All else must be as it was."""
         try:
-            return Bound(self.recording, self.roots, leaves, self.kinds)
+            return Bound(self.recording, self.roots, leaves, self.kinds, self._facts)
         except (KeyError, AttributeError, IndexError):
             return None
 
@@ -102,8 +111,8 @@ def _kind_of(x: Any) -> Any:
 class _Writer:
     """The text of the two functions."""
 
-    def __init__(self, recording: Recording, roots: list[Any]) -> None:
-        self.recording, self.roots = recording, roots
+    def __init__(self, recording: Recording, roots: list[Any], facts: dict[Any, Any]) -> None:
+        self.recording, self.roots, self.facts = recording, roots, facts
         self.names: dict[str, Any] = {
             "MISS": None,
             "DistTensor": DistTensor,
@@ -113,6 +122,7 @@ class _Writer:
             "is_": is_,
         }
         self._known: dict[int, str] = {}
+        self.lines: list[tuple[str, str]] = []  # with what to say where it does not fit
 
     def object(self, value: Any) -> str:
         if id(value) not in self._known:
@@ -143,110 +153,132 @@ class _Writer:
 
     # -- whether it fits ---------------------------------------------------------------------------------------------------
 
-    def ready(self, kinds: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        lines = [f"if len(leaves) != {len(kinds)}: return MISS"]
-        for i, kind in enumerate(kinds):
-            lines += self._argument(f"leaves[{i}]", kind)
-        flags = {"torch.is_grad_enabled()": torch.is_grad_enabled(), "torch.is_inference_mode_enabled()": False}
+    def ready(self, kinds: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """The function that gives the inputs or None, and one that says why not."""
+        self.lines = []
         self.names["torch"] = torch
-        lines += [f"if {call} is not {value}: return MISS" for call, value in flags.items()]
-        for root in self.roots:
+        self._miss(f"len(leaves) != {len(kinds)}", "it is given another number of values")
+        for i, kind in enumerate(kinds):
+            self._argument(f"leaves[{i}]", kind)
+        enabled = self._fact("grad", torch.is_grad_enabled())
+        self._miss(f"torch.is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
+        self._miss("torch.is_inference_mode_enabled()", "torch.inference_mode() around the call")
+        for root, name in zip(self.roots, self.recording.roots, strict=True):
             if isinstance(root, nn.Module):
-                lines += [line for module in root.modules() for line in self._module(module)]
+                for path, module in root.named_modules():
+                    self._module(module, f"{name}.{path}" if path else name)
             elif isinstance(root, Optimizer):
-                lines += self._optimizer(root)
-        lines += self._gradients()
-        given = []
-        for i, known in enumerate(self.recording.inputs):
-            fetched, expression = self._input(i, known)
-            lines += fetched
-            given.append(expression)
+                self._optimizer(root, name)
+        for where, had in self.recording.gradients:
+            what = (
+                "a parameter has no gradient before the step" if had else "a parameter has a gradient before the step"
+            )
+            self._miss(f"{self.place(where)}.grad is {'' if had else 'not '}None", what)
+        given = [self._input(i, known) for i, known in enumerate(self.recording.inputs)]
         questions = asked(self.recording.graph, self.recording.conditions)
         if questions is not None:
-            lines.append(
-                f"if {self.object(questions[0])}({', '.join(given)}) != {self.object(questions[1])}: return MISS"
+            ask, answers = map(self.object, questions)
+            self._miss(
+                f"{ask}({', '.join(given)}) != {answers}", "a number that the step asks about (in an if, an int())"
             )
-        lines.append(f"return ({''.join(g + ', ' for g in given)})")
-        return self._made("ready", "leaves", lines)
+        self.lines.append((f"return ({''.join(g + ', ' for g in given)})", ""))
+        fits = self._made("ready", "leaves", [line for line, _ in self.lines])
+        said = [line.replace("return MISS", f"return {words!r}") for line, words in self.lines]
+        return fits, lambda: self._made("why", "leaves", said)
+
+    def _fact(self, key: Any, now: Any) -> Any:
+        """What was so when the step was recorded."""
+        return self.facts.setdefault(key, now)
+
+    def _miss(self, condition: str, words: str) -> None:
+        self.lines.append((f"if {condition}: return MISS", words))
 
     def _made(self, name: str, arguments: str, lines: Sequence[str]) -> Any:
         text = f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
         exec(compile(text, "<recording>", "exec"), self.names)
         return self.names[name]
 
-    def _argument(self, leaf: str, kind: Any) -> list[str]:
+    def _argument(self, leaf: str, kind: Any) -> None:
+        self.names["Tensor"] = Tensor
         if kind[0] is DistTensor:
             check = f"type({leaf}) is not DistTensor or {leaf}._spec is not {self.object(kind[1])}"
-            return [f"if {check} or {leaf}.requires_grad is not {kind[2]}: return MISS"]
-        if kind[0] is Tensor:
-            self.names["Tensor"] = Tensor
+            check += f" or {leaf}.requires_grad is not {kind[2]}"
+        elif kind[0] is Tensor:
             shape, stride, dtype, device = map(self.object, kind[1:5])
             check = f"type({leaf}) is not Tensor or {leaf}.shape != {shape} or {leaf}.stride() != {stride}"
-            check += f" or {leaf}.dtype is not {dtype} or {leaf}.device != {device}"
-            return [f"if {check} or {leaf}.requires_grad is not {kind[5]}: return MISS"]
-        if kind[0] is float:
-            return [f"if type({leaf}) is not float: return MISS"]
-        value = self.object(kind[2])
-        same = f"{leaf} != {value}" if isinstance(kind[2], _STILL) else f"{leaf} is not {value}"
-        return [f"if type({leaf}) is not {self.object(kind[1])} or {same}: return MISS"]
+            check += (
+                f" or {leaf}.dtype is not {dtype} or {leaf}.device != {device} or {leaf}.requires_grad is not {kind[5]}"
+            )
+        elif kind[0] is float:
+            check = f"type({leaf}) is not float"
+        else:
+            value = self.object(kind[2])
+            same = f"{leaf} != {value}" if isinstance(kind[2], _STILL) else f"{leaf} is not {value}"
+            check = f"type({leaf}) is not {self.object(kind[1])} or {same}"
+        self._miss(check, "an argument")
 
-    def _module(self, module: nn.Module) -> list[str]:
+    def _module(self, module: nn.Module, name: str) -> None:
         still = {k: v for k, v in module.__dict__.items() if isinstance(v, _STILL) and not k.startswith("_")}
-        lines = [self._unchanged(module.__dict__, still)]
+        still = self._fact((name, "still"), still)
+        self._unchanged(module.__dict__, still, f"a value of {name} ({', '.join(still)})")
         if module._modules:
-            held = self.object(tuple(module._modules.values()))
-            lines.append(f"if tuple({self.object(module._modules)}.values()) != {held}: return MISS")
-        params = [p for p in module._parameters.values() if p is not None]
-        wants = [f"{self.object(module._parameters)}[{n!r}].requires_grad is not {p.requires_grad}"
-                 for n, p in module._parameters.items() if p is not None]  # fmt: skip
-        return [*lines, f"if {' or '.join(wants)}: return MISS"] if params else lines
+            held = self.object(self._fact((name, "modules"), tuple(module._modules.values())))
+            self._miss(f"tuple({self.object(module._modules)}.values()) != {held}", f"the modules in {name}")
+        params = self.object(module._parameters)
+        wants = self._fact(
+            (name, "grads"), [(n, p.requires_grad) for n, p in module._parameters.items() if p is not None]
+        )
+        if wants:
+            differs = " or ".join(f"{params}[{n!r}].requires_grad is not {flag}" for n, flag in wants)
+            self._miss(differs, f"requires_grad of a parameter of {name}")
 
-    def _unchanged(self, holder: dict[str, Any], still: dict[str, Any]) -> str:
+    def _unchanged(self, holder: dict[str, Any], still: dict[str, Any], words: str) -> None:
         """Entries of a dict must be what they are."""
-        if not still:
-            return "pass"
-        values = tuple(still.values()) if len(still) > 1 else next(iter(still.values()))
-        return f"if {self.object(itemgetter(*still))}({self.object(holder)}) != {self.object(values)}: return MISS"
+        if still:
+            values = tuple(still.values()) if len(still) > 1 else next(iter(still.values()))
+            self._miss(f"{self.object(itemgetter(*still))}({self.object(holder)}) != {self.object(values)}", words)
 
-    def _optimizer(self, optimizer: Optimizer) -> list[str]:
+    def _optimizer(self, optimizer: Optimizer, name: str) -> None:
+        keys = [tuple(optimizer.state.get(p, ())) for group in optimizer.param_groups for p in group["params"]]
+        if self._fact((name, "states"), keys) != keys:
+            raise KeyError(f"a state of {name}")
         own, state, groups = map(self.object, (optimizer, optimizer.state, optimizer.param_groups))
         held = self.object([*optimizer.state.values()])
-        lines = [
-            f"if {own}.state is not {state} or {own}.param_groups is not {groups}: return MISS",
-            f"if len({state}) != {len(optimizer.state)} or not all(map(is_, {state}.values(), {held})): return MISS",
-            f"if len({groups}) != {len(optimizer.param_groups)}: return MISS",
-        ]
+        self._miss(f"{own}.state is not {state} or {own}.param_groups is not {groups}", f"{name} was loaded")
+        count = f"len({state}) != {len(optimizer.state)}"
+        self._miss(f"{count} or not all(map(is_, {state}.values(), {held}))", f"{name} has other states")
+        self._miss(f"len({groups}) != {len(optimizer.param_groups)}", f"{name} has other groups")
         for i, group in enumerate(optimizer.param_groups):
-            numbers = numbers_of(group)
-            lines.append(f"if {groups}[{i}] is not {self.object(group)}: return MISS")
+            numbers, one = numbers_of(group), self.object(group)
+            self._miss(
+                f"{groups}[{i}] is not {one} or len({one}['params']) != {len(group['params'])}", f"a group of {name}"
+            )
             still = {k: v for k, v in group.items() if k not in numbers and isinstance(v, _STILL)}
-            lines.append(self._unchanged(group, still))
-            lines.append(f"if len({self.object(group)}['params']) != {len(group['params'])}: return MISS")
-        return lines
+            still = self._fact((name, i, "options"), still)
+            if len(group["params"]) != self._fact((name, i, "params"), len(group["params"])):
+                raise KeyError(f"a parameter of {name}")
+            self._unchanged(group, still, f"an option of {name}")
 
-    def _gradients(self) -> list[str]:
-        lines = []
-        for where, had in self.recording.gradients:
-            lines.append(f"if {self.place(where)}.grad is {'' if had else 'not '}None: return MISS")
-        return lines
-
-    def _input(self, i: int, known: Any) -> tuple[list[str], str]:
+    def _input(self, i: int, known: Any) -> str:
         if known.kind == "constant":
-            return [], self.object(self.recording.constants[i])
+            return self.object(self.recording.constants[i])
         place, name = self.place(known.where), f"i{i}"
-        if known.kind == "number":
-            return [f"{name} = {place}", f"if type({name}) is not float: return MISS"], name
         if known.kind == "generator":
-            return [], place
+            return place
+        if known.kind == "argument" and known.spec is None:
+            return place
+        self.lines.append((f"{name} = {place}", ""))
+        if known.kind == "number":
+            self._miss(f"type({name}) is not float", f"{known.name} is no float")
+            return name
         if known.spec is not None:
-            spec = self.object(known.spec)
-            return [f"{name} = {place}", f"if {name}._spec is not {spec}: return MISS"], f"{name}._local"
-        if known.kind == "argument":
-            return [], place
+            self._miss(f"{name}._spec is not {self.object(known.spec)}", f"{known.name} lies otherwise")
+            return f"{name}._local"
         now = at(known.where, self.roots, ())
         if (tuple(now.shape), tuple(now.stride()), now.dtype, now.device) != known.facts:
             raise KeyError(known.name)
-        return [f"{name} = {place}", f"if {name} is not {self.object(now)}: return MISS"], name
+        self._miss(f"{name} is not {self.object(now)}", f"{known.name} is another tensor")
+        return name
 
     # -- the replay --------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Recorder:
         self.outside: dict[fx.Node, Any] = {}
         self.conditions: list[Condition] = []
         self.leaves: dict[int, Tensor] = {}
+        self.calls = 0  # of torch's functions, under way
         self.tags: list[Number] = []
         self.known: set[float] = set()  # other floats in that call
         self.matched: set[int] = set()
@@ -129,6 +130,8 @@ class Recorder:
                 self.leaves[id(x)] = x
         result = func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a tensor that Python has just made from values
+            if not self.calls:
+                raise refusals.made_outside(args[0])
             self._constant(args[0])
             func = aten.clone.default
             result = result.view_as(result) if result is args[0] else result

@@ -141,11 +141,7 @@ class Static:
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         bound, seen = self._bound[0]
-        return (
-            bound.difference(leaves, names)
-            or seen.difference()
-            or "the state of the program has changed (a module's mode, gradients)"
-        )
+        return seen.difference() or bound.difference(leaves, names)
 
     def __repr__(self) -> str:
         return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
