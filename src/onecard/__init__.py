@@ -4,7 +4,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
-from onecard.graph import Recording, Static, record, to_static
+from onecard.graph import Recording, Static, load_recording, record, to_static
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.message_report import Report, explain, no_implicit_communication
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Recording", "Replicate",
     "Report", "Shard", "ShardDataloader", "Static", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_local",
-    "get_rank", "get_world_size", "local_map", "no_implicit_communication", "record", "register_rule", "reshard",
-    "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh", "to_dtensor",
-    "to_static", "unshard",
+    "get_rank", "get_world_size", "load_recording", "local_map", "no_implicit_communication", "record", "register_rule",
+    "reshard", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor", "to_device_mesh",
+    "to_dtensor", "to_static", "unshard",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

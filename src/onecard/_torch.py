@@ -26,11 +26,18 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,  # and, for the samples of rules, only those that are left whole
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map  # tensors within lists, tuples and dicts
+from torch.utils._pytree import (  # tensors within lists, tuples, dicts
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 __all__ = [
     "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "Work",
-    "no_dispatch", "tree_leaves", "tree_map",
+    "no_dispatch", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 
 missing: list[str] = []

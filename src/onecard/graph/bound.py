@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_unflatten
 
 from onecard import _torch
+from onecard._torch import tree_unflatten
 from onecard.errors import RecordingError
 from onecard.graph.places import at, numbers_of
 from onecard.graph.questions import asked

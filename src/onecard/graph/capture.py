@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onecard import _torch, recorded
+from onecard._torch import tree_flatten, tree_unflatten
 from onecard.errors import RecordingError
 from onecard.graph import refusals
 from onecard.graph.above import Above

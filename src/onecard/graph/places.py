@@ -114,7 +114,7 @@ class Places:
         where = self._found.get(key) or self._gradients.get(key)
         if where is None:
             where = self._found[key] = ("object", len(self.roots))
-            self.roots.append((f"tensor{len(self.roots)}", x))
+            self.roots.append((f"{_NAMELESS}{len(self.roots)}", x))
         return where
 
     def knows(self, x: Any) -> bool:
@@ -141,6 +141,14 @@ class Places:
             _, group, key, i = rest
             return f"{root}.param_groups[{group}][{key!r}]" + ("" if i is None else f"[{i}]")
         return root
+
+
+_NAMELESS = "a tensor "
+
+
+def is_nameless(root: str) -> bool:
+    """Whether a root is a tensor that no name of the program leads to."""
+    return root.startswith(_NAMELESS)
 
 
 def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _STILL = (bool, int, float, str, type(None))
@@ -31,8 +32,8 @@ class Reached:
     def unchanged(self) -> bool:
         """Whether the plain values are what they were."""
         for _, holder, key, value in self.values:
-            now = holder.get(key, holder) if key is not None else holder.cell_contents
-            if now is not value and (type(now) is not type(value) or now != value):
+            now = holder.get(key) if key is not None else holder.cell_contents
+            if _differs(now, value):
                 return False
         return True
 
@@ -40,13 +41,18 @@ class Reached:
         """Which of them is not, in words."""
         for name, holder, key, value in self.values:
             now = holder.get(key) if key is not None else holder.cell_contents
-            if now is not value and (type(now) is not type(value) or now != value):
+            if _differs(now, value):
+                if isinstance(value, Tensor):
+                    return f"{name}, which the step reads, is another tensor; pass it as an argument"
                 return f"{name}, which the step reads, was {value!r} and is {now!r}; pass it as an argument (a float may change)"
         return ""
 
     def take(self, name: str, value: Any, holder: Any, key: Any, depth: int) -> None:
         """Note one thing that a name stands for."""
         if isinstance(value, _STILL):
+            self.values.append((name, holder, key, value))
+        elif isinstance(value, Tensor):
+            self.roots.append((name, value))
             self.values.append((name, holder, key, value))
         elif id(value) in self._seen or isinstance(value, type | types.ModuleType):
             return
@@ -65,10 +71,8 @@ class Reached:
         elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch."):
             self._seen.add(id(value))
             for k, part in vars(value).items():
-                if isinstance(part, _STILL):
-                    self.values.append((f"{name}.{k}", vars(value), k, part))
-                elif isinstance(part, nn.Module | Optimizer):
-                    self.take(f"{name}.{k}", part, None, None, depth)
+                if isinstance(part, (*_STILL, Tensor, nn.Module, Optimizer)):
+                    self.take(f"{name}.{k}", part, vars(value), k, depth)
 
     def function(self, fn: Any, depth: int) -> None:
         """Note what a function's closure, globals and ``self`` hold."""
@@ -87,8 +91,12 @@ class Reached:
                 self.take(name, fn.__globals__[name], fn.__globals__, name, depth)
 
 
+def _differs(now: Any, before: Any) -> bool:
+    return now is not before and (isinstance(before, Tensor) or type(now) is not type(before) or now != before)
+
+
 def _named(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    yield from {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named(constant)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from onecard._torch import tree_flatten
+from onecard.errors import RecordingError
 from onecard.graph.compiled import compiled
 from onecard.tensor.spec import Spec
 
@@ -59,7 +61,7 @@ class Effect:
     output: Output | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Recording:
     """One step of a program, recorded on this rank.
 
@@ -75,6 +77,15 @@ class Recording:
         roots: names of the modules, optimizers and tensors that places are told by.
         gradients: leaves, with whether they had a gradient before the step.
         constants: tensors made of Python values.
+        arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
+
+    Example:
+        >>> import onecard, torch
+        >>> recording = onecard.record(lambda x, rate: x * rate)(torch.ones(2), 3.0)
+        >>> recording(torch.ones(2), 5.0)
+        tensor([5., 5.])
+        >>> [known.name for known in recording.inputs]
+        ['x', 'rate']
     """
 
     name: str
@@ -87,6 +98,9 @@ class Recording:
     roots: tuple[str, ...]
     gradients: tuple[tuple[Where, bool], ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
+    arguments: tuple[tuple[str, Any], ...] = ()
+    call: Any = None
+    bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -106,5 +120,78 @@ class Recording:
         """The same step by another graph with the same inputs and outputs."""
         return Recording(
             self.name, graph, self.inputs, self.results, self.tree, self.effects, self.conditions, self.roots,
-            self.gradients, self.constants,
+            self.gradients, self.constants, self.arguments, self.call,
         )  # fmt: skip
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay it on the objects that it is bound to.
+
+        Raises:
+            RecordingError: it does not fit the arguments or the state of the program; says which.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        if self.bound is None:
+            raise RecordingError(
+                f"{self.name}: bind it first: recording.bind({', '.join(f'{r}={r}' for r in self.roots if r)})"
+            )
+        for bound in (self.bound, self.bound.again(leaves)):
+            inputs = bound.fits(leaves) if bound is not None and tree == self.call else None
+            if inputs is not None:
+                self.bound = bound
+                return bound.go(leaves, inputs)
+        why = (
+            self.bound.difference(leaves, [name for name, _ in self.arguments]) if tree == self.call else "another call"
+        )
+        raise RecordingError(
+            f"the recording of {self.name} does not fit: {why}. Record it anew, or use onecard.to_static"
+        )
+
+    def bind(self, **roots: Any) -> Recording:
+        """The same recording on these objects: modules, optimizers and tensors by their names in ``roots``.
+
+        Raises:
+            RecordingError: one is missing, or has not what the recording reads.
+        """
+        from onecard.graph.bound import Bound
+
+        if missing := [name for name in self.roots if name and name not in roots]:
+            raise RecordingError(
+                f"{self.name}: bind is not given {', '.join(missing)}; it needs {', '.join(filter(None, self.roots))}"
+            )
+        made = self.with_graph(self.graph)
+        try:
+            held = [roots.get(name) for name in self.roots]
+            made.bound = Bound(made, held, [None] * len(self.arguments), [kind for _, kind in self.arguments])
+        except (KeyError, AttributeError, IndexError) as fault:
+            raise RecordingError(
+                f"{self.name}: what it is bound to has no {fault}. Optimizers have their states after a first step, or when a "
+                "state dict is loaded"
+            ) from None
+        return made
+
+    def save(self, path: Any) -> None:
+        """Write it to a file, without pickle: ``onecard.load_recording(path).bind(...)`` reads it."""
+        from onecard.graph.saved import save
+
+        save(self, path)
+
+    def name_of(self, where: Where) -> str:
+        """A place in words."""
+        kind, *rest = where
+        if kind == "gradient":
+            return f"{self.name_of(rest[0])}.grad"
+        if kind == "argument":
+            return self.arguments[rest[0]][0]
+        return next(
+            (i.name for i in self.inputs if i.where == where), ".".join(map(str, (self.roots[rest[0]], *rest[1:])))
+        )
+
+    def __str__(self) -> str:
+        from onecard.graph.show import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        from onecard.graph.show import head
+
+        return f"<{head(self)}>"

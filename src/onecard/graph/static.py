@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
+from onecard._torch import tree_flatten
 from onecard.comm import check
 from onecard.errors import RecordingError
 from onecard.graph.bound import Bound, kinds_of
@@ -177,12 +177,10 @@ def _recorded(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, s
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
+    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
-    return Bound(recording, roots, leaves, kinds), seen, _as_given(result)
-
-
-def _as_given(result: Any) -> Any:
-    return plain(result)
+    recording.bound = bound = Bound(recording, roots, leaves, kinds)
+    return bound, seen, plain(result)
 
 
 def _check_backward(recording: Recording) -> None:
