@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from onecard import _torch
 from onecard._torch import tree_unflatten
 from onecard.errors import RecordingError
+from onecard.graph.compiled import compiled
 from onecard.graph.places import at, numbers_of
-from onecard.graph.questions import asked
 from onecard.graph.recording import Effect, Output, Recording, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
 
@@ -175,9 +175,8 @@ class _Writer:
             )
             self._miss(f"{self.place(where)}.grad is {'' if had else 'not '}None", what)
         given = [self._input(i, known) for i, known in enumerate(self.recording.inputs)]
-        questions = asked(self.recording.graph, self.recording.conditions)
-        if questions is not None:
-            ask, answers = map(self.object, questions)
+        if self.recording.questions is not None:
+            ask, answers = self.object(compiled(self.recording.questions)), self.object(self.recording.answers)
             self._miss(
                 f"{ask}({', '.join(given)}) != {answers}", "a number that the step asks about (in an if, an int())"
             )

@@ -17,6 +17,7 @@ from onecard.graph.above import Above
 from onecard.graph.numbers import Number, plain
 from onecard.graph.phases import Phases
 from onecard.graph.places import Before, Places, numbers_of
+from onecard.graph.questions import asked
 from onecard.graph.recorder import Recorder, facts
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
 from onecard.tensor.dist_tensor import DistTensor
@@ -119,7 +120,7 @@ class Capture:
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
         return Recording(
-            name, recorder.graph, inputs, results, tree, effects, tuple(recorder.conditions),
+            name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
             tuple(n for n, _ in places.roots), had, constants,
         )  # fmt: skip
 

@@ -146,7 +146,7 @@ def _candidates(func: Any) -> list[Callable[..., Any]]:
     name = func._schema.name.removeprefix("aten::")
     if not func._schema.name.startswith("aten::") or torch.Tag.nondeterministic_seeded in func.tags:
         return []
-    places = [Tensor] if name.endswith("_") else [torch, Tensor, torch._C._nn]
+    places = [Tensor] if name.endswith("_") else [torch, Tensor, _torch.functions_of_nn]
     return [f for place in places if callable(f := getattr(place, name, None)) and type(f).__name__ != "function"]
 
 

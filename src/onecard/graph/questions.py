@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from onecard.graph.compiled import compiled
 from onecard.graph.recorder import written_by
 
 
-def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], tuple[bool, ...]] | None:
-    """A function of the graph's inputs that gives the answers, with those that a replay needs; None if nothing is asked.
+def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, tuple[bool, ...]]:
+    """A graph of the same inputs that gives the answers, with those that a replay needs; None if nothing is asked.
 
     It writes to nothing: counters that the step counts up are counted up in copies.
     """
     if not conditions:
-        return None
+        return None, ()
     needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)])
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -32,7 +31,7 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[Callable[..., tup
             names[node] = made.node_copy(node, names.__getitem__)
     answers = [made.call_function(f, fx.map_arg(args, names.__getitem__)) for f, args, _ in conditions]
     made.output(tuple(answers))
-    return compiled(made), tuple(outcome for _, _, outcome in conditions)
+    return made, tuple(outcome for _, _, outcome in conditions)
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:

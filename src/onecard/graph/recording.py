@@ -73,7 +73,7 @@ class Recording:
         inputs: of the graph, in order.
         results: what the function returns: ``Output``s, ("input", i), or constants, in the form ``tree``.
         effects: what it changes in the program besides tensors written in place, which are inputs.
-        conditions: comparisons of numbers that must come out as they did.
+        questions: a graph of the same inputs: comparisons of numbers, which must come out as ``answers``.
         roots: names of the modules, optimizers and tensors that places are told by.
         gradients: leaves, with whether they had a gradient before the step.
         constants: tensors made of Python values.
@@ -94,7 +94,8 @@ class Recording:
     results: tuple[Any, ...]
     tree: Any
     effects: tuple[Effect, ...]
-    conditions: tuple[Any, ...]
+    questions: fx.Graph | None
+    answers: tuple[bool, ...]
     roots: tuple[str, ...]
     gradients: tuple[tuple[Where, bool], ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Recording:
     def with_graph(self, graph: fx.Graph) -> Recording:
         """The same step by another graph with the same inputs and outputs."""
         return Recording(
-            self.name, graph, self.inputs, self.results, self.tree, self.effects, self.conditions, self.roots,
+            self.name, graph, self.inputs, self.results, self.tree, self.effects, self.questions, self.answers, self.roots,
             self.gradients, self.constants, self.arguments, self.call,
         )  # fmt: skip
 

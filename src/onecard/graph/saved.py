@@ -51,6 +51,7 @@ def save(recording: Recording, path: str | Path) -> None:
     recording, constants = _standing_alone(recording)
     head = {name: encode(getattr(recording, name)) for name in _PLAIN}
     head |= {"format": FORMAT, "graph": _graph(recording.graph), "tree": treespec_dumps(recording.tree)}
+    head["questions"] = None if recording.questions is None else _graph(recording.questions)
     head["call"] = None if recording.call is None else treespec_dumps(recording.call)
     tensors = {str(i): _packed(x.detach()) for i, x in constants.items()}
     tensors = tensors or {"none": torch.zeros(0)}  # a file of safetensors holds at least one
@@ -74,7 +75,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())].contiguous()
 
 
-_PLAIN = ("name", "inputs", "results", "effects", "conditions", "roots", "gradients", "arguments")
+_PLAIN = ("name", "inputs", "results", "effects", "answers", "roots", "gradients", "arguments")
 
 
 def load_recording(path: str | Path) -> Recording:
@@ -93,11 +94,12 @@ def load_recording(path: str | Path) -> Recording:
                 f"{path} has format {head.get('format')}; this version reads {FORMAT}. Record the step again"
             )
         tensors = {int(k): file.get_tensor(k) for k in file.keys() if k != "none"}  # noqa: SIM118
-    graph, nodes = _graph_of(head["graph"])
-    parts = {name: decode(head[name], nodes) for name in _PLAIN}
+    parts = {name: decode(head[name], {}) for name in _PLAIN}
+    parts["graph"] = _graph_of(head["graph"])
+    parts["questions"] = None if head["questions"] is None else _graph_of(head["questions"])
     call = None if head["call"] is None else treespec_loads(head["call"])
     constants = {i: x.expand(parts["inputs"][i].facts[0]) for i, x in tensors.items()}
-    return Recording(graph=graph, tree=treespec_loads(head["tree"]), constants=constants, call=call, **parts)
+    return Recording(tree=treespec_loads(head["tree"]), constants=constants, call=call, **parts)
 
 
 # -- the graph -------------------------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def _function(name: str) -> Callable[..., Any]:
     return _TABLES[kind][rest]
 
 
-def _graph_of(rows: list[Any]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+def _graph_of(rows: list[Any]) -> fx.Graph:
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
     for op, name, target, args, kwargs, meta in rows:
         function = _function(target) if op == "call_function" else target
@@ -146,7 +148,7 @@ def _graph_of(rows: list[Any]) -> tuple[fx.Graph, dict[str, fx.Node]]:
         node = graph.output(given[0][0]) if op == "output" else graph.create_node(op, function, *given, name=name)
         node.meta.update(decode(meta, nodes))
         nodes[name] = node
-    return graph, nodes
+    return graph
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------

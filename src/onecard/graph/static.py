@@ -18,6 +18,7 @@ from onecard.errors import RecordingError
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.numbers import plain
+from onecard.graph.passes import PASSES, optimised
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
 
@@ -49,12 +50,12 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Recording:
         leaves, names, tree = _flat(fn, args, kwargs)
-        return _recorded(fn, leaves, names, tree, reached(fn, leaves))[0].recording
+        return _recorded(fn, leaves, names, tree, [*PASSES])[0].recording
 
     return run
 
 
-def to_static(fn: Callable[..., Any], limit: int = LIMIT) -> Static:
+def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
     The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
@@ -64,6 +65,7 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT) -> Static:
     Args:
         fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
         limit: how many recordings are kept. Beyond it, calls run as they are, with a warning.
+        without: passes that are left out (``onecard.graph.passes.PASSES``), to find out which one is at fault.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -85,15 +87,15 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT) -> Static:
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit)
+    return Static(fn, limit, without)
 
 
 class Static:
     """What ``to_static`` returns: called like the function; see there."""
 
-    def __init__(self, fn: Callable[..., Any], limit: int = LIMIT) -> None:
+    def __init__(self, fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> None:
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
-        self.fn, self.limit = fn, limit
+        self.fn, self.limit, self.without = fn, limit, tuple(without)
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
 
@@ -135,7 +137,7 @@ class Static:
             return self.fn(*args, **kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        bound, seen, result = _recorded(self.fn, leaves, names, tree, reached(self.fn, leaves))
+        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without)
         self._bound.insert(0, (bound, seen))
         return result
 
@@ -168,15 +170,19 @@ def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
     return leaves, names, tree
 
 
-def _recorded(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, seen: Reached) -> tuple[Any, ...]:
+def _recorded(
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, without: Sequence[str]
+) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
+    seen = reached(fn, leaves)
     seen.tree = tree
     capture, kinds = Capture(leaves, names, seen.roots), kinds_of(leaves)
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
+    recording = optimised(recording, without)
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
     recording.bound = bound = Bound(recording, roots, leaves, kinds)
