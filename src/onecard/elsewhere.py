@@ -15,7 +15,7 @@ _STAGE_1 = (
 _STAGE_3 = (
     "not there yet; by marks: parameters on `Shard(0)` of the `dp` axis are gathered at each use, not ahead of it"
 )
-_STATIC = "not there yet: run the dynamic program, which has the same numbers"
+_STATIC = "`oc.to_static(step)`: a function that does a whole step, forward, backward and optimizer"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = (
     "parallel checkpoints are not there yet: `oc.unshard` each tensor on every rank, write on one; `load_state_dict` takes "
@@ -53,10 +53,9 @@ PADDLE = {
     "SequenceParallelEnd": "nothing: a value is gathered where an operator needs it whole",
     "SequenceParallelEnable": _SEQUENCE,
     "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
-    "to_static": _STATIC,
     "DistModel": _STATIC,
     "Engine": _STATIC,
-    "Strategy": _STATIC,
+    "Strategy": "not there yet: ZeRO, recompute and pipelines of recorded steps",
     "fleet": "not there yet: say with placements what its layers do",
     "split": _LINEAR,
     "DataParallel": _DDP,
