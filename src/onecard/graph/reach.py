@@ -68,6 +68,8 @@ class Reached:
             for i, part in enumerate(value):
                 if isinstance(part, nn.Module | Optimizer):
                     self.take(f"{name}[{i}]", part, None, None, depth)
+                elif isinstance(part, Tensor):
+                    self.roots.append((f"{name}[{i}]", part))
         elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch."):
             self._seen.add(id(value))
             for k, part in vars(value).items():
@@ -79,7 +81,7 @@ class Reached:
         if isinstance(fn, types.MethodType):
             self.take("self", fn.__self__, None, None, depth)
             fn = fn.__func__
-        if not isinstance(fn, types.FunctionType) or fn.__module__.split(".")[0] in ("torch", "onecard"):
+        if not isinstance(fn, types.FunctionType) or (fn.__module__ or "").split(".")[0] in ("torch", "onecard"):
             return
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             try:
@@ -96,7 +98,7 @@ def _differs(now: Any, before: Any) -> bool:
 
 
 def _named(code: types.CodeType) -> Iterator[str]:
-    yield from {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    yield from dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named(constant)

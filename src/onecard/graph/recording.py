@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from onecard._torch import tree_flatten
+from onecard.cost import MACHINE, Machine
 from onecard.errors import RecordingError
 from onecard.graph.compiled import compiled
 from onecard.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from onecard.graph.price import Cost
 
 Where = tuple[Any, ...]
 """A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
@@ -169,6 +173,12 @@ class Recording:
                 "state dict is loaded"
             ) from None
         return made
+
+    def cost(self, machine: Machine = MACHINE) -> Cost:
+        """What it takes on a machine, without running it: see ``onecard.graph.price``."""
+        from onecard.graph.price import cost
+
+        return cost(self, machine)
 
     def save(self, path: Any) -> None:
         """Write it to a file, without pickle: ``onecard.load_recording(path).bind(...)`` reads it."""
