@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from importlib import import_module
 from types import SimpleNamespace
@@ -29,11 +29,18 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,  # and, for the samples of rules, only those that are left whole
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map  # tensors within lists, tuples and dicts
+from torch.utils._pytree import (  # tensors within lists, tuples, dicts
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 __all__ = [
     "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "Work",
-    "no_dispatch", "tree_leaves", "tree_map",
+    "no_dispatch", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 
 missing: list[str] = []
@@ -96,6 +103,43 @@ fake_mode: Callable[[], Any] = _take("torch._guards:detect_fake_mode", lambda: N
 _mode_of: Callable[[Any], Any] = _take("torch._C:_get_dispatch_mode", lambda key: None)
 _PROXY = _take("torch._C:_TorchDispatchModeKey.PROXY", None)
 _FAKE = _take("torch._C:_TorchDispatchModeKey.FAKE", None)
+
+
+# Local tensors' operators without autograd, as they run below DistTensor. In its place: no gradients, at a part of a microsecond
+# for each operator.
+below_autograd: Callable[[], AbstractContextManager[Any]] = _take("torch._C:_AutoDispatchBelowAutograd", torch.no_grad)
+# Functions of torch that a compiled recording calls in place of operators. In its place: an empty module, and the operators.
+functions_of_nn: Any = _take("torch._C:_nn", None)
+# Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
+_task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
+# Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.
+_pop_mode: Callable[[], Any] | None = _take("torch.utils._python_dispatch:_pop_mode", None)
+_push_mode: Callable[[Any], None] | None = _take("torch.utils._python_dispatch:_push_mode", None)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs what runs now."""
+    return _task() != -1
+
+
+@contextmanager
+def beneath(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside, a mode is on that sees what all others leave."""
+    others = []
+    while _pop_mode is not None and _push_mode is not None and modes_on():
+        others.append(_pop_mode())
+    try:
+        with mode:
+            for other in reversed(others):
+                _push_mode(other)  # type: ignore[misc]
+            try:
+                yield
+            finally:
+                for _ in others:
+                    _pop_mode()  # type: ignore[misc]
+    finally:
+        for other in reversed(others):
+            _push_mode(other)  # type: ignore[misc]
 
 
 def traces() -> bool:

@@ -8,7 +8,7 @@ _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
 _STAGE_3 = (
     '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
 )
-_STATIC = "not there yet: run the dynamic program, which has the same numbers"
+_STATIC = "`oc.to_static(step)`: a function that does a whole step, forward, backward and optimizer"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distributed tensors as well"
 _SEQUENCE = (
@@ -39,10 +39,9 @@ PADDLE = {
     "SequenceParallelEnd": "nothing: a value is gathered where an operator needs it whole",
     "SequenceParallelEnable": _SEQUENCE,
     "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
-    "to_static": _STATIC,
     "DistModel": _STATIC,
     "Engine": _STATIC,
-    "Strategy": _STATIC,
+    "Strategy": "not there yet: ZeRO, recompute and pipelines of recorded steps",
     "DataParallel": _DDP,
     "seed": "`oc.manual_seed(s)`",
 }

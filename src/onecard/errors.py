@@ -38,6 +38,10 @@ class CheckpointError(OnecardError, RuntimeError):
     """A checkpoint that cannot be written, is damaged, or does not fit what it is loaded into."""
 
 
+class RecordingError(OnecardError, RuntimeError):
+    """A step that cannot be recorded, or a recording that does not fit what it is called with."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard import _torch
+from onecard import _torch, recorded
 from onecard._torch import AllgatherOptions
 from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm import record as tell
@@ -66,6 +66,8 @@ def _wait(
             check.collective(name, group.ranks, sent)
         if traced:
             _record(name, group, record)
+        elif recorded.recorder is not None and recorded.recorder.listens:
+            recorded.recorder.message(name, group, op, start, record)
         elif (work := start()) is not None:
             work.wait()
     except CommunicationError as fault:

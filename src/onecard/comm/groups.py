@@ -99,6 +99,11 @@ def forget_at_exit() -> None:
         atexit.register(forget)
 
 
+def line_of(found: Group) -> tuple[ProcessMesh, int]:
+    """The mesh and the axis of a group that ``group`` gave."""
+    return next(line for line, known in _groups.here.items() if known is found)
+
+
 def check_world(mesh: ProcessMesh) -> None:
     """Raise a CommunicationError if the mesh names ranks that this world does not have."""
     size = world.get_world_size()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onecard.comm import check, flight, trace, world
 from onecard.errors import CommunicationError
+from onecard.recorded import one_node
 from onecard.transfer import Box, Transfer, box_of
 
 Peers = list[tuple[int, Tensor]]  # the rank at the other end, and what is sent or filled
@@ -20,6 +21,7 @@ _EVERY_RANK = (
 )
 
 
+@one_node()
 def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> Tensor:
     """This rank's part under the target layout.
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from onecard import _torch
 from onecard.random.philox import MASK, Word
+from onecard.recorded import one_node
 
 
 class Key(NamedTuple):
@@ -24,12 +25,22 @@ class Key(NamedTuple):
 
     def pack(self) -> Tensor:
         """As a tensor on the CPU, in the place of a kernel's own seed."""
-        return torch.stack(list(self)) if isinstance(self.low, Tensor) else torch.tensor(self)
+        return _packed(self)
 
     @staticmethod
     def unpack(packed: Tensor) -> Key:
         """The key that was packed."""
-        return Key(*packed.unbind()) if tracing() else Key(*packed.tolist())
+        return _unpacked(packed)
+
+
+@one_node()
+def _packed(key: Key) -> Tensor:
+    return torch.stack(list(key)) if isinstance(key.low, Tensor) else torch.tensor(key)
+
+
+@one_node()
+def _unpacked(packed: Tensor) -> Key:
+    return Key(*packed.unbind()) if tracing() else Key(*packed.tolist())
 
 
 def new_key(generator: Any = None) -> Key:
@@ -47,8 +58,11 @@ def new_key(generator: Any = None) -> Key:
         >>> new_key() == key, new_key() == key
         (True, False)
     """
-    if isinstance(generator, Key):
-        return generator
+    return generator if isinstance(generator, Key) else _drawn(generator)
+
+
+@one_node()
+def _drawn(generator: Any) -> Key:
     device = generator.device if generator is not None else "cpu"
     bits = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device)
     if not tracing():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ class Law:
     Attributes:
         words: 32-bit words for each element: 1, 2 or 4.
         values: the four words of blocks, int64 tensors -> for each of the ``4 // words`` elements a tensor.
+        made: the arguments of ``law`` that gave it.
     """
 
     words: int
     values: Values
+    made: tuple[Any, ...] = ()
 
 
 def law(name: str, dtype: torch.dtype, *params: Any) -> Law:
@@ -45,7 +47,7 @@ def law(name: str, dtype: torch.dtype, *params: Any) -> Law:
     * ``exponential_``, ``cauchy_``, ``geometric_``, ``log_normal_``: by inversion, or from a normal.
     * ``words``: the bits themselves, for int64.
     """
-    return _LAWS[name](dtype, *params)
+    return replace(_LAWS[name](dtype, *params), made=(name, dtype, *params))
 
 
 def _compute(dtype: torch.dtype) -> torch.dtype:

@@ -16,11 +16,13 @@ from torch import Tensor
 from onecard.random.key import Key, tracing
 from onecard.random.laws import Law
 from onecard.random.philox import MASK, Word, philox
+from onecard.recorded import one_node
 
 CHUNK = {"cpu": 2**15}  # Philox blocks at a time: some int64 buffers of this length fit into a core's cache
 CHUNK_ELSEWHERE = 2**22  # on a GPU few launches matter more
 
 
+@one_node(0)
 def fill(out: Tensor, law: Law, key: Key, shape: Sequence[int] | None = None, offset: Sequence[int] = ()) -> Tensor:
     """Write random values into a part of a whole tensor, in place.
 

@@ -10,12 +10,14 @@ from onecard.random.key import Key, tracing
 from onecard.random.laws import law
 from onecard.random.parts import CHUNK, CHUNK_ELSEWHERE, fill
 from onecard.random.philox import philox
+from onecard.recorded import one_node
 
 SORTED = 2**15  # up to here a permutation is the order of random words, of which a rank can well make all
 ROUNDS = 24
 MULTIPLIER = 0xD2B74407B1CE6E93 - 2**64  # as int64, whose products wrap around alike
 
 
+@one_node()
 def permutation(
     n: int, key: Key, start: int = 0, length: int | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:

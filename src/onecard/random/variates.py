@@ -17,12 +17,14 @@ from onecard.random.key import Key, tracing
 from onecard.random.laws import bits53
 from onecard.random.parts import CHUNK, CHUNK_ELSEWHERE, words_at
 from onecard.random.philox import MASK
+from onecard.recorded import one_node
 
 Variates = Callable[["_Uniforms", Sequence[Tensor]], Tensor]
 Attempt = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # u, v, params -> values, accepted
 STEPS = 150  # of an inversion with a mean below 10: by then all of 1 - 2**-53 is behind
 
 
+@one_node()
 def variates(name: str, params: Sequence[Tensor], key: Key, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """A part of a whole tensor of variates.
 

@@ -21,6 +21,7 @@ from onecard.comm.state import Kept
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
+from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
 from onecard.tensor import memory
 from onecard.tensor.dispatch import handle
@@ -79,7 +80,8 @@ def _compare(label: str, word: str) -> None:
 @lru_cache(4096)
 def _law(func: Any, dtype: torch.dtype, *params: Any) -> Law:
     """The law of a call of an in-place operator, its parameters checked by torch itself."""
-    func(torch.empty(0, dtype=dtype), *params)
+    with unrecorded():
+        func(torch.empty(0, dtype=dtype), *params)
     return random.law(schema_of(func).name, dtype, *params)
 
 

@@ -13,6 +13,7 @@ from onecard._torch import tree_leaves
 from onecard.comm import check, record, trace
 from onecard.comm.state import Kept
 from onecard.errors import DispatchError
+from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
@@ -91,7 +92,8 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         for value in stale:
             value._refresh()
         return program_for(func, args, kwargs)
-    program = builders.get(func, build)(func, args, kwargs)
+    with unrecorded():
+        program = builders.get(func, build)(func, args, kwargs)
     if unproved and isinstance(program, Program) and believed(func):
         program = FirstCalls(program)
     if not trace.faking():  # what is decided there may hold tensors without data

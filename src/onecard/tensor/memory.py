@@ -245,9 +245,7 @@ def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
     """
     same = _same(x)
     if len(same) > 1 and _holds_all(x._local, same):
-        memory = x._local.untyped_storage()
-        flat = x._local.new_empty(0).set_(memory, 0, (x._local.numel(),))  # type: ignore[call-overload]
-        reduce(flat, True)
+        reduce(x._local.as_strided((x._local.numel(),), (1,), 0), True)
         _relabel(x, same)
     else:
         adopt(x, reduce(x._local, len(same) == 1 and _users(x._local) == 1))
@@ -261,7 +259,7 @@ def adopt(x: DistTensor, total: Tensor) -> None:
     else:
         key, old = _storage(x), x._local.untyped_storage()
         fresh = x._local.new_empty(old.nbytes() // x._local.element_size())
-        fresh.copy_(x._local.new_empty(0).set_(old, 0, (fresh.numel(),)))  # type: ignore[call-overload]
+        fresh.copy_(x._local.as_strided((fresh.numel(),), (1,), 0))
         _overwrite(_like(fresh, x._local), total)
         for member in same:
             member._local = _like(fresh, member._local)

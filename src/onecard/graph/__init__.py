@@ -1,0 +1,7 @@
+"""Static: a step recorded once, optimised, priced, replayed."""
+
+from onecard.graph.recording import Input, Output, Recording
+from onecard.graph.saved import load_recording
+from onecard.graph.static import Static, record, to_static
+
+__all__ = ["Input", "Output", "Recording", "Static", "load_recording", "record", "to_static"]

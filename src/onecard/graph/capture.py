@@ -1,0 +1,220 @@
+"""Run one step, and write it down: what goes in, what comes out, what it leaves in the program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from onecard import _torch, recorded
+from onecard._torch import tree_flatten, tree_unflatten
+from onecard.errors import RecordingError
+from onecard.graph import refusals
+from onecard.graph.above import Above
+from onecard.graph.numbers import Number, plain
+from onecard.graph.phases import Phases
+from onecard.graph.places import Before, Places, numbers_of
+from onecard.graph.questions import asked
+from onecard.graph.recorder import Recorder, facts
+from onecard.graph.recording import Effect, Input, Output, Recording, Where
+from onecard.tensor.dist_tensor import DistTensor
+
+
+class Capture:
+    """One run of a step, written down."""
+
+    def __init__(self, leaves: Sequence[Any], names: Sequence[str], roots: Sequence[tuple[str, Any]]) -> None:
+        self.leaves, self.names, self.given_roots = leaves, names, roots
+        self.before, self.phases = Before(), Phases()
+        self.recorder = Recorder(self.before, self.phases)
+        self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
+        self._tagged: dict[tuple[Any, ...], Any] = {}
+        self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}
+        self._inputs: dict[fx.Node, tuple[int, Any]] = {}  # what stands behind an input: its identity and itself
+
+    def run(self, fn: Any, tree: Any) -> Any:
+        """Call the function; returns what it returns, with numbers as they are in the recording."""
+        if recorded.recorder is not None:
+            raise RecordingError("a step is being recorded already; call the function itself inside, not its recording")
+        recorder = self.recorder
+        given = [self._argument(i, x) for i, x in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(given, tree)
+        recorded.recorder = recorder
+        try:
+            with (
+                Above(recorder),
+                _torch.beneath(recorder.below),
+                self.phases.watched(self._begin, self._end),
+            ):
+                return fn(*args, **kwargs)
+        finally:
+            recorded.recorder = None
+            self._restore()
+
+    def _argument(self, i: int, x: Any) -> Any:
+        recorder = self.recorder
+        if isinstance(x, Tensor):
+            self.recorder.input(x._local if isinstance(x, DistTensor) else x, argument=True)
+        elif type(x) is float:
+            node = recorder.input(x)
+            self.numbers[node] = ("argument", i)
+            return Number(x, node, recorder)
+        return x
+
+    # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in numbers_of(group).items():
+                made = self._number(optimizer, g, key, value)
+                self._aside.setdefault(id(optimizer), []).append((group, key, value, made))
+                group[key] = made
+
+    def _number(self, optimizer: Optimizer, g: int, key: str, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._one(optimizer, g, key, i, v) for i, v in enumerate(value))
+        return self._one(optimizer, g, key, None, value)
+
+    def _one(self, optimizer: Optimizer, g: int, key: str, i: int | None, value: float) -> Number:
+        if isinstance(value, Number):
+            return value
+        place = (id(optimizer), g, key, i)
+        if place not in self._tagged:
+            node = self.recorder.input(value)
+            self.numbers[node] = ("group", optimizer, g, key, i)
+            self._tagged[place] = Number(value, node, self.recorder)
+        return self._tagged[place]
+
+    def _end(self, optimizer: Optimizer) -> None:
+        for group, key, value, made in self._aside.pop(id(optimizer), ()):
+            if group[key] is not made:
+                raise refusals.changed_group(key)
+            group[key] = value
+
+    def _restore(self) -> None:
+        for entries in self._aside.values():
+            for group, key, value, _ in entries:
+                group[key] = value
+
+    # -- afterwards ------------------------------------------------------------------------------------------------------
+
+    def recording(self, name: str, result: Any) -> Recording:
+        """What was written down, with every input and effect at its place in the program."""
+        recorder, before = self.recorder, self.before
+        for value, node in recorder.reads:
+            recorder.conditions.append((operator.eq, (node, value), True))
+        self.places = places = Places(self._roots(), self.leaves, self.names)
+        places.gradients_of(before)
+        for leaf in recorder.leaves.values():
+            if before.had(leaf):
+                places(id(leaf), leaf)
+        places.gradients_of(before)
+        self._nodes: list[fx.Node] = []
+        flat, tree = tree_flatten(result)
+        results = tuple(self._result(x) for x in flat)
+        effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
+        recorder.finish(self._nodes)
+        inputs, constants = self._described()
+        had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
+        return Recording(
+            name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
+            tuple(n for n, _ in places.roots), had, constants,
+        )  # fmt: skip
+
+    def _roots(self) -> list[tuple[str, Any]]:
+        roots = list(self.given_roots)
+        for kind, found in (("module", self.phases.roots), ("optimizer", self.phases.optimizers)):
+            for x in found:
+                if all(x is not known for _, known in roots):
+                    roots.append((f"{kind}{len(roots)}", x))
+        return roots
+
+    def _output(self, x: Tensor | Number) -> Output:
+        """A new output of the graph."""
+        node = x.node if isinstance(x, Number) else self.recorder.node_of(x._local if isinstance(x, DistTensor) else x)
+        self._nodes.append(node)
+        grad = isinstance(x, Tensor) and x.requires_grad
+        return Output(len(self._nodes) - 1, x._spec if isinstance(x, DistTensor) else None, grad)
+
+    def _result(self, x: Any) -> Any:
+        if isinstance(x, Number):
+            return self._output(x)
+        if not isinstance(x, Tensor):
+            return x
+        if self.before.had(x):
+            return ("place", self.places(id(x), x))
+        return self._output(x)
+
+    def _groups(self) -> Iterator[Effect]:
+        """Numbers that the step has put into an optimizer."""
+        known = dict((id(o), groups) for o, groups in self.before.groups)
+        for r, (_, root) in enumerate(self.places.roots):
+            if not isinstance(root, Optimizer):
+                continue
+            for g, group in enumerate(root.param_groups):
+                for key, value in numbers_of(group).items():
+                    if isinstance(value, Number):
+                        yield Effect("group", ("group", r, g, key, None), self._output(value))
+                        group[key] = value.value
+                    elif id(root) in known and plain(known[id(root)][g].get(key)) != plain(value):
+                        raise refusals.changed_group(key)
+
+    def _states(self) -> Iterator[Effect]:
+        """States that an optimizer has made."""
+        for r, (_, root) in enumerate(self.places.roots):
+            if isinstance(root, Optimizer):
+                for g, group in enumerate(root.param_groups):
+                    for i, param in enumerate(group["params"]):
+                        for key, value in root.state.get(param, {}).items():
+                            if isinstance(value, Tensor) and not self.before.had(value):
+                                yield Effect("state", ("state", r, g, i, key), self._output(value))
+
+    def _gradients(self) -> Iterator[Effect]:
+        for key, grad in self.before.gradients.items():
+            leaf: Any = self.before.alive[key]()
+            if leaf is None:
+                continue
+            now = leaf.grad
+            if (0 if now is None else id(now)) != grad:
+                where = self.places(key, leaf)
+                yield Effect("gradient", where, None if now is None else self._output(now))
+
+    def _moved(self) -> Iterator[Effect]:
+        for x in self.before.moved():
+            if self.places.knows(x) or id(x) in self.before.owners:
+                yield Effect("place", self.places(id(x), x), self._output(x))
+
+    def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
+        inputs, constants = [], {}
+        for i, (node, value) in enumerate(self.recorder.outside.items()):
+            made = self._describe(node, value)
+            if made.kind == "constant":
+                constants[i] = value
+            inputs.append(made)
+            node.meta["input"] = made
+        return tuple(inputs), constants
+
+    def _describe(self, node: fx.Node, value: Any) -> Input:
+        if node in self.numbers:
+            return self._number_input(self.numbers[node])
+        if not isinstance(value, Tensor):
+            return Input("generator", "generator", self.places(id(value), value))
+        if not self.before.had(value):
+            return Input("constant", "constant", ("constant",), None, facts(value))
+        holder = self.before.holders.get(id(value))
+        if holder is None or self.places._found.get(id(value), ("",))[0] == "argument":
+            where, spec = self.places(id(value), value), None
+        else:
+            where, spec = self.places(holder, self.before.alive[holder]()), self.before.locals[holder][1]
+        kind: Any = {"member": "parameter", "object": "tensor", "group": "state"}.get(where[0], where[0])
+        return Input(kind, self.places.name(where), where, spec, facts(value))
+
+    def _number_input(self, place: tuple[Any, ...]) -> Input:
+        where: Where = place
+        if place[0] == "group":
+            r = next(r for r, (_, root) in enumerate(self.places.roots) if root is place[1])
+            where = ("group", r, *place[2:])
+        return Input("number", self.places.name(where), where)

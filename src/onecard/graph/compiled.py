@@ -1,0 +1,207 @@
+"""A graph as a Python function: one line for each node, torch's functions called directly, tensors dropped at their last use.
+
+torch's own functions (``torch.mm``) take half the time of the operators that a graph holds (``aten.mm.default``). One is used in
+place of the other only where a call with the same arguments, on tensors without data, has shown that it gives that operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from onecard import _torch
+from onecard._torch import OpOverload, TorchDispatchMode
+from onecard.comm import again
+
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//", operator.mod: "%",
+    operator.pow: "**", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+
+
+def compiled(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """A function of the graph's inputs that gives its outputs; to be called below autograd (``below``)."""
+    writer = _Writer()
+    last = _last_uses(graph)
+    for node in graph.nodes:
+        writer.node(node)
+        gone = [writer.name(n) for n in last.get(node, ())]
+        if gone:
+            writer.lines.append(f"    del {', '.join(gone)}")
+    text = f"def run({', '.join(writer.inputs)}):\n" + "\n".join(writer.lines)
+    exec(compile(text, "<recording>", "exec"), writer.names)
+    return writer.names["run"]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node those that nobody uses after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            used.update(node.all_input_nodes)
+            continue
+        if node not in used:
+            found.setdefault(node, []).append(node)
+        for n in [*node.all_input_nodes]:
+            if n not in used:
+                used.add(n)
+                found.setdefault(node, []).append(n)
+        used.add(node)
+    return found
+
+
+class _Writer:
+    """The text of a function, and the objects that it names."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.inputs: list[str] = []
+        self._known: dict[Any, str] = {}
+
+    def name(self, node: fx.Node) -> str:
+        return f"v_{node.name}"
+
+    def object(self, value: Any, key: Any = None) -> str:
+        """A name for an object."""
+        key = id(value) if key is None else key
+        if key not in self._known:
+            self._known[key] = name = f"g{len(self._known)}"
+            self.names[name] = value
+        return self._known[key]
+
+    def node(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.inputs.append(self.name(node))
+        elif node.op == "output":
+            self.lines.append(f"    return {self.value(tuple(node.args[0]))}")  # type: ignore[arg-type]
+        else:
+            self.lines.append(f"    {self.name(node)} = {self.call(node)}")
+
+    def call(self, node: fx.Node) -> str:
+        target: Any = node.target
+        given = [self.value(a) for a in node.args]
+        if target in _INFIX:
+            return f"{given[0]} {_INFIX[target]} {given[1]}"
+        if target is operator.getitem:
+            return f"{given[0]}[{given[1]}]"
+        if target is again.message:
+            send = again.sender(*node.args[2:])  # type: ignore[arg-type]
+            return f"{self.object(send)}({given[0]}, {given[1]})"
+        named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+        function = called(node) if isinstance(target, OpOverload) else target
+        return f"{self.object(function)}({', '.join(given + named)})"
+
+    def value(self, value: Any) -> str:
+        kind = type(value)
+        if isinstance(value, fx.Node):
+            return self.name(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.value, value))}]"
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return f"({''.join(self.value(v) + ', ' for v in value)})"
+        if kind in (int, bool, str) or value is None:
+            return repr(value)
+        if kind is float and value == value and abs(value) != float("inf"):
+            return repr(value)
+        return self.object(value)
+
+
+# -- torch's functions -----------------------------------------------------------------------------------------------------
+
+
+def called(node: fx.Node) -> Callable[..., Any]:
+    """What to call for an operator: torch's function, if it is seen to do the same, else the operator itself."""
+    func: Any = node.target
+    plainly = getattr(func, "_op", func)
+    key = (func, _kind(node.args), _kind(node.kwargs))
+    found = _faster.get(key)
+    if found is None:
+        found = _faster[key] = next((f for f in _candidates(func) if _same(f, func, node)), plainly)
+    return found
+
+
+_faster: dict[Any, Callable[..., Any]] = {}  # the same on all ranks: functions of the key alone
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument decides which operator a function gives."""
+    if isinstance(value, fx.Node):
+        facts = value.meta.get("tensor")
+        return ("number",) if facts is None else (len(facts[0]), facts[2], facts[3].type)
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((k, _kind(v)) for k, v in value.items())
+    return (type(value), value if isinstance(value, bool | str | None) else None)
+
+
+def _candidates(func: Any) -> list[Callable[..., Any]]:
+    name = func._schema.name.removeprefix("aten::")
+    if not func._schema.name.startswith("aten::") or torch.Tag.nondeterministic_seeded in func.tags:
+        return []
+    places = [Tensor] if name.endswith("_") else [torch, Tensor, _torch.functions_of_nn]
+    return [f for place in places if callable(f := getattr(place, name, None)) and type(f).__name__ != "function"]
+
+
+def _same(function: Callable[..., Any], func: Any, node: fx.Node) -> bool:
+    """Whether a function gives one call of the operator with the very arguments."""
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _rehearsed)
+    except KeyError:
+        return False
+    seen = _Seen()
+    try:
+        with below(), seen:
+            function(*args, **kwargs)
+    except Exception:
+        return False
+    return len(seen.calls) == 1 and seen.calls[0][0] is func and _alike(seen.calls[0][1:], (args, kwargs), func)
+
+
+def _alike(seen: Any, given: Any, func: Any) -> bool:
+    """Whether two calls give an operator the same, defaults filled in."""
+    return _filled(func, *seen) == _filled(func, *given)
+
+
+def _filled(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    declared = func._schema.arguments
+    values = {a.name: a.default_value for a in declared}
+    values.update(zip((a.name for a in declared), args, strict=False))
+    values.update(kwargs)
+    return [_comparable(v) for v in values.values()]
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, list | tuple):
+        return [_comparable(v) for v in value]
+    return (type(value), value)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _rehearsed(node: fx.Node) -> Any:
+    """A tensor without data like a node's result; a number for a number."""
+    if "tensor" not in node.meta:
+        return 0.5
+    shape, stride, dtype, _ = node.meta["tensor"]
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+below = _torch.below_autograd

@@ -1,0 +1,180 @@
+"""Numbers of Python that may change between steps, followed while a step is recorded: learning rates, step counts, arguments.
+
+A ``Number`` computes like the float that it is, and writes each operation into the graph. What cannot be followed (a branch,
+``int(x)``, a function of C) becomes a condition of the recording: where it does not hold, the step is recorded anew.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+# What C code reads in place of the value: not a number, with a mark that arithmetic hands on. So a number that went through a
+# function that nobody can follow is found where it comes out, and is not baked in.
+_MARK = 0x0C0FFEE
+POISON = struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | _MARK))[0]
+
+
+def poisoned(value: Any) -> bool:
+    """Whether a number came out of C code that a ``Number`` went into.
+
+    Example:
+        >>> poisoned(math.cos(POISON)), poisoned(math.nan), poisoned(1.0)
+        (True, False, False)
+    """
+    if type(value) is not float or value == value:
+        return False
+    return struct.unpack("<Q", struct.pack("<d", value))[0] & 0xFFFFFFFFFFFF == _MARK
+
+
+class Number(float):
+    """A float with its node in a graph.
+
+    Attributes:
+        value: what it is in the step that is recorded.
+        node: where it comes from; ``writer``: who writes operations and conditions down.
+    """
+
+    __slots__ = ("node", "value", "writer")
+    value: float
+    node: Any
+    writer: Any
+
+    def __new__(cls, value: float, node: Any, writer: Any) -> Number:
+        self = float.__new__(cls, POISON)
+        self.value, self.node, self.writer = value, node, writer
+        return self
+
+    def _fixed(self) -> float:
+        """The value for what cannot be followed: from now on a condition."""
+        self.writer.condition(operator.eq, (self.node, self.value), True)
+        return self.value
+
+    def __float__(self) -> float:
+        return self._fixed()
+
+    def __int__(self) -> int:
+        return int(self._fixed())
+
+    __trunc__ = __int__
+
+    def __round__(self, digits: Any = None) -> Any:
+        return round(self._fixed(), digits)
+
+    def __floor__(self) -> int:
+        return math.floor(self._fixed())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._fixed())
+
+    def __bool__(self) -> bool:
+        return self.writer.condition(operator.ne, (self.node, 0.0), self.value != 0.0)
+
+    def __hash__(self) -> int:
+        return hash(self._fixed())
+
+    def is_integer(self) -> bool:
+        """As float's."""
+        return self._fixed().is_integer()
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        """As float's."""
+        return self._fixed().as_integer_ratio()
+
+    def hex(self) -> str:
+        """As float's."""
+        return self._fixed().hex()
+
+    def conjugate(self) -> Number:
+        """As float's."""
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __reduce__(self) -> Any:
+        return float, (self.value,)
+
+    def __deepcopy__(self, memo: Any) -> float:
+        return self.value
+
+    def __copy__(self) -> float:
+        return self.value
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Number) else x
+
+
+def _node(x: Any) -> Any:
+    return x.node if isinstance(x, Number) else x
+
+
+def _arithmetic(function: Callable[..., Any], turned: bool) -> Callable[..., Any]:
+    def method(self: Number, other: Any, *rest: Any) -> Any:
+        if isinstance(other, Tensor) or not isinstance(other, float | int):
+            return NotImplemented
+        pair = (other, self) if turned else (self, other)
+        result = function(*map(_value, pair))
+        return self.writer.number(result, function, tuple(map(_node, pair)))
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: self.writer.number(function(self.value), function, (self.node,))
+
+
+def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Number, other: Any) -> Any:
+        if isinstance(other, Tensor) or not isinstance(other, float | int):
+            return NotImplemented
+        return self.writer.condition(function, (self.node, _node(other)), function(self.value, _value(other)))
+
+    return method
+
+
+def _define() -> None:
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        function = getattr(operator, name)
+        setattr(Number, f"__{name}__", _arithmetic(function, turned=False))
+        setattr(Number, f"__r{name}__", _arithmetic(function, turned=True))
+    for name in ("neg", "pos", "abs"):
+        setattr(Number, f"__{name}__", _unary(getattr(operator, name)))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Number, f"__{name}__", _comparison(getattr(operator, name)))
+
+
+_define()
+
+
+def plain(value: Any) -> Any:
+    """A value with the numbers in it (also in lists, tuples and dicts) as ordinary floats."""
+    if isinstance(value, Number):
+        return value.value
+    if type(value) in (list, tuple):
+        return type(value)(plain(v) for v in value)
+    if type(value) is dict:
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def numbers_in(value: Any) -> list[Number]:
+    """All numbers in a value, in order."""
+    if isinstance(value, Number):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [n for v in value for n in numbers_in(v)]
+    if type(value) is dict:
+        return [n for v in value.values() for n in numbers_in(v)]
+    return []

@@ -1,0 +1,57 @@
+"""Second names of the same tensor: ``detach``, views to the shape that a tensor has already, ``contiguous`` of what is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard.graph.passes._copy import copied
+
+aten = torch.ops.aten
+_SAME = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten.lift_fresh.default,
+}
+_IF_ALIKE = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default, aten.slice.Tensor,
+             aten.narrow.default, aten.contiguous.default, aten.reshape.default, aten.squeeze.dim, aten.transpose.int,
+             aten.as_strided.default}  # fmt: skip
+_RESHAPES = ("resize_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "as_strided_", "swapdims_", "swapaxes_")
+
+
+def plain_names(graph: fx.Graph) -> fx.Graph:
+    """Below autograd a tensor and its ``detach`` differ in nothing, unless an operator turns one of them in place."""
+    called = {getattr(getattr(n.target, "_schema", None), "name", "").removeprefix("aten::") for n in graph.nodes}
+    if called & {*_RESHAPES}:
+        return copied(graph, lambda n: None, lambda n: True)
+    return copied(graph, _other, lambda n: True)
+
+
+def _other(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if any(user.op == "output" for user in node.users):  # what comes out has a name of its own
+        return None
+    source = node.args[0]
+    if node.target in _SAME:
+        facts: Any = source.meta.get("tensor")
+        put_off = node.target in (aten.resolve_conj.default, aten.resolve_neg.default) and facts and facts[2].is_complex
+        return None if facts is None or put_off else source
+    alike = node.meta.get("tensor") is not None and node.meta["tensor"] == source.meta.get("tensor")
+    if node.target in _IF_ALIKE and alike and _begins_alike(node):
+        return source
+    return None
+
+
+def _begins_alike(node: fx.Node) -> bool:
+    """Whether a view of the same shape and strides begins where its base does: not a window, nor a turned square."""
+    if node.target is aten.as_strided.default:
+        return False
+    if node.target in (aten.permute.default, aten.transpose.int):
+        dims = node.args[1] if node.target is aten.permute.default else None
+        return dims is not None and list(dims) == list(range(len(dims)))  # type: ignore[arg-type]
+    return True

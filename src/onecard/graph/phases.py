@@ -1,0 +1,68 @@
+"""Where in the program a node comes from: forward, backward or optimizer, and in which module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from onecard import _torch
+
+
+class Phases:
+    """What runs now, told by torch's own hooks.
+
+    Attributes:
+        roots: the outermost modules that were called; ``optimizers``: those that stepped.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._stack: list[str] = []
+        self._paths: dict[int, str] = {}
+        self._stepping = 0
+
+    def here(self) -> dict[str, str]:
+        """The phase and the module path, for a node."""
+        phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
+        return {"phase": phase, "module": self._stack[-1] if self._stack and phase == "forward" else ""}
+
+    @contextmanager
+    def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
+        """Inside, modules and optimizers are seen; the two functions are told of each optimizer's step."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if not self._stack and module not in self.roots:
+                self.roots.append(module)
+                self._paths.update({id(m): name for name, m in module.named_modules()})
+            self._stack.append(self._paths.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._stack.pop()
+
+        def begin(optimizer: Optimizer, *_: Any) -> None:
+            self._stepping += 1
+            if optimizer not in self.optimizers:
+                self.optimizers.append(optimizer)
+            before(optimizer)
+
+        def end(optimizer: Optimizer, *_: Any) -> None:
+            self._stepping -= 1
+            after(optimizer)
+
+        hooks = (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

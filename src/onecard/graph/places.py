@@ -1,0 +1,198 @@
+"""Where the tensors of a step are in the program: what was alive before it, and what it has changed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
+
+from onecard.graph.recording import Where
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.spec import Spec
+
+
+class Before:
+    """All tensors that are alive before a step, without keeping any of them alive.
+
+    Attributes:
+        alive: by identity.
+        gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way.
+        holders: by the identity of a local part, the identity of the distributed tensor that had it.
+        locals: of each distributed tensor, its local part's identity and its spec.
+        groups: the numbers of all optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.alive: dict[int, TensorWeakRef] = {}
+        self.gradients: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
+        self.holders: dict[int, int] = {}
+        self.locals: dict[int, tuple[int, Spec]] = {}
+        self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+        found: list[Tensor] = []
+        for x in gc.get_objects():
+            kind = type(x)
+            if issubclass(kind, Tensor):
+                found.append(x)
+            elif issubclass(kind, Optimizer):
+                self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
+        for x in found:
+            self.alive[id(x)] = TensorWeakRef(x)
+            if takes_gradients(x):
+                grad = x.grad
+                self.gradients[id(x)] = 0 if grad is None else id(grad)
+                if grad is not None:  # made for Python only now, if it is a plain one
+                    self.owners[id(grad)] = id(x)
+                    self.alive[id(grad)] = TensorWeakRef(grad)
+                    self._hold(grad)
+            self._hold(x)
+
+    def _hold(self, x: Tensor) -> None:
+        if isinstance(x, DistTensor) and hasattr(x, "_local"):
+            if id(x._local) not in self.holders or isinstance(x, nn.Parameter):
+                self.holders[id(x._local)] = id(x)
+            self.locals[id(x)] = (id(x._local), x._spec)
+
+    def had(self, x: Tensor) -> bool:
+        """Whether a tensor was there."""
+        found = self.alive.get(id(x))
+        return found is not None and found() is x
+
+    def moved(self) -> Iterator[DistTensor]:
+        """Distributed tensors that have another local part, or lie otherwise, than before."""
+        for key, (local, spec) in self.locals.items():
+            x: Any = self.alive[key]()
+            if x is not None and (id(x._local) != local or x._spec.with_note(()) is not spec.with_note(())):
+                yield x
+
+
+def takes_gradients(x: Tensor) -> bool:
+    """Whether a tensor is a leaf that has gradients."""
+    try:
+        return x.requires_grad and x.is_leaf
+    except RuntimeError:  # a view that autograd has given up, somewhere in the process
+        return False
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of an optimizer's group of parameters: floats, and tuples of them."""
+
+    def counts(value: Any) -> bool:
+        return isinstance(value, float) or (
+            isinstance(value, tuple | list) and all(isinstance(v, float) for v in value)
+        )
+
+    return {k: v for k, v in group.items() if k != "params" and counts(v)}
+
+
+class Places:
+    """Finds the place of a tensor below the roots: arguments, modules, optimizers, and tensors that stand alone."""
+
+    def __init__(self, roots: Sequence[tuple[str, Any]], arguments: Sequence[Any], names: Sequence[str]) -> None:
+        self.roots, self.names = list(roots), list(names)
+        self._found: dict[int, Where] = {}
+        self._gradients: dict[int, Where] = {}
+        for i, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                self._found.setdefault(id(x), ("argument", i))
+        for modules in (
+            True,
+            False,
+        ):  # a parameter is called by its name in the module, not by its number in the optimizer
+            for r, (_, root) in enumerate(self.roots):
+                for where, x in members(r, root) if isinstance(root, nn.Module) is modules else ():
+                    self._found.setdefault(id(x), where)
+
+    def gradients_of(self, before: Before) -> None:
+        """Learn which tensors were gradients before the step."""
+        for grad, leaf in before.owners.items():
+            if leaf in self._found:
+                self._gradients[grad] = ("gradient", self._found[leaf])
+
+    def __call__(self, key: int, x: Any) -> Where:
+        """The place of a tensor with this identity; one that has none is a root of its own."""
+        where = self._found.get(key) or self._gradients.get(key)
+        if where is None:
+            where = self._found[key] = ("object", len(self.roots))
+            self.roots.append((f"{_NAMELESS}{len(self.roots)}", x))
+        return where
+
+    def knows(self, x: Any) -> bool:
+        """Whether a tensor has a place already."""
+        return id(x) in self._found
+
+    def name(self, where: Where) -> str:
+        """A place in words."""
+        kind, *rest = where
+        if kind == "argument":
+            return self.names[rest[0]]
+        if kind == "gradient":
+            return f"{self.name(rest[0])}.grad"
+        root = self.roots[rest[0]][0]
+        if kind in ("parameter", "buffer"):
+            return f"{root}.{rest[1]}"
+        if kind in ("member", "state"):
+            _, group, i, *key = rest
+            owner = self.roots[rest[0]][1].param_groups[group]["params"][i]
+            known = self._found.get(id(owner), ("member",))
+            name = self.name(known) if known[0] in ("parameter", "argument", "object") else f"{root}[{group}][{i}]"
+            return f"{key[0]} of {name}" if key else name
+        if kind == "group":
+            _, group, key, i = rest
+            return f"{root}.param_groups[{group}][{key!r}]" + ("" if i is None else f"[{i}]")
+        return root
+
+
+_NAMELESS = "a tensor "
+
+
+def is_nameless(root: str) -> bool:
+    """Whether a root is a tensor that no name of the program leads to."""
+    return root.startswith(_NAMELESS)
+
+
+def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:
+    """The tensors of a module or an optimizer, with their places."""
+    if isinstance(root, nn.Module):
+        yield from ((("parameter", r, name), x) for name, x in root.named_parameters())
+        yield from ((("buffer", r, name), x) for name, x in root.named_buffers())
+    elif isinstance(root, Optimizer):
+        for g, group in enumerate(root.param_groups):
+            for i, x in enumerate(group["params"]):
+                yield ("member", r, g, i), x
+                for key, value in root.state.get(x, {}).items():
+                    if isinstance(value, Tensor):
+                        yield ("state", r, g, i, key), value
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    yield ("group", r, g, key, None), value
+    elif isinstance(root, Tensor):
+        yield ("object", r), root
+
+
+def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    """The object at a place."""
+    kind, *rest = where
+    if kind == "argument":
+        return leaves[rest[0]]
+    if kind == "gradient":
+        return at(rest[0], roots, leaves).grad
+    root = roots[rest[0]]
+    if kind in ("parameter", "buffer"):
+        path, _, name = rest[1].rpartition(".")
+        return getattr(root.get_submodule(path), name)
+    if kind == "member":
+        return root.param_groups[rest[1]]["params"][rest[2]]
+    if kind == "state":
+        return root.state[root.param_groups[rest[1]]["params"][rest[2]]][rest[3]]
+    if kind == "group":
+        value = root.param_groups[rest[1]][rest[2]]
+        return value if rest[3] is None else value[rest[3]]
+    return root
+
+
+Finder = Callable[[int, Any], Where]

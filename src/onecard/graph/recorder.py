@@ -1,0 +1,315 @@
+"""The recorder: while a step runs, every local operator and every message below the distributed tensors becomes a node.
+
+It runs on real tensors, in a real step. What is written down is what the kernels were called with, so that in-place writes,
+views and aliases keep their meaning by construction, and a replay is the same calls once more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import TensorWeakRef
+
+from onecard import _torch, recorded
+from onecard._torch import TorchDispatchMode, tree_leaves
+from onecard.comm import again, record, trace
+from onecard.comm.groups import line_of
+from onecard.errors import RecordingError
+from onecard.graph import refusals
+from onecard.graph.numbers import Number, poisoned
+from onecard.graph.phases import Phases
+from onecard.random import Key
+from onecard.rules.call import schema_of
+from onecard.tensor.dist_tensor import DistTensor
+
+aten = torch.ops.aten
+Condition = tuple[
+    Callable[..., bool], tuple[Any, ...], bool
+]  # a comparison, what it compares (nodes, values), the outcome
+
+
+def item(x: Tensor) -> Any:
+    """A counter of one element, read on the host."""
+    return x.item()
+
+
+def _top() -> None:
+    """Stands where the operators begin, until they are all there."""
+
+
+class Recorder:
+    """A graph that grows while a step runs.
+
+    Attributes:
+        graph: the nodes so far; inputs stand first, in the order in which they came up.
+        outside: for each input node the tensor, number or generator that it stands for.
+        conditions: what was asked of numbers; a replay is only right where the answers are the same.
+        leaves: tensors that take gradients and were used.
+        tags: the numbers in the call of torch that runs now.
+    """
+
+    def __init__(self, before: Any, phases: Phases) -> None:
+        self.graph, self.phases, self._before = fx.Graph(), phases, before
+        self._start = self.graph.call_function(_top)
+        self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
+        self._keys: dict[Key, fx.Node] = {}
+        self._off = 0
+        self.outside: dict[fx.Node, Any] = {}
+        self.conditions: list[Condition] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.calls = 0  # of torch's functions, under way
+        self.tags: list[Number] = []
+        self.known: set[float] = set()  # other floats in that call
+        self.matched: set[int] = set()
+        self.foreign = False  # it turned a float into another one
+        self.reads: list[tuple[Any, fx.Node]] = []  # counters that the call has read
+        self.below = _Below(self)
+
+    # -- what the lower layers call ------------------------------------------------------------------------------------
+
+    @property
+    def listens(self) -> bool:
+        """Whether what runs now is written down."""
+        return not self._off
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Write down a call of a function of ours (``recorded.one_node``)."""
+        if self._off:
+            return function(*args, **kwargs)
+        with self.paused():
+            result = function(*args, **kwargs)
+        node = self._add(function, args, kwargs, result)
+        node.meta["data"] = True
+        return result
+
+    def message(self, name: str, group: Any, op: str, start: Callable[[], Any], recipe: Any) -> None:
+        """Run a collective, and write it down."""
+        if recipe is None:
+            raise trace.refuse(name)
+        with self.paused():
+            work = start()
+            if work is not None:
+                work.wait()
+        into, functional, given, *rest = recipe()
+        line = again.Line(*line_of(group))
+        self._add(again.message, (into, given, functional, tuple(rest), line), {}, None)
+
+    # -- what is seen below autograd -----------------------------------------------------------------------------------
+
+    def saw(self, args: Any, kwargs: Any) -> None:
+        """Distributed operands of an operator that is about to run."""
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, DistTensor):
+                if x.requires_grad and x.is_leaf:
+                    self.leaves[id(x)] = x
+                found = self._nodes.get(id(x._local))
+                if found is not None and found[0]() is x._local:
+                    found[1].meta["spec"] = x._spec
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a local operator, and write it down."""
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0])
+        if func.namespace == "profiler":  # marks of torch's optimizers for its profiler
+            return func(*args, **kwargs)
+        refusals.check(func, args)
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
+                self.leaves[id(x)] = x
+        result = func(*args, **kwargs)
+        if func is aten.lift_fresh.default:  # a tensor that Python has just made from values
+            if not self.calls:
+                raise refusals.made_outside(args[0])
+            self._constant(args[0])
+            func = aten.clone.default
+            result = result.view_as(result) if result is args[0] else result
+        self._add(func, args, kwargs, result)
+        return result
+
+    def _item(self, x: Tensor) -> Any:
+        node = self.node_of(x)
+        value = aten._local_scalar_dense.default(x)
+        if node.meta["data"]:
+            raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
+        made = self._put(item, (node,), {})
+        made.meta["data"] = False
+        self.reads.append((value, made))
+        return value
+
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        node = self._put(func, self._given(args), self._given(kwargs))
+        inputs = [*node.all_input_nodes]
+        node.meta["data"] = any(n.meta.get("data") for n in inputs)
+        for written in written_by(node):
+            written.meta["data"] = written.meta["data"] or node.meta["data"]
+        self._keep(node, result, {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        return node
+
+    def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
+        """Note which tensors a node has made."""
+        if isinstance(result, Key):
+            self._keys[result] = node
+        elif isinstance(result, Tensor):
+            if id(result) not in given:
+                self._name(result, node)
+        elif isinstance(result, list | tuple):
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor) and id(part) not in given:
+                    got = self._put(operator.getitem, (node, i), {})
+                    got.meta["data"] = node.meta["data"]
+                    self._name(part, got)
+
+    def _name(self, x: Tensor, node: fx.Node) -> None:
+        node.meta["tensor"] = facts(x)
+        self._nodes[id(x)] = (TensorWeakRef(x), node)
+
+    def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.phases.here(), line=record.user_line())
+        return node
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def _given(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Key):
+            return self._keys[value]
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if kind is float:
+            return self._float(value)
+        if kind is list or kind is tuple:
+            return kind(self._given(v) for v in value)
+        if kind is dict:
+            return {k: self._given(v) for k, v in value.items()}
+        if isinstance(value, torch.Generator):
+            return self.input(value)
+        if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+            raise RecordingError(
+                f"an operator takes memory itself, not a tensor, at {record.user_line()}: not in a recording"
+            )
+        return value
+
+    def _float(self, value: float) -> Any:
+        """A float of an operator: the node of a number that the call was given, or a constant."""
+        if poisoned(value):
+            raise refusals.lost_number()
+        found = [tag for tag in self.tags if tag.value == value]
+        for tag in found[1:]:
+            if tag.node is not found[0].node:
+                self.condition(operator.eq, (found[0].node, tag.node), True)
+        if found:
+            self.matched |= {id(tag) for tag in found}
+            return found[0].node
+        self.foreign = self.foreign or (value not in (0.0, 1.0, -1.0) and value not in self.known)
+        return value
+
+    def node_of(self, x: Tensor) -> fx.Node:
+        """The node of a tensor; an input if it was there before the step."""
+        found = self._nodes.get(id(x))
+        if found is not None and found[0]() is x:
+            return found[1]
+        if not self._before.had(x):
+            raise refusals.made_outside(x)
+        node = self.input(x)
+        self._name(x, node)
+        return node
+
+    def _constant(self, x: Tensor) -> None:
+        node = self.input(x)
+        node.meta["data"] = False
+        self._name(x, node)
+
+    def input(self, value: Any, argument: bool = False) -> fx.Node:
+        """The input for a tensor, number or generator from outside."""
+        for node, known in self.outside.items():
+            if known is value and not isinstance(value, float):
+                return node
+        with self.graph.inserting_before(self._start):
+            node = self.graph.placeholder(f"in{len(self.outside)}")
+        self.outside[node] = value
+        counts = not isinstance(value, Tensor) or (value.dim() == 0 and not argument)
+        node.meta.update(self.phases.here(), line="", data=not counts)
+        if isinstance(value, Tensor):
+            self._name(value, node)
+        return node
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def number(self, value: float, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The result of an operation on numbers."""
+        if not self.listens or self is not recorded.recorder or not isinstance(value, float):
+            return value
+        node = self._put(function, args, {})
+        node.meta["data"] = False
+        return Number(value, node, self)
+
+    def condition(self, function: Callable[..., bool], args: tuple[Any, ...], outcome: bool) -> bool:
+        """Note the answer to a question."""
+        if self.listens and self is recorded.recorder:
+            known = (function, args, outcome)
+            if known not in self.conditions:
+                self.conditions.append(known)
+        return outcome
+
+    def finish(self, results: Sequence[Any]) -> None:
+        """Close the graph: ``results`` are nodes."""
+        self.graph.output(tuple(results))
+        self.graph.erase_node(self._start)
+
+
+class _Below(TorchDispatchMode):
+    """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        if any(issubclass(kind, DistTensor) for kind in types):
+            if recorder.listens:
+                recorder.saw(args, kwargs)
+            return NotImplemented
+        if not recorder.listens:
+            return func(*args, **(kwargs or {}))
+        return recorder.operator(func, args, kwargs or {})
+
+
+def facts(x: Tensor) -> tuple[Any, ...]:
+    """Shape, strides, dtype and device of a tensor."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, _torch.OpOverload):
+        written = schema_of(node.target).written
+        if not written:
+            return []
+        names = schema_of(node.target).arguments
+        given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+        values = [value for name, value in given if name in written]
+    elif node.target is again.message:
+        values = [node.args[0]]
+    else:
+        values = [node.args[i] for i in recorded.writes.get(node.target, ())]  # type: ignore[arg-type]
+    return [
+        n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, fx.Node)
+    ]

@@ -1,0 +1,208 @@
+"""Recording: one step as a graph of local operators and messages, with what goes in, what comes out and what it changes.
+
+It holds no tensors and no objects of the program: those are bound to it (``bound.py``), by their places in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from onecard._torch import tree_flatten
+from onecard.cost import MACHINE, Machine
+from onecard.errors import RecordingError
+from onecard.graph.compiled import compiled
+from onecard.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from onecard.graph.price import Cost
+
+Where = tuple[Any, ...]
+"""A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
+("gradient", where), ("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of the graph.
+
+    Attributes:
+        kind: argument, parameter, buffer, gradient, state, tensor, number, generator or constant.
+        name: for people.
+        where: its place in the program.
+        spec: of the distributed tensor whose local part it is; None of a plain one.
+        facts: shape, strides, dtype, device of the local tensor; () of what is no tensor.
+    """
+
+    kind: str
+    name: str
+    where: Where
+    spec: Spec | None = None
+    facts: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of the graph, as it is given back: a plain tensor or number, or (with ``spec``) a distributed tensor."""
+
+    position: int
+    spec: Spec | None = None
+    grad: bool = False  # in the program it had a graph of autograd behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What the step leaves in the program: a gradient, a new state, another local part, a number of an optimizer.
+
+    ``kind``: "gradient" (of ``where``; no ``output``: set to None), "place" (of a distributed tensor), "state", "group".
+    """
+
+    kind: str
+    where: Where
+    output: Output | None = None
+
+
+@dataclass(slots=True, repr=False)
+class Recording:
+    """One step of a program, recorded on this rank.
+
+    Attributes:
+        name: of the function.
+        graph: an FX graph. Its operators are torch's, on local tensors; messages are nodes of ``comm.again.message``.
+            Each node's meta has ``phase`` (forward, backward, optimizer), ``line`` (the user's), ``module``, ``tensor`` (shape,
+            strides, dtype, device of the result) and ``spec`` (of the distributed tensor whose part it is).
+        inputs: of the graph, in order.
+        results: what the function returns: ``Output``s, ("input", i), or constants, in the form ``tree``.
+        effects: what it changes in the program besides tensors written in place, which are inputs.
+        questions: a graph of the same inputs: comparisons of numbers, which must come out as ``answers``.
+        roots: names of the modules, optimizers and tensors that places are told by.
+        gradients: leaves, with whether they had a gradient before the step.
+        constants: tensors made of Python values.
+        arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
+
+    Example:
+        >>> import onecard, torch
+        >>> recording = onecard.record(lambda x, rate: x * rate)(torch.ones(2), 3.0)
+        >>> recording(torch.ones(2), 5.0)
+        tensor([5., 5.])
+        >>> [known.name for known in recording.inputs]
+        ['x', 'rate']
+    """
+
+    name: str
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    results: tuple[Any, ...]
+    tree: Any
+    effects: tuple[Effect, ...]
+    questions: fx.Graph | None
+    answers: tuple[bool, ...]
+    roots: tuple[str, ...]
+    gradients: tuple[tuple[Where, bool], ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    arguments: tuple[tuple[str, Any], ...] = ()
+    call: Any = None
+    bound: Any = field(default=None, compare=False)
+    _run: Callable[..., Any] | None = field(default=None, compare=False)
+
+    @property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """The graph as a function of its inputs (local tensors, numbers, generators), in order; it writes to them."""
+        if self._run is None:
+            self._run = compiled(self.graph)
+        return self._run
+
+    def nodes(self, phase: str = "") -> Iterator[fx.Node]:
+        """The nodes that do something, of one phase or all."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and phase in ("", node.meta.get("phase")):
+                yield node
+
+    def with_graph(self, graph: fx.Graph) -> Recording:
+        """The same step by another graph with the same inputs and outputs."""
+        return Recording(
+            self.name, graph, self.inputs, self.results, self.tree, self.effects, self.questions, self.answers, self.roots,
+            self.gradients, self.constants, self.arguments, self.call,
+        )  # fmt: skip
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay it on the objects that it is bound to.
+
+        Raises:
+            RecordingError: it does not fit the arguments or the state of the program; says which.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        if self.bound is None:
+            raise RecordingError(
+                f"{self.name}: bind it first: recording.bind({', '.join(f'{r}={r}' for r in self.roots if r)})"
+            )
+        for bound in (self.bound, self.bound.again(leaves)):
+            inputs = bound.fits(leaves) if bound is not None and tree == self.call else None
+            if inputs is not None:
+                self.bound = bound
+                return bound.go(leaves, inputs)
+        why = (
+            self.bound.difference(leaves, [name for name, _ in self.arguments]) if tree == self.call else "another call"
+        )
+        raise RecordingError(
+            f"the recording of {self.name} does not fit: {why}. Record it anew, or use onecard.to_static"
+        )
+
+    def bind(self, **roots: Any) -> Recording:
+        """The same recording on these objects: modules, optimizers and tensors by their names in ``roots``.
+
+        Raises:
+            RecordingError: one is missing, or has not what the recording reads.
+        """
+        from onecard.graph.bound import Bound
+
+        if missing := [name for name in self.roots if name and name not in roots]:
+            raise RecordingError(
+                f"{self.name}: bind is not given {', '.join(missing)}; it needs {', '.join(filter(None, self.roots))}"
+            )
+        made = self.with_graph(self.graph)
+        try:
+            held = [roots.get(name) for name in self.roots]
+            made.bound = Bound(made, held, [None] * len(self.arguments), [kind for _, kind in self.arguments])
+        except (KeyError, AttributeError, IndexError) as fault:
+            raise RecordingError(
+                f"{self.name}: what it is bound to has no {fault}. Optimizers have their states after a first step, or when a "
+                "state dict is loaded"
+            ) from None
+        return made
+
+    def cost(self, machine: Machine = MACHINE) -> Cost:
+        """What it takes on a machine, without running it: see ``onecard.graph.price``."""
+        from onecard.graph.price import cost
+
+        return cost(self, machine)
+
+    def save(self, path: Any) -> None:
+        """Write it to a file, without pickle: ``onecard.load_recording(path).bind(...)`` reads it."""
+        from onecard.graph.saved import save
+
+        save(self, path)
+
+    def name_of(self, where: Where) -> str:
+        """A place in words."""
+        kind, *rest = where
+        if kind == "gradient":
+            return f"{self.name_of(rest[0])}.grad"
+        if kind == "argument":
+            return self.arguments[rest[0]][0]
+        return next(
+            (i.name for i in self.inputs if i.where == where), ".".join(map(str, (self.roots[rest[0]], *rest[1:])))
+        )
+
+    def __str__(self) -> str:
+        from onecard.graph.show import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        from onecard.graph.show import head
+
+        return f"<{head(self)}>"

@@ -1,0 +1,81 @@
+"""What cannot be recorded: each error names the user's line and what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.comm import record
+from onecard.errors import RecordingError
+
+_READS = "Read values outside of the recorded step: return the tensor and call .item() on what the step gives"
+# Of these the tag is not the whole truth: they are as long as their operands say, but for masks.
+_BY_MASK = {torch.ops.aten.index.Tensor: lambda args: any(_mask(i) for i in args[1])}
+_SIZED = {torch.ops.aten.repeat_interleave.Tensor}
+
+
+def _mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def check(func: Any, args: Any) -> None:
+    """Refuse an operator whose result has a shape that depends on values.
+
+    Raises:
+        RecordingError: with the user's line.
+    """
+    if torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags:
+        return
+    if func in _BY_MASK and not _BY_MASK[func](args):
+        return
+    name = func._schema.name.removeprefix("aten::")
+    what = "indexing by a mask" if func in _BY_MASK or name == "nonzero" else name
+    raise RecordingError(
+        f"{what} at {record.user_line()}: the shape of the result depends on values, so that a recording would be right for this "
+        "step only. Keep the shape: torch.where(mask, x, 0) in place of x[mask], sums weighted by the mask in place of means of "
+        "what it selects; or do it outside of the recorded step"
+    )
+
+
+def reads_data(why: str) -> RecordingError:
+    """The error for a value that decides what Python does."""
+    return RecordingError(
+        f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
+        f"has led to. {_READS}; in place of a branch write torch.where(condition, a, b), in place of max(x, 0.0) "
+        "torch.clamp(x, min=0)"
+    )
+
+
+def made_outside(x: Tensor) -> RecordingError:
+    """The error for a tensor that came into the step by another way than torch."""
+    return RecordingError(
+        f"a tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')} used at {record.user_line()} was made inside the step, "
+        "but not by torch's operators (a DataLoader, NumPy, a file): the recording would use this step's values for ever. "
+        "Make it before the step and pass it as an argument"
+    )
+
+
+def lost_number() -> RecordingError:
+    """The error for a number that went through C code."""
+    return RecordingError(
+        f"an operator at {record.user_line()} takes a number that math, NumPy or another library has computed inside the step "
+        "from one that changes between steps (an argument, a learning rate). Compute it before the step and pass the result"
+    )
+
+
+def changed_group(name: str) -> RecordingError:
+    """The error for a learning rate that is set inside a step."""
+    return RecordingError(
+        f"the step sets an optimizer's {name} (a scheduler's step() does), which a replay would not repeat: call it outside of "
+        "the recorded step, after it"
+    )
+
+
+def swapped() -> RecordingError:
+    """The error for ``x.data = y``."""
+    return RecordingError(
+        f"x.data = y at {record.user_line()} gives a tensor other memory, which a recording does not see: write into it, "
+        "with torch.no_grad(): x.copy_(y)"
+    )

@@ -1,0 +1,201 @@
+"""record and to_static: functions that are run once as they are, written down, and replayed from then on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onecard._torch import tree_flatten
+from onecard.comm import check
+from onecard.errors import RecordingError
+from onecard.graph.bound import Bound, kinds_of
+from onecard.graph.capture import Capture
+from onecard.graph.numbers import plain
+from onecard.graph.passes import PASSES, optimised
+from onecard.graph.reach import Reached, reached
+from onecard.graph.recording import Output, Recording
+
+LIMIT = 8
+
+
+def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
+    """Run a step once, as it is, and give what it did as a ``Recording``.
+
+    Args:
+        fn: a function of tensors, numbers, and lists, tuples and dicts of them; forward, backward, clipping and optimizer of
+            one step, or a part of it.
+
+    Returns:
+        A function of the same arguments that returns the recording. The step has been done.
+
+    Raises:
+        RecordingError: the step depends on values in a way that a graph cannot hold. Names the line.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> def step(x):
+        ...     (x * weight).sum().backward()
+        >>> recording = record(step)(torch.ones(2))
+        >>> [str(node.target) for node in recording.nodes("forward")][:2]
+        ['aten.mul.Tensor', 'aten.sum.default']
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Recording:
+        leaves, names, tree = _flat(fn, args, kwargs)
+        return _recorded(fn, leaves, names, tree, [*PASSES])[0].recording
+
+    return run
+
+
+def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> Static:
+    """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
+
+    The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
+    no tensor and no float (ints, bools, strings) and every shape belongs to the recording: where it changes, the step is
+    recorded anew.
+
+    Args:
+        fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
+        limit: how many recordings are kept. Beyond it, calls run as they are, with a warning.
+        without: passes that are left out (``onecard.graph.passes.PASSES``), to find out which one is at fault.
+
+    Returns:
+        What is called in place of ``fn``. ``recordings`` are those made so far.
+
+    Source: ``paddle.jit.to_static``; ``torch.compile``.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> @to_static
+        ... def step(x):
+        ...     optimizer.zero_grad()
+        ...     loss = (x * weight).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> [step(torch.ones(2)).item() for _ in range(4)]
+        [2.0, 1.0, 0.0, -1.0]
+        >>> len(step.recordings)
+        1
+    """
+    return Static(fn, limit, without)
+
+
+class Static:
+    """What ``to_static`` returns: called like the function; see there."""
+
+    def __init__(self, fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> None:
+        functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
+        self.fn, self.limit, self.without = fn, limit, tuple(without)
+        self._bound: list[tuple[Bound, Reached]] = []
+        self._warm = self._full = False
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """Those made so far, the last one used first."""
+        return tuple(bound.recording for bound, _ in self._bound)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if check.on or not self._warm:
+            self._warm = True
+            return self.fn(*args, **kwargs)
+        simple = not kwargs and all(isinstance(a, Tensor | float) for a in args)
+        leaves, tree = (args, None) if simple else tree_flatten((args, kwargs))
+        for i, (bound, seen) in enumerate(self._bound):
+            inputs = bound.fits(leaves)
+            if inputs is not None and (tree is None or tree == seen.tree) and seen.unchanged():
+                if i:
+                    self._bound.insert(0, self._bound.pop(i))
+                return bound.go(leaves, inputs)
+        return self._miss(args, kwargs)
+
+    def _miss(self, args: Any, kwargs: Any) -> Any:
+        leaves, names, tree = _flat(self.fn, args, kwargs)
+        for i, (bound, seen) in enumerate(self._bound):
+            made = bound.again(leaves) if bound.kinds_fit(leaves) and seen.unchanged() and tree == seen.tree else None
+            inputs = made.fits(leaves) if made is not None else None
+            if made is not None and inputs is not None:
+                self._bound[i] = (made, seen)
+                return made.go(leaves, inputs)
+        if len(self._bound) >= self.limit:
+            if not self._full:
+                self._full = True
+                warnings.warn(
+                    f"{_name(self.fn)}: {self.limit} recordings, and none fits; calls that fit none run as they are from "
+                    f"now on. {self._changed(leaves, names)}",
+                    stacklevel=3,
+                )
+            return self.fn(*args, **kwargs)
+        if self._bound:
+            warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
+        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without)
+        self._bound.insert(0, (bound, seen))
+        return result
+
+    def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
+        bound, seen = self._bound[0]
+        return seen.difference() or bound.difference(leaves, names)
+
+    def __repr__(self) -> str:
+        return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
+    """The leaves of the arguments, their names, and their form."""
+    leaves, tree = tree_flatten((args, kwargs))
+    call = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        bound = inspect.signature(call).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    if sum(len(tree_flatten(v)[0]) for v in bound.values()) != len(leaves):
+        return leaves, [f"argument {i}" for i in range(len(leaves))], tree
+    names = []
+    for name, value in bound.items():
+        count = len(tree_flatten(value)[0])
+        names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+    return leaves, names, tree
+
+
+def _recorded(
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, without: Sequence[str]
+) -> tuple[Any, ...]:
+    """One run, recorded and bound; what it returns."""
+    if torch.is_inference_mode_enabled():
+        raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
+    seen = reached(fn, leaves)
+    seen.tree = tree
+    capture, kinds = Capture(leaves, names, seen.roots), kinds_of(leaves)
+    result = capture.run(fn, tree)
+    recording = capture.recording(_name(fn), result)
+    _check_backward(recording)
+    recording = optimised(recording, without)
+    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
+    roots = [root for _, root in capture.places.roots]
+    recording.bound = bound = Bound(recording, roots, leaves, kinds)
+    return bound, seen, plain(result)
+
+
+def _check_backward(recording: Recording) -> None:
+    waits = [r for r in recording.results if isinstance(r, Output) and r.grad]
+    if waits and not any(True for _ in recording.nodes("backward")):
+        raise RecordingError(
+            f"{recording.name} returns a tensor that waits for backward(), which a replay would not know. Put backward() and the "
+            "optimizer into the recorded function, or call it under torch.no_grad()"
+        )
+
+
+__all__ = ["Optimizer", "Static", "record", "to_static"]

@@ -1,0 +1,65 @@
+"""What a recording of a step (``onecard.graph``) keeps whole: calls that become one node, and what it must not see.
+
+The layers below the recorder ask here; nothing is recorded unless somebody records.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+recorder: Any = None
+"""Who records now; None: nobody."""
+
+functions: dict[str, Callable[..., Any]] = {}
+"""What a graph may call besides torch's operators, by name: filled as modules are imported."""
+
+writes: dict[Callable[..., Any], tuple[int, ...]] = {}
+"""Which of their arguments these functions write to."""
+
+
+def one_node(*written: int) -> Callable[[Function], Function]:
+    """A function that a recording keeps as one node: what it does with values (random keys, messages) is no part of the graph.
+
+    Args:
+        written: positions of the tensors that it writes to.
+
+    Example:
+        >>> @one_node()
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(3)
+        6
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if recorder is None:
+                return function(*args, **kwargs)
+            return recorder.call(function, args, kwargs)
+
+        functions[name_of(function)] = function
+        writes[function] = written
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called in a saved recording."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, nothing becomes a part of a recording: decisions, checks, what is looked at."""
+    if recorder is None:
+        yield
+        return
+    with recorder.paused():
+        yield

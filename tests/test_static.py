@@ -1,0 +1,75 @@
+"""Static steps: what is recorded replays bit for bit, on one rank and on several, and nothing that may change is baked in."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from static_programs import assert_replays, gpt, mesh, mixed, seed_000, seed_002, seed_003
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+OPTIMIZERS = ["sgd", "adamw", "fused", "foreach", "rmsprop", "adagrad", "adamax", "nadam", "asgd"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_on_one_card(kind: str) -> None:
+    assert_replays(partial(mixed, None, kind))
+
+
+def test_one_cards_programs() -> None:
+    for make in (
+        partial(mixed, None, parts=4), partial(gpt, None), partial(gpt, None, dropout=0.0), partial(seed_002, "single_card_002"),
+        partial(seed_003, "single_card_003"),
+    ):  # fmt: skip
+        assert_replays(make)
+
+
+def on_two_ranks() -> None:
+    dp = oc.ProcessMesh([0, 1], ["dp"])
+    tp = oc.ProcessMesh([0, 1], ["tp"])
+    programs = {
+        "mixed": partial(mixed, dp), "mixed accumulated": partial(mixed, dp, parts=4), "mixed fused": partial(mixed, dp, "fused"),
+        "gpt dp": partial(gpt, dp), "gpt tp": partial(gpt, tp), "gpt sp": partial(gpt, tp, sequence_parallel=True),
+        "gpt tp foreach": partial(gpt, tp, kind="foreach"), "seed 000": seed_000,
+        **{name: partial(seed_003, f"semi_auto_{name}_parallel_003") for name in ("data", "model", "pipeline")},
+    }  # fmt: skip
+    for name, make in programs.items():
+        check(name, make)
+
+
+def check(name: str, make: Any) -> None:
+    try:
+        assert_replays(make)
+    except BaseException as fault:
+        fault.add_note(f"the program {name!r}")
+        raise
+
+
+def test_two_ranks() -> None:
+    run_ranks(on_two_ranks, 2)
+
+
+def on_four_ranks() -> None:
+    both = mesh(2, 2)
+    programs = {
+        "gpt dp x tp": partial(gpt, both), "mixed dp x tp": partial(mixed, both),
+        **{name: partial(seed_002, name) for name in ("tensor_parallel_002", "data_parallel_002")},
+    }  # fmt: skip
+    for name, make in programs.items():
+        check(name, make)
+
+
+def test_four_ranks() -> None:
+    run_ranks(on_four_ranks, 4)
+
+
+def test_eight_ranks_and_two_meshes() -> None:
+    run_ranks(on_eight_ranks, 8)
+
+
+def on_eight_ranks() -> None:
+    for name in ("pipeline_parallel_002", "hybrid_parallel_002"):
+        check(name, partial(seed_002, name))

@@ -1,0 +1,228 @@
+"""What a recording refuses, and when it is made anew: errors that name the line, and nothing baked in."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from static_programs import assert_replays, mixed
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.errors import RecordingError
+
+X = torch.tensor([1.0, -2.0, 3.0])
+
+
+def read_item(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def read_branch(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def read_mask(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def read_numpy(x: Tensor) -> Tensor:
+    return x + float(x.numpy()[0])
+
+
+def from_numpy(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(np.ones(3, dtype=np.float32))
+
+
+def read_list(x: Tensor) -> Tensor:
+    return x + x.tolist()[0]
+
+
+WORDS = {
+    read_item: r"refusals.py:\d+.*\.item\(\)", read_branch: "torch.where", read_mask: "indexing by a mask.*torch.where",
+    read_numpy: r"numpy\(\)", from_numpy: "pass it as an argument", read_list: r"tolist\(\)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", WORDS, ids=lambda f: f.__name__)
+def test_what_depends_on_values_is_refused(step: Callable[..., Any]) -> None:
+    with pytest.raises(RecordingError, match=WORDS[step]):
+        oc.record(step)(X.clone())
+    oc.record(lambda x: x + 1)(X)  # nothing is left of the failed one
+
+
+def test_numbers_that_python_computes_in_c_are_refused() -> None:
+    with pytest.raises(RecordingError, match="Compute it before the step"):
+        oc.record(lambda x, t: x * math.cos(t))(X, 0.5)
+    assert torch.equal(oc.to_static(lambda x, t: x * t)(X, 0.5), X * 0.5)
+
+
+def test_floats_are_inputs() -> None:
+    calls = []
+
+    def step(x: Tensor, a: float, b: float) -> tuple[Tensor, float]:
+        calls.append(a)
+        return x * (a + 1.0) / b - torch.tensor(a), a * b
+
+    static = oc.to_static(step)
+    for a, b in ((1.0, 2.0), (0.5, 3.0), (-1.0, 7.0), (0.25, 0.5)):
+        made, number = static(X, a, b)
+        assert torch.equal(made, X * (a + 1.0) / b - torch.tensor(a)) and number == a * b
+    assert calls[2:] == [] and len(static.recordings) == 1
+
+
+def test_a_number_that_autograd_keeps_belongs_to_the_recording() -> None:
+    w = torch.ones(3, requires_grad=True)
+
+    def step(x: Tensor, scale: float) -> None:
+        w.grad = None
+        (w * x * scale).sum().backward()
+
+    static = oc.to_static(step)
+    for i, scale in enumerate((2.0, 2.0, 3.0, 2.0, 3.0)):
+        with pytest.warns(UserWarning, match="anew") if i == 2 else warnings.catch_warnings():
+            static(X, scale)
+        assert torch.equal(w.grad, X * scale)
+    assert len(static.recordings) == 2
+
+
+def test_branches_on_numbers_are_asked_again() -> None:
+    def step(x: Tensor, t: float) -> Tensor:
+        return x + t if t < 1.0 else x - int(t)
+
+    static = oc.to_static(step)
+    for t in (0.5, 0.25, 0.75, 2.5, 2.25, 0.5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(static(X, t), step(X, t))
+    assert len(static.recordings) == 3  # below one; two and a half; two and a quarter
+
+
+def test_a_branch_on_a_step_count() -> None:
+    """RAdam takes another formula from step 6 on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = assert_replays(partial(mixed, None, "radam"), recordings=2)
+    assert any(i.kind == "state" and i.name.startswith("step of") for i in run.recordings[0].inputs)
+
+
+def test_new_shapes_are_bounded_and_named() -> None:
+    static = oc.to_static(lambda batch: batch * 2, limit=2)
+    with pytest.warns(UserWarning) as seen:
+        for n in (3, 3, 4, 5, 6, 7, 4):
+            assert torch.equal(static(torch.ones(n)), torch.full((n,), 2.0))
+    said = [str(w.message) for w in seen]
+    assert len(static.recordings) == 2 and len(said) == 2
+    assert "argument 'batch' was a tensor [3] float32 and is a tensor [4] float32" in said[0]
+    assert "2 recordings, and none fits" in said[1]
+
+
+def test_what_the_step_reads_by_name_is_watched() -> None:
+    factor = 2
+    layer = nn.Dropout(0.0)
+
+    def step(x: Tensor) -> Tensor:
+        return layer(x) * factor
+
+    static = oc.to_static(step)
+    assert [static(X).tolist() for _ in range(3)][2] == (X * 2).tolist()
+    factor = 3
+    with pytest.warns(UserWarning, match="factor, which the step reads, was 2 and is 3"):
+        assert torch.equal(static(X), X * 3)
+    layer.eval()
+    with pytest.warns(UserWarning, match=r"a value of layer \(training"):
+        assert torch.equal(static(X), X * 3)
+
+
+def test_a_scheduler_inside_the_step_is_refused() -> None:
+    w = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(x: Tensor) -> None:
+        (w * x).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    step(X)
+    with pytest.raises(RecordingError, match="scheduler"):
+        oc.record(step)(X)
+
+
+def test_backward_belongs_into_the_step() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(RecordingError, match=r"waits for backward\(\)"):
+        oc.record(model)(X)
+    static = oc.to_static(model)
+    with torch.no_grad():
+        assert all(torch.equal(static(X), model(X)) for _ in range(4)) and len(static.recordings) == 1
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    trains = oc.to_static(step)
+    for _ in range(4):
+        model.zero_grad()
+        loss = trains(X)
+    with pytest.raises(RecordingError, match="inside the recorded step"):
+        (loss + model(X).sum()).backward()
+
+
+def test_loaded_states_are_used() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    static = oc.to_static(step)
+    for _ in range(3):
+        static(X)
+    saved = ({k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict()))
+    first = [static(X).item() for _ in range(3)]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert [static(X).item() for _ in range(3)] == first and len(static.recordings) == 1
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert [step(X).item() for _ in range(3)] == first
+
+
+def test_loss_scaling_with_a_fused_optimizer() -> None:
+    def run(static: bool) -> tuple[list[float], float]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        call = oc.to_static(step) if static else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = [call(X * (torch.inf if i == 6 else 1)).item() for i in range(12)]
+        if static:
+            assert 1 <= len(call.recordings) <= 2
+        return [loss for loss in losses if math.isfinite(loss)], scaler.get_scale()
+
+    assert run(True) == run(False) and run(True)[1] != 8.0
