@@ -177,7 +177,8 @@ class _CrossEntropy(Function):
         shifted = wide - peak[..., None]
         here = (label >= start) & (label < start + wide.shape[-1]) & ~ignored
         at = (label - start).masked_fill(~here, 0)[..., None]
-        sums = [shifted.exp().sum(-1)]
+        exponentials = shifted.exp()
+        sums = [exponentials.sum(-1)]
         sums.append(shifted.gather(-1, at)[..., 0] * here if wide.shape[-1] else torch.zeros_like(peak))
         if smoothing:
             sums.append(shifted.sum(-1))
@@ -186,7 +187,7 @@ class _CrossEntropy(Function):
         loss = log_sum - total[1]
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_sum - total[2] / classes)
-        softmax = (shifted - log_sum[..., None]).exp_()
+        softmax = exponentials / total[0][..., None]
         ctx.save_for_backward(softmax.to(logits.dtype), at, here, ignored)
         ctx.given = (smoothing, classes)
         return loss.masked_fill_(ignored, 0.0).to(logits.dtype if logits.element_size() >= 4 else torch.float32)
