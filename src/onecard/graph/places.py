@@ -99,7 +99,10 @@ class Places:
         for i, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 self._found.setdefault(id(x), ("argument", i))
-        for modules in (True, False):  # a parameter is called by its name in the module, not by its number in the optimizer
+        for modules in (
+            True,
+            False,
+        ):  # a parameter is called by its name in the module, not by its number in the optimizer
             for r, (_, root) in enumerate(self.roots):
                 for where, x in members(r, root) if isinstance(root, nn.Module) is modules else ():
                     self._found.setdefault(id(x), where)
