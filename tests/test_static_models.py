@@ -36,7 +36,7 @@ def losses(name: str, how: str, static: bool) -> tuple[list[Any], list[Any], int
         optimizer.step()
         return loss.detach()
 
-    run = oc.to_static(step) if static else step
+    run = oc.to_static(step, ask=True) if static else step
     found = []
     for _ in range(STEPS):
         found.append(held(run(**given)))

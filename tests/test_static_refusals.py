@@ -226,3 +226,24 @@ def test_loss_scaling_with_a_fused_optimizer() -> None:
         return [loss for loss in losses if math.isfinite(loss)], scaler.get_scale()
 
     assert run(True) == run(False) and run(True)[1] != 8.0
+
+
+def test_what_is_asked_before_each_replay() -> None:
+    def step(x: Tensor, scale: Tensor) -> Tensor:
+        y = x * scale
+        return y + 1 if (y > 0).all() else y - 1
+
+    static = oc.to_static(step, ask=True)
+    one, signs = torch.ones(3), torch.tensor([1.0, -1.0, 1.0])
+    for i, scale in enumerate((one, one, one * 2, signs, signs * 3, one)):
+        with (
+            pytest.warns(UserWarning, match="a number that the step asks about")
+            if i == 3
+            else warnings.catch_warnings()
+        ):
+            assert torch.equal(static(one, scale), step(one, scale))
+    assert len(static.recordings) == 2
+    drawn = oc.to_static(lambda x: x + 1 if torch.rand(1) < 2 else x, ask=True)
+    drawn(one)
+    with pytest.raises(RecordingError, match="depends on random numbers"):
+        drawn(one)

@@ -83,7 +83,7 @@ class Above(TorchFunctionMode):
         """A counter that was read becomes a number; read in another way than by ``item()``, it must stay what it is."""
         recorder = self.recorder
         reads, recorder.reads = recorder.reads, []
-        if func is Tensor.item and len(reads) == 1 and type(result) is float:
+        if func is Tensor.item and len(reads) == 1 and type(result) is float and not reads[0][1].meta["data"]:
             return Number(result, reads[0][1], recorder)
         for value, node in reads:
             recorder.condition(operator.eq, (node, value), True)

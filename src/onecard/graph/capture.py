@@ -26,10 +26,12 @@ from onecard.tensor.dist_tensor import DistTensor
 class Capture:
     """One run of a step, written down."""
 
-    def __init__(self, leaves: Sequence[Any], names: Sequence[str], roots: Sequence[tuple[str, Any]]) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], names: Sequence[str], roots: Sequence[tuple[str, Any]], ask: bool = False
+    ) -> None:
         self.leaves, self.names, self.given_roots = leaves, names, roots
         self.before, self.phases = Before(), Phases()
-        self.recorder = Recorder(self.before, self.phases)
+        self.recorder = Recorder(self.before, self.phases, ask)
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
         self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from onecard._torch import OpOverload
+from onecard.errors import RecordingError
 from onecard.graph.recorder import written_by
 
 
@@ -19,6 +21,11 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
     if not conditions:
         return None, ()
     needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)])
+    if any(_draws(n) for n in needed):
+        raise RecordingError(
+            "a value that the step reads on the host (in an if, an int()) depends on random numbers, which cannot be drawn "
+            "before a replay to ask for it. Return the tensor and read it outside of the step"
+        )
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -32,6 +39,13 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
     answers = [made.call_function(f, fx.map_arg(args, names.__getitem__)) for f, args, _ in conditions]
     made.output(tuple(answers))
     return made, tuple(outcome for _, _, outcome in conditions)
+
+
+def _draws(node: fx.Node) -> bool:
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return getattr(target, "__name__", "") == "_drawn"
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:

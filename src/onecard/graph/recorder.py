@@ -53,7 +53,8 @@ class Recorder:
         tags: the numbers in the call of torch that runs now.
     """
 
-    def __init__(self, before: Any, phases: Phases) -> None:
+    def __init__(self, before: Any, phases: Phases, ask: bool = False) -> None:
+        self.ask = ask  # values of data may be read: they become conditions
         self.graph, self.phases, self._before = fx.Graph(), phases, before
         self._start = self.graph.call_function(_top)
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
@@ -143,10 +144,10 @@ class Recorder:
     def _item(self, x: Tensor) -> Any:
         node = self.node_of(x)
         value = aten._local_scalar_dense.default(x)
-        if node.meta["data"]:
+        if node.meta["data"] and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
         made = self._put(item, (node,), {})
-        made.meta["data"] = False
+        made.meta["data"] = node.meta["data"]
         self.reads.append((value, made))
         return value
 

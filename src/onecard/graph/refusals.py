@@ -44,7 +44,7 @@ def reads_data(why: str) -> RecordingError:
     return RecordingError(
         f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
         f"has led to. {_READS}; in place of a branch write torch.where(condition, a, b), in place of max(x, 0.0) "
-        "torch.clamp(x, min=0)"
+        "torch.clamp(x, min=0). What a library reads: onecard.to_static(step, ask=True) computes it before each replay"
     )
 
 

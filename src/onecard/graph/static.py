@@ -55,7 +55,7 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
     return run
 
 
-def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> Static:
+def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = (), ask: bool = False) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
     The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
@@ -66,6 +66,8 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str]
         fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
         limit: how many recordings are kept. Beyond it, calls run as they are, with a warning.
         without: passes that are left out (``onecard.graph.passes.PASSES``), to find out which one is at fault.
+        ask: what Python reads of tensors (``if mask.all()``, also inside libraries) is not refused, but computed again before
+            each replay; another answer makes a new recording. It costs that computation.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -87,15 +89,17 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str]
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without)
+    return Static(fn, limit, without, ask)
 
 
 class Static:
     """What ``to_static`` returns: called like the function; see there."""
 
-    def __init__(self, fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = ()) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = (), ask: bool = False
+    ) -> None:
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
-        self.fn, self.limit, self.without = fn, limit, tuple(without)
+        self.fn, self.limit, self.without, self.ask = fn, limit, tuple(without), ask
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
 
@@ -137,7 +141,7 @@ class Static:
             return self.fn(*args, **kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without)
+        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without, self.ask)
         self._bound.insert(0, (bound, seen))
         return result
 
@@ -171,14 +175,14 @@ def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
 
 
 def _recorded(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, without: Sequence[str]
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, without: Sequence[str], ask: bool = False
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     seen = reached(fn, leaves)
     seen.tree = tree
-    capture, kinds = Capture(leaves, names, seen.roots), kinds_of(leaves)
+    capture, kinds = Capture(leaves, names, seen.roots, ask), kinds_of(leaves)
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
