@@ -235,7 +235,7 @@ def test_what_is_asked_before_each_replay() -> None:
 
     static = oc.to_static(step, ask=True)
     one, signs = torch.ones(3), torch.tensor([1.0, -1.0, 1.0])
-    for i, scale in enumerate((one, one, one * 2, signs, signs * 3, one)):
+    for i, scale in enumerate((one * 1, one * 3, one * 2, signs, signs * 3, one)):
         with (
             pytest.warns(UserWarning, match="a number that the step asks about")
             if i == 3
@@ -247,3 +247,11 @@ def test_what_is_asked_before_each_replay() -> None:
     drawn(one)
     with pytest.raises(RecordingError, match="depends on random numbers"):
         drawn(one)
+
+
+def test_an_argument_that_is_given_twice() -> None:
+    static = oc.to_static(lambda x, y: x * 2 + y)
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    for i, (x, y) in enumerate(((one, one), (one, one), (two, two), (one, two), (two, one), (two, two))):
+        with pytest.warns(UserWarning, match="two arguments were one tensor") if i == 3 else warnings.catch_warnings():
+            assert torch.equal(static(x, y), x * 2 + y)

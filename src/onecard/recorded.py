@@ -63,3 +63,10 @@ def unrecorded() -> Iterator[None]:
         return
     with recorder.paused():
         yield
+
+
+def values_of(x: Any) -> list[Any]:
+    """The elements of a tensor that decide what is computed; a step that needs them cannot be recorded."""
+    if recorder is not None:
+        recorder.needs_values()
+    return x.tolist()

@@ -63,7 +63,7 @@ class Bound:
         """Which argument does not fit, in words; "" if all do."""
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=False)):
             now = _kind_of(leaf)
-            if now != kind:
+            if now != kind[:-1]:
                 return f"argument {names[i]!r} was {_words(kind)} and is {_words(now)}{_ADVICE.get(now[0], '')}"
         try:
             said = self._why()(leaves)
@@ -88,7 +88,8 @@ _ADVICE = {
 
 def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What of the arguments a recording depends on; taken before the step, which may note things on them."""
-    return tuple(map(_kind_of, leaves))
+    first: dict[int, int] = {}  # an argument that is given twice is one input
+    return tuple((*_kind_of(x), first.setdefault(id(x), i)) for i, x in enumerate(leaves))
 
 
 def _words(kind: Any) -> str:
@@ -160,6 +161,8 @@ class _Writer:
         self._miss(f"len(leaves) != {len(kinds)}", "it is given another number of values")
         for i, kind in enumerate(kinds):
             self._argument(f"leaves[{i}]", kind)
+            if kind[-1] != i and kind[0] in (DistTensor, Tensor):
+                self._miss(f"leaves[{i}] is not leaves[{kind[-1]}]", "two arguments were one tensor")
         enabled = self._fact("grad", torch.is_grad_enabled())
         self._miss(f"torch.is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
         self._miss("torch.is_inference_mode_enabled()", "torch.inference_mode() around the call")

@@ -97,6 +97,11 @@ class Recorder:
         node.meta["data"] = True
         return result
 
+    def needs_values(self) -> None:
+        """An operator's rule looks at values, out of sight of the dispatcher."""
+        if self.listens:
+            raise refusals.reads_data("how it is divided over the ranks depends on its values")
+
     def message(self, name: str, group: Any, op: str, start: Callable[[], Any], recipe: Any) -> None:
         """Run a collective, and write it down."""
         if recipe is None:

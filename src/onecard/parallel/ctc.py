@@ -17,6 +17,7 @@ from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.parallel.local_code import local_map
 from onecard.parallel.recurrent import batch_placements
+from onecard.recorded import values_of
 from onecard.tensor import DistTensor
 from onecard.tensor.composite import numbers_of
 from onecard.tensor.intercept import intercept, onward
@@ -46,7 +47,7 @@ def _loss(op: Any) -> Callable[..., Tensor]:
 
 
 def _listed(op: Any, lengths: Any) -> list[int]:
-    return numbers_of(op, lengths).tolist() if isinstance(lengths, Tensor) else list(lengths)
+    return values_of(numbers_of(op, lengths)) if isinstance(lengths, Tensor) else list(lengths)
 
 
 def _each(

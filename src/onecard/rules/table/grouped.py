@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.recorded import values_of
 from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 
 def _bounds(offs: Tensor) -> Iterator[tuple[int, int]]:
     """Where each group begins and ends; ``offs`` are the ends."""
-    ends = offs.tolist()
+    ends = values_of(offs)
     return zip([0, *ends[:-1]], ends, strict=True)
 
 
