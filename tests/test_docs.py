@@ -94,6 +94,7 @@ def run_program(source: str, name: str) -> str:
 def run_on_rank(source: str, name: str, store: str) -> str:
     """``run_program`` where no process group is there yet, as under ``onecard run``: the program's first message makes it."""
     dist.destroy_process_group()
+    os.chdir(Path(store).parent)  # what a program writes is gone with the test
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     begin, here = dist.init_process_group, {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     dist.rendezvous = lambda *args, **kwargs: iter([(dist.FileStore(store, size), rank, size)])  # type: ignore[assignment]
