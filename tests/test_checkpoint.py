@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import random
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from checkpoints import counted, equal
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.checkpoint import Rename, files
+from onecard.checkpoint import Rename, crc, files
 from onecard.checkpoint.index import NAME
 from onecard.errors import CheckpointError
 from onecard.testing import multirank
@@ -242,3 +244,15 @@ def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
         oc.checkpoint.save(state, tmp_path / "many", step=value, keep=2, wait=False)
     assert [f.step for f in oc.checkpoint.list(tmp_path / "many")][-1] in (3, 4)
     assert oc.checkpoint.load(tmp_path / "many")["w"].eq(4).all()  # a load waits, too
+
+
+def test_checksums_are_zlibs_by_either_way(monkeypatch):
+    """Odd lengths and places, pieces that go on, nothing at all; with the system's fast library and without it."""
+    draw = random.Random(0)
+    data = bytes(draw.randrange(256) for _ in range(5000))
+    cuts = [(a, a + n) for a, n in ((0, 5000), (1, 63), (7, 0), (3, 1), (13, 4099))]
+    for found in (crc._libdeflate(), None):
+        monkeypatch.setattr(crc, "_libdeflate", lambda found=found: found)
+        for start, end in cuts:
+            for part in (data[start:end], memoryview(data)[start:end], memoryview(bytearray(data))[start:end]):
+                assert crc.crc32(part, 99) == zlib.crc32(part, 99)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import os
 import warnings
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from onecard.checkpoint import folder as folders
 from onecard.checkpoint import loading, saving
 from onecard.checkpoint.changes import Change
+from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Input
 from onecard.checkpoint.folder import CheckpointWarning, Found
 from onecard.checkpoint.index import BLOCK, Index
@@ -190,7 +190,7 @@ def _problems(index: Index) -> builtins.list[str]:
         try:
             with Input(index.folder, name, links=not index.digest) as file:
                 folders.check_size(file, said.size)
-                if said.crc32 is not None and f"{zlib.crc32(file.read(0, said.header)):08x}" != said.crc32:
+                if said.crc32 is not None and f"{crc32(file.read(0, said.header)):08x}" != said.crc32:
                     found.append(f"{file.path} is damaged: the checksum of its header does not fit")
                 found += _damage(index, file, name)
         except CheckpointError as fault:
@@ -207,7 +207,7 @@ def _damage(index: Index, file: Input, name: str) -> builtins.list[str]:
             seen.add(piece.offset)
             for start in range(0, piece.bytes, BLOCK):
                 data = file.read(piece.offset + start, min(BLOCK, piece.bytes - start))
-                if f"{zlib.crc32(data):08x}" != piece.crc32[start // BLOCK * 8 : start // BLOCK * 8 + 8]:
+                if f"{crc32(data):08x}" != piece.crc32[start // BLOCK * 8 : start // BLOCK * 8 + 8]:
                     at = piece.offset + start
                     found.append(f"{file.path} is damaged: bytes {at:,} to {at + len(data):,}, of tensor {tensor!r}")
     return found

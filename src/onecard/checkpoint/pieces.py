@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.index import name_of
 from onecard.checkpoint.objects import keys_of
 from onecard.errors import CheckpointError
@@ -160,4 +160,4 @@ def sample(x: Tensor) -> str:
     if not x.numel():
         return ""
     some = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)] if x.is_contiguous() else x.flatten()[:_SAMPLE]
-    return f"{zlib.crc32(memory(next(chunks(some.cpu().contiguous())))):08x}"
+    return f"{crc32(memory(next(chunks(some.cpu().contiguous())))):08x}"

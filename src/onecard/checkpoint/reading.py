@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Input
 from onecard.checkpoint.folder import check_size
 from onecard.checkpoint.index import BLOCK, File, Piece
@@ -45,7 +45,7 @@ class Reader:
             if said.crc32 is not None:
                 header = file.read(0, said.header)
                 self.bytes_read += said.header
-                if f"{zlib.crc32(header):08x}" != said.crc32:
+                if f"{crc32(header):08x}" != said.crc32:
                     raise CheckpointError(
                         f"{file.path} is damaged: the checksum of its header, {said.header} bytes, does not fit"
                     )
@@ -131,7 +131,7 @@ class Reader:
 
     def _check(self, name: str, piece: Piece, block: int, data: memoryview) -> None:
         assert piece.crc32 is not None
-        if f"{zlib.crc32(data):08x}" != piece.crc32[8 * block : 8 * block + 8]:
+        if f"{crc32(data):08x}" != piece.crc32[8 * block : 8 * block + 8]:
             start = piece.offset + block * BLOCK
             raise CheckpointError(
                 f"{self._folder / piece.file} is damaged: bytes {start:,} to {start + data.nbytes:,}, of tensor {name!r}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Output
 from onecard.checkpoint.index import BLOCK, CODES
 from onecard.checkpoint.pieces import Share, chunks, held_box, memory, view_of
@@ -65,7 +65,7 @@ def write_shares(path: Path, shares: Sequence[Share], content: Content, told: Ca
     return {
         "size": file.size,
         "header": len(header),
-        "crc32": f"{zlib.crc32(header):08x}",
+        "crc32": f"{crc32(header):08x}",
         "starts": starts,
         "sums": sums,
     }
@@ -78,7 +78,7 @@ def _write(file: Output, stretches: Iterable[Tensor], told: Callable[[int], None
         data = memory(stretch)
         while data.nbytes:
             part = data[: BLOCK - at]
-            running = zlib.crc32(part, running)
+            running = crc32(part, running)
             file.write(part)  # at once, while it is in the cache
             told(part.nbytes)
             at += part.nbytes
