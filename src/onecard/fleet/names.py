@@ -7,7 +7,7 @@ from typing import NoReturn
 _STAGES = "the pipeline runtime is not there yet; stages by hand: `onecard.differentiable.send` and `recv`"
 _NO_SERVERS = "nothing: there are no parameter servers"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
-_ZERO = "ZeRO is not there yet; `fleet.distributed_model` has the same numbers, with whole states on each rank"
+_ZERO = 'ZeRO by hand is not there yet, by marks it is: `oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
 
 ELSEWHERE = {
     "PipelineLayer": _STAGES,
