@@ -26,9 +26,9 @@ def planted(name: str) -> Iterator[None]:
         yield
         return
     with PLANTS[name]():
-        dispatch.programs.clear()
+        dispatch.programs.here.clear()
         yield
-    dispatch.programs.clear()
+    dispatch.programs.here.clear()
 
 
 def _row(name: str, form: Form, **options: Any) -> Callable[[], Any]:
