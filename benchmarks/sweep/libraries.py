@@ -56,11 +56,11 @@ class Onecard:
         def note(event: fallback.Event) -> None:
             seen.add(event.how)
 
-        fallback.observers.append(note)
+        fallback.observers.here.append(note)
         try:
             yield seen
         finally:
-            fallback.observers.remove(note)
+            fallback.observers.here.remove(note)
 
 
 class OnecardMerged(Onecard):
