@@ -27,7 +27,7 @@ R, S = oc.Replicate, oc.Shard
 # What changes at run time and is not of one world, with the reason why that is right.
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
-        "comm.check._switched", "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
+        "comm.check._switched", "comm.groups.also_forget", "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
         "tensor.dispatch.builders",
     ),
     "the mechanism itself": ("comm.state.kept",),
@@ -41,7 +41,7 @@ OF_ALL_WORLDS = {
         "tensor.memory.copies", "tensor.recording.records",
     ),
     "what the environment asks of the process, or has been said to it": (
-        "comm.check.on", "comm.shm.backend._warned",
+        "comm.check.on", "comm.shm.backend._warned", "fleet.training._hooked",
     ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip

@@ -91,9 +91,10 @@ def unsized(messages: list[Any]) -> list[Any]:
 def test_64_pretended_ranks_decide_alike() -> None:
     """dp=8 x tp=8: one program, so one list of decisions and messages; each rank has its own part, of 50 words an uneven one."""
     mesh = oc.ProcessMesh(torch.arange(64).view(8, 8), ["dp", "tp"])
-    before = torch.get_rng_state()
+    before, known = torch.get_rng_state(), [*programs.here.values()]
     seen = [pretended(64, rank, mesh, 12, "cpu") for rank in range(64)]
-    assert torch.equal(torch.get_rng_state(), before) and not programs.here and not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), before) and not dist.is_initialized()
+    assert [*programs.here.values()] == known
     first = seen[0]
     assert len(first["messages"]) > 20 and len(first["decisions"]) > 100
     for rank, other in enumerate(seen):
