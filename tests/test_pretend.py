@@ -27,7 +27,8 @@ R, S = oc.Replicate, oc.Shard
 # What changes at run time and is not of one world, with the reason why that is right.
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
-        "comm.check._switched", "comm.groups.also_forget", "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
+        "comm.check._switched", "comm.groups.also_forget",
+        "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
         "tensor.dispatch.builders",
     ),
     "the mechanism itself": ("comm.state.kept",),
