@@ -23,6 +23,7 @@ from onecard.tensor.recent import Recent
 
 # Caches without a bound, whose keys are finite in number.
 FINITE = {
+    "onecard.checkpoint.crc._libdeflate": "one",
     "onecard.rules.call.schema_of": "operators",
     "onecard.comm.shm.reduction.fold": "reductions and dtypes",
     "onecard.rules.verify.report.calls_of_samples": "one",
