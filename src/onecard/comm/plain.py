@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from onecard.comm import collectives, record, trace
 from onecard.comm.ranks import Ranks
-from onecard.cost import MACHINE
+from onecard.comm.state import machine
 from onecard.errors import CommunicationError
 from onecard.layout import Layout
 from onecard.resharding import Step
@@ -195,7 +195,7 @@ def tell(
     if sent < 0:
         sent = int(_SENT[kind](group.size) * x.nbytes)
     before, after = (Layout.of(mesh, x.dim(), [placement]) for placement in (source, target))
-    step = Step(kind, 0, before, after, dim, to_dim, op, sent, MACHINE.message(sent))
+    step = Step(kind, 0, before, after, dim, to_dim, op, sent, machine.here.message(sent))
     shape = list(x.shape)
     if whole is not None:
         shape[dim] = whole
