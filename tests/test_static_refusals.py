@@ -255,3 +255,15 @@ def test_an_argument_that_is_given_twice() -> None:
     for i, (x, y) in enumerate(((one, one), (one, one), (two, two), (one, two), (two, one), (two, two))):
         with pytest.warns(UserWarning, match="two arguments were one tensor") if i == 3 else warnings.catch_warnings():
             assert torch.equal(static(x, y), x * 2 + y)
+
+
+def test_an_argument_that_is_the_programs_own() -> None:
+    net = torch.nn.Linear(3, 3)
+    static = oc.to_static(lambda x, w: (net(x) * w).sum().detach())
+    for given in (net.weight, net.weight):  # the first call only runs
+        warm = given is net.weight and not static._warm
+        with warnings.catch_warnings() if warm else pytest.raises(RecordingError, match=r"argument 'w' is .*weight of"):
+            static(torch.ones(2, 3)[:1].expand(3, 3), given)
+    assert torch.equal(
+        static(torch.ones(3, 3), net.weight.detach().clone()), (net(torch.ones(3, 3)) * net.weight).sum()
+    )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from onecard.graph import refusals
 from onecard.graph.recording import Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
@@ -105,7 +106,9 @@ class Places:
         ):  # a parameter is called by its name in the module, not by its number in the optimizer
             for r, (_, root) in enumerate(self.roots):
                 for where, x in members(r, root) if isinstance(root, nn.Module) is modules else ():
-                    self._found.setdefault(id(x), where)
+                    known = self._found.setdefault(id(x), where)
+                    if known[0] == "argument" and where[0] != "object":
+                        raise refusals.argument_of_the_program(self.name(known), self.name(where))
 
     def gradients_of(self, before: Before) -> None:
         """Learn which tensors were gradients before the step."""

@@ -79,3 +79,12 @@ def swapped() -> RecordingError:
         f"x.data = y at {record.user_line()} gives a tensor other memory, which a recording does not see: write into it, "
         "with torch.no_grad(): x.copy_(y)"
     )
+
+
+def argument_of_the_program(argument: str, place: str) -> RecordingError:
+    """The error for an argument that the step has already, so that a replay could not tell which of the two it reads."""
+    return RecordingError(
+        f"argument {argument!r} is {place} of the step's own program: given something else at the next call, a replay could not "
+        f"tell where the step reads the one and where the other. Leave it out of the arguments and read {place} inside the "
+        "step, or pass a copy: x.detach().clone()"
+    )
