@@ -10,7 +10,9 @@ import resource
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import onecard as oc
-from onecard.checkpoint import files
+from onecard.checkpoint import claim, files
 from onecard.checkpoint.index import NAME
 from onecard.comm import world
 from onecard.errors import CheckpointError
-from onecard.testing import multirank
+from onecard.testing import multirank, run_ranks
 
 MESH = oc.ProcessMesh([0, 1], ["x"])
 ROWS = 300_000  # a piece has more than one block
@@ -345,14 +347,51 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
-    oc.save_state_dict({"x": torch.ones(1)}, tmp_path)
-    held = files.lock(tmp_path)
-    assert held is not None
-    with pytest.raises(CheckpointError, match=r"another job is saving there.*folder of its own"):
+    held = claim.take(tmp_path)  # of a save that goes on
+    with pytest.raises(
+        CheckpointError, match=rf"another job saves there \(process {os.getpid()} of.*folder of its own"
+    ):
         oc.save_state_dict({"x": torch.zeros(1)}, tmp_path)
     os.close(held)
     oc.save_state_dict({"x": torch.zeros(1)}, tmp_path)
     assert oc.checkpoint.load(tmp_path)["x"].item() == 0
+
+
+def saves_and_lives_on(path: str, ready: str, end: str) -> None:
+    for step in (1, 2):  # its own claim is not in its way
+        oc.checkpoint.save({"x": torch.ones(1)}, path, step=step)
+    dist.barrier()
+    Path(ready).touch()
+    while not Path(end).exists():
+        time.sleep(0.02)
+
+
+def comes_second(path: str, ready: str, end: str) -> None:
+    deadline = time.monotonic() + 60
+    while not Path(ready).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for what in (lambda: oc.checkpoint.save({"x": torch.zeros(1)}, path, step=3), lambda: oc.save_state_dict({}, path)):
+        with pytest.raises(
+            CheckpointError, match=r"another job saves there \(process \d+ of this host\), and has not ended"
+        ):
+            what()
+    assert [found.step for found in oc.checkpoint.list(path)] == [1, 2]
+    assert oc.checkpoint.load(oc.checkpoint.latest(path))["x"].item() == 1  # to read is everybody's
+    dist.barrier()
+    Path(end).touch()
+
+
+def test_a_jobs_folder_is_its_own_until_it_ends(tmp_path: Path) -> None:
+    given = [str(tmp_path / name) for name in ("run", "ready", "end")]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(run_ranks, saves_and_lives_on, 2, *given)
+        try:
+            run_ranks(comes_second, 2, *given)
+        finally:
+            Path(given[2]).touch()
+        first.result()
+    oc.checkpoint.save({"x": torch.zeros(1)}, given[0], step=3)  # it has ended
+    assert [found.step for found in oc.checkpoint.list(given[0])] == [1, 2, 3]
 
 
 def test_interrupted_steps_are_skipped_and_cleaned_up(tmp_path: Path) -> None:

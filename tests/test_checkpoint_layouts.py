@@ -129,7 +129,14 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
-        return self.head(x + self.second(torch.relu(self.first(x))))
+        y = torch.relu(self.first(there(x, self.first)))
+        return self.head(there(there(x, self.second) + self.second(y), self.head))
+
+
+def there(x: Tensor, layer: nn.Module) -> Tensor:
+    """To the stage of a layer."""
+    mesh = getattr(layer.weight, "mesh", None)
+    return x if mesh is None or mesh == x.mesh else oc.reshard(x, mesh, [oc.Replicate()])  # type: ignore[attr-defined]
 
 
 def tensor_parallel(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
@@ -148,6 +155,13 @@ def fully_sharded(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
             setattr(layer, key, oc.shard_tensor(value, mesh, [oc.Shard(0)] + [oc.Replicate()] * (mesh.ndim - 1)))
 
 
+def stages(name: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
+    """A pipeline by marks: table and head on rank 0, what is between on rank 1."""
+    for key, value in list(layer.named_parameters(recurse=False)):
+        where = oc.ProcessMesh([1 if name in ("first", "second") else 0], ["stage"])
+        setattr(layer, key, oc.shard_tensor(value, where, [oc.Replicate()]))
+
+
 def cut_states(key: str, param: Any, state: Any) -> Any:
     return oc.reshard(state, state.mesh, [oc.Shard(0)] + [oc.Replicate()] * (state.mesh.ndim - 1))
 
@@ -157,15 +171,15 @@ def make(kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     net: nn.Module = Net()
     pair = oc.ProcessMesh([0, 1], ["tp"])
-    shapes = {"tp": (pair, tensor_parallel), "zero3": (pair, fully_sharded), "zero1": (pair, None)}
+    cuts = {"tp": tensor_parallel, "zero3": fully_sharded, "pp": stages}
+    levels = {"ShardingStage1": oc.ShardingStage1, "ShardingStage3": oc.ShardingStage3, "zero1": lambda: cut_states}
     if kind != "one":
-        mesh, fn = shapes[kind]
-        net = oc.shard_layer(net, mesh, fn)
+        net = oc.shard_layer(net, pair, cuts.get(kind))
     decayed = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
     if kind != "one":
-        optimizer = oc.shard_optimizer(optimizer, cut_states if kind == "zero1" else None)
+        optimizer = oc.shard_optimizer(optimizer, levels[kind]() if kind in levels else None)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     return {"model": net, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
 
@@ -180,8 +194,16 @@ def train(state: dict[str, Any], steps: int) -> list[float]:
         state["optimizer"].step()
         state["scheduler"].step()
         state["step"] += 1
-        losses.append(loss.item())
+        losses.append(oc.unshard(loss.detach()).item())
     return losses
+
+
+# each of the first four to each other, and the others from and to two of them
+PAIRS_OF_LAYOUTS = [
+    *itertools.permutations(["one", "tp", "ShardingStage3", "pp"], 2),
+    *(pair for kind in ("zero1", "zero3", "ShardingStage1") for other in ("one", "tp")
+      for pair in ((kind, other), (other, kind))),
+]  # fmt: skip
 
 
 def one_card() -> list[float]:
@@ -194,7 +216,7 @@ def test_training_goes_on_under_another_layout() -> None:
     with tempfile.TemporaryDirectory() as mine:
         where = [mine]
         torch.distributed.broadcast_object_list(where)
-        for number, (first, second) in enumerate(itertools.permutations(["one", "tp", "zero3", "zero1"], 2)):
+        for number, (first, second) in enumerate(PAIRS_OF_LAYOUTS):
             state = make(first)
             losses = train(state, 10)
             folder = Path(where[0]) / str(number)
@@ -204,7 +226,7 @@ def test_training_goes_on_under_another_layout() -> None:
             losses += train(again, 10)
             assert losses == pytest.approx(expected, rel=1e-5), (first, second)
             for p, state_of in again["optimizer"].state.items():
-                if second == "zero1":
+                if second in ("zero1", "ShardingStage1"):
                     assert state_of["exp_avg"].placements == (oc.Shard(0),)
                 elif second != "one":
                     assert state_of["exp_avg"].placements == p.placements

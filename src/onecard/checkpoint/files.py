@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import threading
@@ -127,22 +126,6 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def lock(folder: Path) -> int | None:
-    """A descriptor that keeps a folder for this process while it is open, and no longer than the process lives.
-
-    None if another has it. On a file system without locks: as if nobody else were there.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:
-        pass
-    return descriptor
 
 
 class Input:

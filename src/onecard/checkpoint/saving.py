@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import onecard
-from onecard.checkpoint import files, folder, tree
+from onecard.checkpoint import claim, files, folder, tree
 from onecard.checkpoint.index import Entry, File, Index, Piece, to_bytes
 from onecard.checkpoint.objects import Names, unfold
 from onecard.checkpoint.pieces import Share, Source, plan, sample, sources_of
@@ -45,7 +45,7 @@ class Saving:
     def __init__(self, path: Path, root: Path, step: int | None, keep: int | None) -> None:
         self.path, self._root, self._step, self._keep = path, root, step, keep
         self._thread: threading.Thread | None = None
-        self._error, self._lock = "", -1
+        self._error, self._claim = "", -1
         self._aliases: dict[str, str] = {}
         self._started = time.perf_counter()
 
@@ -76,6 +76,8 @@ class Saving:
             shares = plan(sources, world.get_world_size())
         except Exception as fault:
             error = in_words(fault)
+        if world.get_rank() != 0:
+            claim.give_up(self._root)
         said = _description(index.state, sources)
         digest = hashlib.sha256(json.dumps([said, str(self.path), self._step, self._keep]).encode()).hexdigest()
         answer = self._meet(digest, self._prepare, error)
@@ -91,12 +93,7 @@ class Saving:
             return None
         try:
             files.make_folder(self._root)
-            lock = files.lock(self._root)
-            if lock is None:
-                raise CheckpointError(
-                    f"{self._root}: another job is saving there at this moment: give each job a folder of its own"
-                )
-            self._lock = lock
+            self._claim = claim.take(self._root)
             return folder.prepare(self.path, self._root)
         except OSError as fault:
             raise CheckpointError(in_words(fault)) from fault
@@ -118,7 +115,7 @@ class Saving:
             self._undo()
             raise
         finally:
-            self._unlock()
+            self._end_claim()
         progress.end(self.path, index.nbytes, time.perf_counter() - self._started)
 
     def _commit(self, index: Index, shares: list[Share], words: Sequence[Any]) -> None:
@@ -149,15 +146,15 @@ class Saving:
             with suppress(OSError):
                 folder.clean_up(self.path, self._root)
 
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    def _end_claim(self) -> None:
+        if self._claim >= 0:
+            os.close(self._claim)
+            self._claim = -1
 
     def _meet(self, word: Any, decide: Decide, error: str = "") -> Any:
         found, answer = meet(_CHANNEL, f"save of {self.path}", word, decide, error, f"{self.path} was not saved.")
         if found:
-            self._unlock()
+            self._end_claim()
             raise CheckpointError(found)
         return answer
 
@@ -199,7 +196,7 @@ def save_alone(path: Path, node: Any, sources: dict[str, Source], content: Calla
         word = write_shares(path / folder.data_name(index.generation, 0, 1), shares, content(shares), lambda n: None)
         saving._commit(index, shares, [word])
     finally:
-        saving._unlock()
+        saving._end_claim()
 
 
 def settle() -> None:

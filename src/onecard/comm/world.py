@@ -47,6 +47,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_job() -> bool:
+    """Whether a launcher started this process or it is in a process group, so that it is not a notebook or a tool."""
+    return dist.is_initialized() or "RANK" in os.environ
+
+
 def device() -> torch.device:
     """Where this process's local tensors live: its GPU under NCCL, else the CPU."""
     if torch.cuda.is_available() and os.environ.get("ONECARD_BACKEND", "nccl") == "nccl":
