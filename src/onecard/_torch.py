@@ -299,6 +299,20 @@ def without_recorder(is_ours: Callable[[Any], bool]) -> None:
         setattr(import_module(_C10D), name, lambda group, *rest, **more: is_ours(group) or attach(group, *rest, **more))
 
 
+def within(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Put ``make(inner)`` in the place of what a decorated function calls: seen by who imported the function before, too.
+
+    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` are decorated by ``_no_grad``, which calls its ``func``. In its
+    place: False, and nothing is changed.
+    """
+    free = function.__code__.co_freevars
+    if "func" not in free:
+        return False
+    cell = function.__closure__[free.index("func")]  # type: ignore[index]
+    cell.cell_contents = make(cell.cell_contents)
+    return True
+
+
 # -- checkpoints of torch's own ----------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from onecard.comm import world
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import meta_parallel, names, recomputing, training, utils
+from onecard.fleet import as_torch, meta_parallel, names, recomputing, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
 from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync, token_mean
 from onecard.fleet.initial import (
@@ -75,6 +75,7 @@ def init(
         raise FleetError(f"fleet.init(strategy=): want a fleet.DistributedStrategy, not {type(strategy).__name__}")
     begin(strategy or DistributedStrategy())
     training.install()
+    as_torch.install()
 
 
 def worker_index() -> int:

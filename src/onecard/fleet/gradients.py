@@ -38,7 +38,7 @@ def sync(parameters: Iterable[Tensor]) -> None:
     Raises:
         FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
     """
-    chosen = [p for p in parameters if p.requires_grad and _has_sums(p)]
+    chosen = [p for p in parameters if p.requires_grad and has_sums(p)]
     _fill_missing(chosen)
     todo = [p for p in chosen if p.grad is not None and not _is_synced(p)]
     for group in {s.ranks: s for p in todo for s in held(p).sums}.values():
@@ -61,7 +61,8 @@ def note(parameter: Tensor) -> None:
     setattr(parameter, _SYNCED, (weakref.ref(parameter.grad), parameter.grad._version))  # type: ignore[union-attr]
 
 
-def _has_sums(p: Tensor) -> bool:
+def has_sums(p: Tensor) -> bool:
+    """Whether other ranks have summands of its gradient."""
     what, data = held(p), _data(p)
     return bool(what.sums or what.copies) or (data is not None and data.size > 1)
 

@@ -261,7 +261,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients.sync(parameters)
         super().unscale_(optimizer)
         for p in parameters:
-            if p.grad is not None and gradients._has_sums(p):
+            if p.grad is not None and gradients.has_sums(p):
                 gradients.note(p)
         world = of_ranks(name="world")
         for found in self._found_inf_per_device(optimizer).values():
