@@ -25,7 +25,8 @@ class Group:
 
     ``process_group`` is None in a group of one, which never sends anything. It counts its ranks in ascending order,
     whatever the mesh says: ``order`` has, for each of its ranks, the place in ``ranks``; None if they agree. ``clock`` counts
-    its messages, for the sparse check; None where that is off.
+    its messages, for the sparse check; None where that is off. ``name`` is what ``explain`` calls the axis of a group of any
+    ranks.
     """
 
     ranks: tuple[int, ...]
@@ -33,6 +34,7 @@ class Group:
     process_group: Any
     order: tuple[int, ...] | None = None
     clock: Clock | None = None
+    name: str = "group"
 
     @property
     def size(self) -> int:
@@ -100,8 +102,9 @@ def forget_at_exit() -> None:
 
 
 def line_of(found: Group) -> tuple[ProcessMesh, int]:
-    """The mesh and the axis of a group that ``group`` gave."""
-    return next(line for line, known in _groups.here.items() if known is found)
+    """A mesh and an axis of it along which the ranks of a group are, for who has to name it."""
+    known = next((line for line, known in _groups.here.items() if known is found), None)
+    return known or (ProcessMesh(found.ranks, [found.name]), 0)
 
 
 def check_world(mesh: ProcessMesh) -> None:

@@ -14,12 +14,7 @@ from onecard.mesh import ProcessMesh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks(Group):
-    """Some ranks of the world, in the order in which they count; ``index`` is -1 on a rank outside.
-
-    ``name`` is what ``explain`` calls their axis.
-    """
-
-    name: str = "group"
+    """Some ranks of the world, in the order in which they count; ``index`` is -1 on a rank outside."""
 
     @property
     def rank(self) -> int:

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from onecard import recorded
 from onecard._torch import AllgatherOptions
 from onecard.comm import collectives, flight, plain, record, trace, world
 from onecard.comm.ranks import Ranks
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
+from onecard.recorded import one_node
 
 _R = Replicate()
 LAST = 30.0  # seconds at the end of a process, for sends that nobody has received yet
@@ -207,6 +209,9 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
     made, here = _message("send", x, dst, tag, group, call)
     if here is None:
         return Started.complete(x)
+    if _is_recorded():
+        _send(x, dst, tag, here.ranks, here.name, call)
+        return Started.complete(x)
     dense = collectives._dense(x)
     work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
     handle = Started(f"send with tag {tag}", made, work, lambda: x, (x, dense))
@@ -219,9 +224,32 @@ def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: s
     made, here = _message("recv", x, src, tag, group, call)
     if here is None:
         return Started.complete(x)
+    if _is_recorded():  # a node that waits stands where the program does: before, it may have something to send
+        return Started("", "", None, lambda: (_receive(x, src, tag, here.ranks, here.name, call), x)[1])
     dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
     return Started(f"recv with tag {tag}", made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def _is_recorded() -> bool:
+    return recorded.recorder is not None and recorded.recorder.listens
+
+
+@one_node()
+def _send(x: Tensor, dst: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
+    """A send of a recording: of a copy, because a replay may use the memory of ``x`` again before it has arrived."""
+    isend(x.clone(), dst, tag, _group(ranks, name), call)
+
+
+@one_node(0)
+def _receive(x: Tensor, src: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
+    irecv(x, src, tag, _group(ranks, name), call).wait()
+
+
+def _group(ranks: tuple[int, ...], name: str) -> Ranks:
+    from onecard.comm.ranks import of_ranks
+
+    return of_ranks(tuple(ranks), name)
 
 
 def finish_sends(timeout: float | None = None) -> None:
@@ -279,7 +307,8 @@ def _place(group: Ranks, place: int) -> int:
 
 
 def _can_wait(x: Tensor, group: Ranks) -> bool:
-    return group.process_group is not None and not x.is_meta and not trace.tracing() and not trace.faking()
+    drawn = trace.tracing() or trace.faking() or _is_recorded()
+    return group.process_group is not None and not x.is_meta and not drawn
 
 
 def _among(group: Ranks) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet.parameters import held
@@ -98,8 +99,9 @@ def _fill_missing(parameters: list[Tensor]) -> None:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
                 by_group.setdefault(group.ranks, (group, []))[1].append(p)
     for group, mine in by_group.values():
-        there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
-        anywhere = plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()
+        with recorded.unrecorded():  # the same in every replay
+            there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
+            anywhere = plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()
         for p, used in zip(mine, anywhere, strict=True):
             if used and p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -82,12 +82,13 @@ class RNGStatesTracker:
             raise FleetError(
                 f"there is no random state {name!r}; there are: {known}. get_rng_state_tracker().add({name!r}, seed)"
             )
-        before = _now()
-        _set(self.states[name])
+        before, states = _now(), self.states[name]
+        _set(states)
         try:
             yield
         finally:
-            self.states[name] = _now()
+            for state, now in zip(states, _now(), strict=True):
+                state.copy_(now)  # in place: a recording of the step knows the tensor
             _set(before)
 
     def get_states_tracker(self) -> dict[str, State]:
@@ -96,7 +97,16 @@ class RNGStatesTracker:
 
     def set_states_tracker(self, states: dict[str, State]) -> None:
         """Go on from these states."""
-        self.states = {name: [state.clone() for state in each] for name, each in states.items()}
+        for name in [*self.states]:
+            if name not in states:
+                del self.states[name]
+        for name, each in states.items():
+            known = self.states.get(name)
+            if known is None or len(known) != len(each):
+                self.states[name] = [state.clone() for state in each]
+                continue
+            for state, new in zip(known, each, strict=True):
+                state.copy_(new)  # in place: a recording of the step knows the tensor
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint of this rank saves: tensors by name."""
@@ -106,8 +116,8 @@ class RNGStatesTracker:
         """Go on from what was saved."""
         states: dict[str, State] = {}
         for key in sorted(saved):
-            states.setdefault(key.rpartition("/")[0], []).append(saved[key].clone())
-        self.states = states
+            states.setdefault(key.rpartition("/")[0], []).append(saved[key])
+        self.set_states_tracker(states)
 
 
 _tracker: Kept[dict[str, RNGStatesTracker]] = Kept(dict)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecard import recorded
 from onecard.comm import plain, trace
 from onecard.comm.ranks import Ranks
 from onecard.fleet import initial
@@ -71,14 +72,18 @@ class VocabParallelEmbedding(Parallel):
         return F.embedding(here.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def _check(self, ids: Tensor) -> None:
+        if recorded.recorder is not None:  # asked in each replay, without a look at the values here
+            inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+            torch.ops.aten._assert_async.msg(inside, f"{self.name or type(self).__name__}: {self._range('ids')}")
+            return
         # A GPU would have to wait for it, and a graph cannot ask for values.
         if ids.device.type == "cpu" and ids.numel() and not trace.tracing() and not trace.faking():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
-                raise FleetError(
-                    f"{self.name or type(self).__name__} got ids from {low} to {high}; its {self.num_embeddings} rows are 0 to "
-                    f"{self.num_embeddings - 1}"
-                )
+                raise FleetError(f"{self.name or type(self).__name__} got {self._range(f'ids from {low} to {high}')}")
+
+    def _range(self, found: str) -> str:
+        return f"{found}; its {self.num_embeddings} rows are 0 to {self.num_embeddings - 1}"
 
     def extra_repr(self) -> str:
         """For ``print``."""
@@ -160,9 +165,10 @@ class ParallelCrossEntropy(nn.Module):
 
 def _starts(width: int, group: Ranks, like: Tensor) -> list[int]:
     """Where each rank's classes begin, from how many each has."""
-    widths = like.new_zeros(group.size, dtype=torch.float64)
-    widths[group.index] = width
-    counts = plain.all_reduce(widths, group, inplace=True, call="cross entropy").tolist()
+    widths = torch.zeros(group.size, dtype=torch.float64, device=like.device)
+    with recorded.unrecorded():  # the ranks' sizes, which no step changes
+        widths[group.index] = width
+        counts = plain.all_reduce(widths, group, inplace=True, call="cross entropy").tolist()
     return [int(sum(counts[:place])) for place in range(group.size)]
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from onecard import _torch, recorded
 from onecard._torch import tree_flatten, tree_unflatten
 from onecard.errors import RecordingError
-from onecard.graph import refusals
+from onecard.graph import randomness, refusals
 from onecard.graph.above import Above
 from onecard.graph.numbers import Number, plain
 from onecard.graph.phases import Phases
@@ -50,8 +50,11 @@ class Capture:
                 Above(recorder),
                 _torch.beneath(recorder.below),
                 self.phases.watched(self._begin, self._end),
+                randomness.seen(),
             ):
-                return fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
+            recorder.random.end()
+            return result
         finally:
             recorded.recorder = None
             self._restore()

@@ -160,9 +160,9 @@ def is_nameless(root: str) -> bool:
 
 def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:
     """The tensors of a module or an optimizer, with their places."""
-    if isinstance(root, nn.Module):
-        yield from ((("parameter", r, name), x) for name, x in root.named_parameters())
-        yield from ((("buffer", r, name), x) for name, x in root.named_buffers())
+    if isinstance(root, nn.Module):  # by torch's names, also of a wrapper that gives them other ones
+        yield from ((("parameter", r, name), x) for name, x in nn.Module.named_parameters(root))
+        yield from ((("buffer", r, name), x) for name, x in nn.Module.named_buffers(root))
     elif isinstance(root, Optimizer):
         for g, group in enumerate(root.param_groups):
             for i, x in enumerate(group["params"]):

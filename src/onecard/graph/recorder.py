@@ -23,6 +23,7 @@ from onecard.errors import RecordingError
 from onecard.graph import refusals
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
+from onecard.graph.randomness import Watch
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.dist_tensor import DistTensor
@@ -70,6 +71,7 @@ class Recorder:
         self.foreign = False  # it turned a float into another one
         self.reads: list[tuple[Any, fx.Node]] = []  # counters that the call has read
         self.below = _Below(self)
+        self.random = Watch()
 
     # -- what the lower layers call ------------------------------------------------------------------------------------
 
@@ -92,7 +94,9 @@ class Recorder:
         if self._off:
             return function(*args, **kwargs)
         with self.paused():
+            self.random.check()
             result = function(*args, **kwargs)
+            self.random.note()
         node = self._add(function, args, kwargs, result)
         node.meta["data"] = True
         return result
@@ -136,7 +140,11 @@ class Recorder:
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
                 self.leaves[id(x)] = x
+        if draws := torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.check()
         result = func(*args, **kwargs)
+        if draws:
+            self.random.note()
         if func is aten.lift_fresh.default:  # a tensor that Python has just made from values
             if not self.calls:
                 raise refusals.made_outside(args[0])
@@ -301,15 +309,22 @@ def facts(x: Tensor) -> tuple[Any, ...]:
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
 
 
+# They write to their running statistics, although their schema does not say so.
+_ALSO = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), frozenset({"running_mean", "running_var"})
+)
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node writes to."""
     if node.op != "call_function":
         return []
     if isinstance(node.target, _torch.OpOverload):
-        written = schema_of(node.target).written
+        schema = schema_of(node.target)
+        written = _ALSO.get(schema.name, schema.written)
         if not written:
             return []
-        names = schema_of(node.target).arguments
+        names = schema.arguments
         given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
         values = [value for name, value in given if name in written]
     elif node.target is again.message:
