@@ -79,7 +79,7 @@ def test_the_form() -> None:
     assert again(SPEC.with_alias(COPY).with_note((1,))) is SPEC
 
 
-DROP = object()
+DROP = "<leave it out>"
 # Where in the JSON of SPEC, what stands there instead, and what the error says.
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     ((), [], "want an object with the key 'onecard'"),

@@ -83,6 +83,12 @@ def collective(name: str, ranks: Iterable[int], sent: Tensor | None) -> None:
         _stop(_out_of_step(found))
 
 
+def nothing_sent() -> None:
+    """A collective that has nothing to send on this line of ranks: what was said of it is not of the next one."""
+    if on and _said.here:
+        _said.here.pop(0)
+
+
 def equal(operator: str, ranks: Iterable[int], claimed: Iterable[Claim]) -> None:
     """Compare tensors of which ranks believe that they hold the same."""
     given = [c for c in claimed if not c.tensor.is_meta]

@@ -171,6 +171,8 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
             lambda: (buffer, "all_reduce", buffer, "sum" if op == "avg" else op),
             op,
         )
+    elif pg is not None:
+        check.nothing_sent()
     return _averaged(result, group.size) if op == "avg" else result
 
 
@@ -209,7 +211,10 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
     pg, largest = group.process_group, max(sizes)
-    if pg is None or not largest:
+    if pg is None:
+        return local
+    if not largest:
+        check.nothing_sent()
         return local
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:
@@ -224,6 +229,8 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
             lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER),
             lambda: (_moved(gathered), "all_gather_into_tensor", _moved(send), group.size),
         )
+    else:
+        check.nothing_sent()
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -317,6 +324,8 @@ def _exchange(
             lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
             lambda: (_moved(result), "all_to_all_single", _moved(flat), out_splits, in_splits),
         )
+    else:
+        check.nothing_sent()
     return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
 
 

@@ -26,7 +26,7 @@ from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
 from onecard.tensor import fallback, memory
 from onecard.tensor.buckets import settle_all
-from onecard.tensor.dispatch import Direct, builders, by_value, handle, program_for
+from onecard.tensor.dispatch import Direct, builders, by_value, dispatch, handle, program_for
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.first_calls import believed
 from onecard.tensor.program import Program
@@ -97,10 +97,17 @@ def one_by_one(element: Any) -> Any:
         results = []
         for i in range(len(next(a for a in args if isinstance(a, list | tuple)))):
             element_args, element_kwargs = _element_args(element, [_pick(a, i) for a in args], kwargs)
-            results.append(element(*element_args, **element_kwargs))
+            results.append(_one(element, element_args, element_kwargs))
         return None if schema_of(func).written else results
 
     return run
+
+
+def _one(element: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """One of the calls, past the debug check: that has seen all of them, and whether they are taken apart may differ by rank."""
+    if any(isinstance(a, DistTensor) for a in (*args, *kwargs.values())):
+        return dispatch(DistTensor, element, (), args, kwargs)
+    return element(*args, **kwargs)
 
 
 def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
