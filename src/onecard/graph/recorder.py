@@ -23,6 +23,7 @@ from onecard.errors import RecordingError
 from onecard.graph import refusals
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
+from onecard.graph.places import takes_gradients
 from onecard.graph.randomness import Watch
 from onecard.random import Key
 from onecard.rules.call import schema_of
@@ -124,7 +125,7 @@ class Recorder:
         """Distributed operands of an operator that is about to run."""
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, DistTensor):
-                if x.requires_grad and x.is_leaf:
+                if takes_gradients(x):
                     self.leaves[id(x)] = x
                 found = self._nodes.get(id(x._local))
                 if found is not None and found[0]() is x._local:
@@ -138,7 +139,7 @@ class Recorder:
             return func(*args, **kwargs)
         refusals.check(func, args)
         for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
+            if isinstance(x, Tensor) and takes_gradients(x):
                 self.leaves[id(x)] = x
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
