@@ -92,7 +92,7 @@ class _Writer:
         if target is operator.getitem:
             return f"{given[0]}[{given[1]}]"
         if target is again.message:
-            send = again.sender(*node.args[2:])  # type: ignore[arg-type]
+            send = again.sender(*node.args[2:], **node.kwargs)  # type: ignore[arg-type]
             return f"{self.object(send)}({given[0]}, {given[1]})"
         named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         function = called(node) if isinstance(target, OpOverload) else target

@@ -26,13 +26,15 @@ class Memory:
     Attributes:
         roots: for each node, the nodes whose memory it may share; itself, if it has its own.
         writes: for each node that writes, the roots of what it writes to.
+
+    ``apart``: several results of one operator are told apart, each with its own memory.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, apart: bool = False) -> None:
         self.roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self.writes: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in graph.nodes:
-            shared = [self.roots[n] for n in _shares(node)]
+            shared = [self.roots[n] for n in ([] if apart and _own_result(node) else _shares(node))]
             self.roots[node] = frozenset[fx.Node]().union(*shared) if shared else frozenset([node])
             written = [self.roots[n] for n in written_by(node)]
             if written:
@@ -61,6 +63,14 @@ def _shares(node: fx.Node) -> list[fx.Node]:
     return list(written_by(node))
 
 
+def _own_result(node: fx.Node) -> bool:
+    """Whether a node takes one of several tensors that an operator has made anew."""
+    if node.target is not operator.getitem:
+        return False
+    maker: Any = node.args[0]
+    return isinstance(maker.target, OpOverload) and not _shares(maker)
+
+
 def effects(node: fx.Node) -> bool:
     """Whether a node does something besides giving a result and writing to tensors: it sends, draws, or raises."""
     target: Any = node.target
@@ -68,7 +78,7 @@ def effects(node: fx.Node) -> bool:
         return True
     if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or "assert" in target._schema.name
-    return target is again.message or (target in recorded.writes and not _is_pure(target))
+    return target in (again.message, again.wait) or (target in recorded.writes and not _is_pure(target))
 
 
 def _is_pure(target: Any) -> bool:

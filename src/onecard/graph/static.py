@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from onecard._torch import tree_flatten
 from onecard.comm import check
 from onecard.errors import RecordingError
+from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.numbers import plain
-from onecard.graph.passes import PASSES, optimised
+from onecard.graph.passes import PASSES, stages
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
 
@@ -186,7 +187,9 @@ def _recorded(
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
-    recording = optimised(recording, without)
+    found = stages(recording.graph, without)
+    check_agreed(recording.name, found)
+    recording = recording.with_graph(found[-1][1])
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
     recording.bound = bound = Bound(recording, roots, leaves, kinds)

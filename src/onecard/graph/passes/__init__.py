@@ -7,13 +7,21 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from onecard.errors import RecordingError
+from onecard.graph.order import check_started
+from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
 from onecard.graph.passes.equal import equal_nodes
 from onecard.graph.passes.names import plain_names
+from onecard.graph.passes.overlap import overlapped
+from onecard.graph.passes.pieces import cut_buckets
+from onecard.graph.passes.scatter import scattered
 from onecard.graph.recording import Recording
 
 Pass = Callable[[fx.Graph], fx.Graph]
-PASSES: dict[str, Pass] = {"names": plain_names, "equal": equal_nodes, "dead": dead_nodes}
+PASSES: dict[str, Pass] = {
+    "names": plain_names, "equal": equal_nodes, "dead": dead_nodes, "scatter": scattered, "buckets": small_together,
+    "pieces": cut_buckets, "overlap": overlapped,
+}  # fmt: skip
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
 
 
@@ -21,7 +29,7 @@ def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
     """A recording by the passes, less those named.
 
     Raises:
-        RecordingError: there is no such pass.
+        RecordingError: there is no such pass; or one has moved what must not be moved, or dropped a message.
 
     Example:
         >>> import onecard, torch
@@ -29,14 +37,30 @@ def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
         >>> len(list(recording.nodes())), len(list(optimised(recording).nodes()))
         (4, 2)
     """
-    if unknown := [name for name in without if name not in PASSES]:
-        raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
-    graph = recording.graph
-    for name, run in PASSES.items():
-        if name not in without:
-            graph = run(graph)
-            graph.lint()
+    *_, (_, graph) = stages(recording.graph, without)
     return recording.with_graph(graph)
 
 
-__all__ = ["PASSES", "Pass", "dead_nodes", "equal_nodes", "optimised", "plain_names"]
+def stages(graph: fx.Graph, without: Sequence[str] = ()) -> list[tuple[str, fx.Graph]]:
+    """A graph with the name "", and after each pass but those named: (the pass, the graph)."""
+    if unknown := [name for name in without if name not in PASSES]:
+        raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
+    found = [("", graph)]
+    for name, run in PASSES.items():
+        if name not in without:
+            made = run(found[-1][1])
+            made.lint()
+            try:
+                check_started(made)
+            except RecordingError as fault:
+                raise RecordingError(
+                    f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out"
+                ) from None
+            found.append((name, made))
+    return found
+
+
+__all__ = [
+    "PASSES", "Pass", "cut_buckets", "dead_nodes", "equal_nodes", "optimised", "overlapped", "plain_names", "scattered",
+    "small_together", "stages",
+]  # fmt: skip
