@@ -17,7 +17,9 @@ from onecard.rules.call import schema_of
 # They may give their operand itself, or a view of it, although their schema does not say so.
 _PERHAPS = {"contiguous", "reshape", "to", "flatten", "resolve_conj", "resolve_neg", "expand_as", "view_as", "type_as", "float",
             "squeeze", "movedim", "narrow", "unflatten", "split", "chunk", "_reshape_alias", "reshape_as", "matrix_H", "mT",
-            "swapaxes", "swapdims", "moveaxis", "tensor_split", "dropout", "feature_dropout", "alpha_dropout"}  # fmt: skip
+            "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
+            "einsum", "swapaxes", "swapdims", "moveaxis", "tensor_split", "dropout",
+            "feature_dropout", "alpha_dropout"}  # fmt: skip
 
 
 class Memory:

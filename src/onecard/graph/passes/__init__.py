@@ -8,9 +8,12 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.graph.order import check_started
+from onecard.graph.passes.apart import taken_apart
 from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
 from onecard.graph.passes.equal import equal_nodes
+from onecard.graph.passes.fixed import of_no_input
+from onecard.graph.passes.inplace import in_place
 from onecard.graph.passes.names import plain_names
 from onecard.graph.passes.overlap import overlapped
 from onecard.graph.passes.pieces import cut_buckets
@@ -19,8 +22,8 @@ from onecard.graph.recording import Recording
 
 Pass = Callable[[fx.Graph], fx.Graph]
 PASSES: dict[str, Pass] = {
-    "names": plain_names, "equal": equal_nodes, "dead": dead_nodes, "scatter": scattered, "buckets": small_together,
-    "pieces": cut_buckets, "overlap": overlapped,
+    "apart": taken_apart, "fixed": of_no_input, "names": plain_names, "equal": equal_nodes, "dead": dead_nodes,
+    "scatter": scattered, "buckets": small_together, "pieces": cut_buckets, "overlap": overlapped, "inplace": in_place,
 }  # fmt: skip
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
 
@@ -61,6 +64,6 @@ def stages(graph: fx.Graph, without: Sequence[str] = ()) -> list[tuple[str, fx.G
 
 
 __all__ = [
-    "PASSES", "Pass", "cut_buckets", "dead_nodes", "equal_nodes", "optimised", "overlapped", "plain_names", "scattered",
-    "small_together", "stages",
+    "PASSES", "Pass", "cut_buckets", "dead_nodes", "equal_nodes", "in_place", "of_no_input", "optimised", "overlapped",
+    "plain_names", "scattered", "small_together", "stages", "taken_apart",
 ]  # fmt: skip
