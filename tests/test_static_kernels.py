@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard import _torch
 from onecard.errors import RecordingError
 from onecard.graph import kernels
 from onecard.graph.passes import PASSES, fastest, kernel
@@ -81,7 +82,7 @@ def test_a_kernel_with_other_numbers_is_not_taken(cache: Path, monkeypatch: pyte
     def wrong(*given: Any) -> Tensor:
         return torch.nn.functional.linear(*given[:3]) * 1.001
 
-    monkeypatch.setattr(kernels, "_ONEDNN", wrong)
+    monkeypatch.setattr(_torch, "onednn_linear", wrong)
     assert set(kernels.measured("linear", [((8, 4), (4, 1)), ((3, 4), (4, 1))])) == {"torch"}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard import _torch
 from onecard._torch import OpOverload
 from onecard.graph.passes.fixed import contiguous
 
@@ -31,7 +32,6 @@ GAIN = 0.95
 """Another kernel than torch's must take less than this part of its time."""
 CLOSE = 1e-6
 """What another kernel's numbers may be off: the norm of the difference, of the norm."""
-_ONEDNN: Any = getattr(getattr(torch.ops, "mkldnn", None), "_linear_pointwise", None)
 
 
 def folder() -> Path:
@@ -57,7 +57,7 @@ def _cpu() -> str:
 
 def kind(node: fx.Node) -> str | None:
     """ "mm", "addmm" or "linear" of a node that other kernels could compute; None of any other."""
-    if _ONEDNN is None or not isinstance(node.target, OpOverload) or node.kwargs:
+    if _torch.onednn_linear is None or not isinstance(node.target, OpOverload) or node.kwargs:
         return None
     name = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.linear.default: "linear"}.get(node.target)
     given: list[Any] = [n.meta.get("tensor") for n in node.args if isinstance(n, fx.Node)]
@@ -98,7 +98,7 @@ def measured(name: str, shapes: list[Operand]) -> dict[str, float]:
     x, weight, bias = by_onednn(name, given, torch.t)
 
     def other() -> Tensor:
-        return _ONEDNN(x, weight, bias, "none", [], "")
+        return _torch.onednn_linear(x, weight, bias, "none", [], "")
 
     with torch.no_grad():
         expected, found = plain(), other()

@@ -52,7 +52,7 @@ def _written_form(node: fx.Node) -> Any:
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
         return None
     packet = getattr(aten, f"{name_of(node)}_", None)
-    name = target._overloadname
+    name = target._schema.overload_name or "default"
     if packet is None or name not in packet.overloads():
         return None
     found = getattr(packet, name)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from onecard import _torch
 from onecard.graph import kernels
 from onecard.graph.passes._new import added
 
@@ -33,7 +34,7 @@ def fastest(graph: fx.Graph) -> fx.Graph:
 def _by_onednn(node: fx.Node, name: str, made: fx.Graph, names: dict[fx.Node, fx.Node]) -> fx.Node:
     given: Any = [names[a] for a in node.args if isinstance(a, fx.Node)]
     x, weight, bias = kernels.by_onednn(name, given, lambda w: added(made, node, aten.t.default, w))
-    call = made.call_function(torch.ops.mkldnn._linear_pointwise.default, (x, weight, bias, "none", [], ""))
+    call = made.call_function(_torch.onednn_linear, (x, weight, bias, "none", [], ""))
     call.meta.update(node.meta)
     return call
 
