@@ -14,8 +14,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onecard as oc
+from onecard.errors import RecordingError
 from onecard.graph.compiled import below, compiled
-from onecard.graph.passes import PASSES, in_place, inplace, of_no_input, optimised, taken_apart
+from onecard.graph.passes import (
+    PASSES,
+    in_place,
+    inplace,
+    of_no_input,
+    optimised,
+    products_in_half,
+    recomputed,
+    taken_apart,
+)
 
 
 def test_in_place_at_the_last_use() -> None:
@@ -132,7 +142,7 @@ def peak(run: Callable[..., Any], *args: Any) -> int:
 
 def test_the_peak_is_not_above_eagers() -> None:
     torch.manual_seed(0)
-    _, _, step, data = gpt(None)
+    _, _, step, data = gpt(None, dropout=0.0)
     eager = oc.to_static(step, limit=1)
     batches = [next(data) for _ in range(4)]
     for batch in batches[:2]:
@@ -145,3 +155,80 @@ def test_the_peak_is_not_above_eagers() -> None:
     without = peak(lambda: None)
     assert without == 0 and 0 < replayed <= plain, (replayed, plain)
     assert optimised(recording).graph is not recording.graph
+
+
+def stack(depth: int = 4) -> Callable[[Tensor], Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(depth)]
+    optimizer = torch.optim.SGD(nn.ModuleList(layers).parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x)
+        loss = (x**2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_recompute_keeps_bits_and_less_memory() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    eager, plain, again = stack(), oc.to_static(stack()), oc.to_static(stack(), also=["recompute"])
+    losses = [[run(x).item() for _ in range(5)] for run in (eager, plain, again)]
+    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 5
+    most = []
+    for run in (plain, again):
+        bound = run.recordings[0].bound
+        most.append(peak(bound.go, [x], bound.fits([x])))
+    assert most[1] < 0.85 * most[0], most
+    doubled = [
+        sum(n.target is torch.ops.aten.gelu.default for n in run.recordings[0].nodes()) for run in (plain, again)
+    ]
+    assert doubled == [4, 8]
+
+
+def test_recompute_leaves_what_is_written_or_drawn() -> None:
+    recording = recorded_step(partial(gpt, None))
+    assert same(recording, recomputed(recording.graph))
+
+    w, held = torch.ones(3, requires_grad=True), torch.ones(3)
+
+    def writes() -> Tensor:
+        factor = held * 3  # kept for backward: what it was made of is another number by then
+        y = factor * w
+        held.add_(1)
+        y.sum().backward()
+        return y.detach()
+
+    recorded = oc.to_static(writes, without=[*PASSES])
+    for _ in range(2):
+        recorded()
+    graph = recorded.recordings[0].graph
+    assert same(recorded.recordings[0], recomputed(graph)) and operators(recomputed(graph)).count("mul") == 3
+
+
+def test_products_in_half() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+    def mixed(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return step(x)
+
+        return run
+
+    single, expected, found = stack(), mixed(stack()), oc.to_static(stack(), also=["half"])
+    losses = [[run(x).item() for _ in range(5)] for run in (single, expected, found)]
+    assert losses[2] == pytest.approx(losses[1], rel=2e-2) and losses[2] != losses[0]
+    graph = found.recordings[0].graph
+    products = [n for n in graph.nodes if n.name.startswith(("mm", "linear", "addmm"))]
+    assert len(products) > 15 and all(n.meta["tensor"][2] is torch.bfloat16 for n in products)
+    assert products_in_half(graph) is graph, "once is enough"
+
+
+def test_passes_to_ask_for_are_named() -> None:
+    with pytest.raises(RecordingError, match="also='recomputed': the passes to ask for are recompute, half, fastest"):
+        oc.to_static(lambda x: x, also=["recomputed"])

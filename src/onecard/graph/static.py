@@ -57,7 +57,12 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
 
 
 def to_static(
-    fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = (), ask: bool = False, kernels: str = "eager"
+    fn: Callable[..., Any],
+    limit: int = LIMIT,
+    without: Sequence[str] = (),
+    ask: bool = False,
+    kernels: str = "eager",
+    also: Sequence[str] = (),
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
@@ -73,6 +78,8 @@ def to_static(
             each replay; another answer makes a new recording. It costs that computation.
         kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
             at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
+        also: passes that run only where they are asked for: "recompute" (cheap results of forward are computed again in backward,
+            not kept; bits stay) and "half" (products in bfloat16).
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -94,7 +101,7 @@ def to_static(
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without, ask, kernels)
+    return Static(fn, limit, without, ask, kernels, also)
 
 
 class Static:
@@ -107,10 +114,12 @@ class Static:
         without: Sequence[str] = (),
         ask: bool = False,
         kernels: str = "eager",
+        also: Sequence[str] = (),
     ) -> None:
-        chosen(kernels)  # a wrong name is refused here, not at the second call
+        self._options = (tuple(without), ask, kernels, tuple(also))
+        chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
-        self.fn, self.limit, self.without, self.ask, self.kernels = fn, limit, tuple(without), ask, kernels
+        self.fn, self.limit = fn, limit
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
 
@@ -152,7 +161,7 @@ class Static:
             return self.fn(*args, **kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without, self.ask, self.kernels)
+        bound, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
         self._bound.insert(0, (bound, seen))
         return result
 
@@ -193,6 +202,7 @@ def _recorded(
     without: Sequence[str],
     ask: bool = False,
     kernels: str = "eager",
+    also: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
@@ -203,7 +213,7 @@ def _recorded(
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
-    found = stages(recording.graph, without, kernels)
+    found = stages(recording.graph, without, kernels, also)
     check_agreed(recording.name, found)
     recording = recording.with_graph(found[-1][1])
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree

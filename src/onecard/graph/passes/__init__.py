@@ -13,11 +13,13 @@ from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
 from onecard.graph.passes.equal import equal_nodes
 from onecard.graph.passes.fixed import of_no_input
+from onecard.graph.passes.half import products_in_half
 from onecard.graph.passes.inplace import in_place
 from onecard.graph.passes.kernel import fastest
 from onecard.graph.passes.names import plain_names
 from onecard.graph.passes.overlap import overlapped
 from onecard.graph.passes.pieces import cut_buckets
+from onecard.graph.passes.recompute import recomputed
 from onecard.graph.passes.scatter import scattered
 from onecard.graph.recording import Recording
 
@@ -27,24 +29,28 @@ PASSES: dict[str, Pass] = {
     "scatter": scattered, "buckets": small_together, "pieces": cut_buckets, "overlap": overlapped, "inplace": in_place,
 }  # fmt: skip
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
-_AFTER: dict[str, tuple[str, Pass]] = {"fastest": ("dead", fastest)}
-KERNELS = ("eager", *_AFTER)
+ASKED: dict[str, Pass] = {"recompute": recomputed, "half": products_in_half, "fastest": fastest}
+"""Passes that run where they are asked for, after "dead". The last two change numbers; "fastest" is what ``kernels`` asks for."""
+KERNELS = ("eager", "fastest")
 """Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
 
 
-def chosen(kernels: str) -> dict[str, Pass]:
-    """All passes, with the one that chooses kernels in its place.
+def chosen(kernels: str = "eager", also: Sequence[str] = ()) -> dict[str, Pass]:
+    """All passes, with those that are asked for in their places.
 
     Raises:
-        RecordingError: there are no such kernels.
+        RecordingError: there are no such kernels, or no such pass.
     """
     if kernels not in KERNELS:
         raise RecordingError(f"kernels={kernels!r} is not one of {', '.join(map(repr, KERNELS))}")
+    if unknown := [name for name in also if name not in ASKED]:
+        raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
+    asked = {name: run for name, run in ASKED.items() if name in (*also, kernels)}
     made = dict[str, Pass]()
     for name, run in PASSES.items():
         made[name] = run
-        if kernels in _AFTER and _AFTER[kernels][0] == name:
-            made["kernels"] = _AFTER[kernels][1]
+        if name == "dead":
+            made |= asked
     return made
 
 
@@ -64,12 +70,14 @@ def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
     return recording.with_graph(graph)
 
 
-def stages(graph: fx.Graph, without: Sequence[str] = (), kernels: str = "eager") -> list[tuple[str, fx.Graph]]:
+def stages(
+    graph: fx.Graph, without: Sequence[str] = (), kernels: str = "eager", also: Sequence[str] = ()
+) -> list[tuple[str, fx.Graph]]:
     """A graph with the name "", and after each pass but those named: (the pass, the graph)."""
     if unknown := [name for name in without if name not in PASSES]:
         raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
     found = [("", graph)]
-    for name, run in chosen(kernels).items():
+    for name, run in chosen(kernels, also).items():
         if name not in without:
             made = run(found[-1][1])
             made.lint()
@@ -84,6 +92,7 @@ def stages(graph: fx.Graph, without: Sequence[str] = (), kernels: str = "eager")
 
 
 __all__ = [
-    "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "in_place", "of_no_input",
-    "optimised", "overlapped", "plain_names", "scattered", "small_together", "stages", "taken_apart",
+    "ASKED", "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "in_place",
+    "of_no_input", "optimised", "overlapped", "plain_names", "products_in_half", "recomputed", "scattered", "small_together",
+    "stages", "taken_apart",
 ]  # fmt: skip
