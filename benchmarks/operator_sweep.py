@@ -36,7 +36,7 @@ class SweepArgs:
     """stop after this many operators"""
     dtype: tuple[str, ...] = ("float32", "int64", "bool")
     libraries: tuple[str, ...] = ("onecard", "DTensor")
-    """or "onecard merged": what is cut lies in the inner part of a merged dim"""
+    """or "onecard merged": what is cut lies in the inner part of a merged dim; "onecard replayed": recorded steps"""
     samples: int = 3
     placings: int = 8
     partial: bool = False

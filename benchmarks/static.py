@@ -5,17 +5,25 @@
 1. linear + relu + sum, 16x16, forward and backward, the batch cut over two ranks: the replay beside plain torch with autograd
    and beside the same local operators called by hand without it.
 2. a GPT (d=64, 2 layers) with AdamW, dp=2: a step of plain torch on half the batch, of onecard as it is, of its replay.
+3. a GPT (d=512, 4 layers, 256 tokens, batch 8) and seed 003's network in one process on all cores: plain torch, replayed,
+   replayed with the fastest kernels; the microseconds of each product by each kernel; what recording costs.
+4. that GPT on two ranks, dp=2 beside DDP and tp=2 beside layers by hand; how long a dp=2 step waits for its messages.
+5. the peak memory of both networks, as they are and replayed.
 
-All variants run in turn in one process on each rank; a figure is the median over rounds of the CPU time of rank 0.
+    python benchmarks/static.py --small          # seconds: does all of it run?
+    python benchmarks/static.py --only 3         # one part
+
+All variants run in turn in one process on each rank. 1 and 2 are medians over rounds of rank 0's CPU time, 3 and 4 of wall time.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +37,10 @@ from torch import Tensor
 import onecard as oc
 from onecard.testing import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__file__).parent)]
+
+from static_large import SMALL, Sizes, hidden, one_process, peak, two_ranks  # noqa: E402
+
 Step = Callable[[], Any]
 
 
@@ -42,7 +53,11 @@ class StaticArgs:
     """steps of the small layer in a round"""
     gpt_steps: int = 4
     """steps of the GPT in a round"""
-    timeout: float = 600.0
+    only: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """parts by number"""
+    small: bool = False
+    """tiny sizes, to see that all runs"""
+    timeout: float = 900.0
 
 
 def measured(steps: dict[str, Step], count: int, rounds: int) -> dict[str, float]:
@@ -141,19 +156,76 @@ def gpt(args: StaticArgs) -> dict[str, float]:
 
 
 def on_this_rank(args: StaticArgs) -> tuple[dict[str, float], dict[str, float]]:
-    """Both measurements."""
+    """The first two parts."""
     torch.set_num_threads(1)
-    return small(args), gpt(args)
+    return small(args) if 1 in args.only else {}, gpt(args) if 2 in args.only else {}
+
+
+def show(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print a table."""
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def beside(times: dict[str, float], base: str, unit: float, digits: int) -> list[tuple[str, ...]]:
+    """Rows of times, each also as a multiple of one of them."""
+    return [(name, f"{value * unit:,.{digits}f}", f"{value / times[base]:.2f}") for name, value in times.items()]
+
+
+def cpu_times(args: StaticArgs) -> None:
+    """Parts 1 and 2."""
+    bases = ("the same operators by hand, without autograd", "plain torch")
+    titles = ("1. linear + relu + sum, 16x16, 2 ranks", "2. GPT d=64 L=2, dp=2")
+    for title, times, base in zip(
+        titles, run_ranks(on_this_rank, 2, args, timeout=args.timeout)[0], bases, strict=True
+    ):
+        if times:
+            show(title, ("", "us of CPU a step", f"/ {base}"), beside(times, base, 1, 0))
+
+
+def alone(args: StaticArgs, sizes: Sizes) -> None:
+    """Part 3."""
+    found = run_ranks(one_process, 1, sizes, len(os.sched_getaffinity(0)), timeout=args.timeout)[0]
+    for name, (times, recording, products) in found.items():
+        show(f"3. {name}, one process", ("", "ms a step", "/ plain torch"), beside(times, "plain torch", 1e3, 1))
+        print(f"recording takes {recording * 1e3:.0f} ms: {recording / times['plain torch']:.1f} steps of plain torch")
+        rows = [(k, str(n), *(f"{t[x]:,.0f}" if x in t else "-" for x in ("torch", "onednn"))) for k, n, t in products]
+        show(f"products of {name}", ("product", "in a step", "us by torch (MKL)", "us by oneDNN"), rows)
+
+
+def together(args: StaticArgs, sizes: Sizes) -> None:
+    """Part 4."""
+    bases = {"dp": "DDP", "tp": "by hand, as Megatron-LM"}
+    for axis, times in run_ranks(two_ranks, 2, sizes, timeout=args.timeout)[0].items():
+        show(f"4. GPT, {axis}=2", ("", "ms a step", f"/ {bases[axis]}"), beside(times, bases[axis], 1e3, 1))
+    rows = [
+        (name, f"{alone:.1f}", f"{waits:.1f}", f"{100 * (1 - waits / alone):.0f} %")
+        for name, (alone, waits) in run_ranks(hidden, 2, sizes, timeout=args.timeout)[0].items()
+    ]
+    show("gradients of dp=2", ("", "ms of messages alone", "ms that a step waits", "hidden"), rows)
+
+
+def memory(args: StaticArgs, sizes: Sizes) -> None:
+    """Part 5."""
+    rows = []
+    for name in ("GPT", "seed 003's network"):
+        eager, replayed = (run_ranks(peak, 1, sizes, flag, name, timeout=args.timeout)[0] for flag in (False, True))
+        rows.append((name, f"{eager:,.0f}", f"{replayed:,.0f}", f"{replayed / eager:.2f}"))
+    show("5. peak memory above the start", ("", "MB, as it is", "MB, replayed", "replayed / as it is"), rows)
 
 
 def main(args: StaticArgs) -> None:
-    """Print the CPU time of rank 0 for each variant."""
-    found = run_ranks(on_this_rank, 2, args, timeout=args.timeout)[0]
-    for title, times in zip(("linear + relu + sum, 16x16", "GPT d=64 L=2, dp=2"), found, strict=True):
-        table = Table(title, "us of CPU a step", "/ plain torch")
-        for name, value in times.items():
-            table.add_row(name, f"{value:,.0f}", f"{value / times['plain torch']:.2f}")
-        Console().print(table)
+    """Print the tables."""
+    sizes = SMALL if args.small else Sizes()
+    if args.small:
+        args = replace(args, rounds=2, small_steps=20, gpt_steps=1)
+    if {1, 2} & {*args.only}:
+        cpu_times(args)
+    for part, run in ((3, alone), (4, together), (5, memory)):
+        if part in args.only:
+            run(args, sizes)
 
 
 if __name__ == "__main__":

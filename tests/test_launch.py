@@ -10,6 +10,7 @@ import pytest
 from launching import launch_here, launch_node, start, write
 
 from onecard import cli, launch
+from onecard.launch._allocator import CHOSEN, JEMALLOC, KEEPS, allocator
 from onecard.launch._main import plan
 from onecard.launch._options import LaunchError, Options, parse
 from onecard.launch._screen import _PlainLog, plain_line
@@ -302,3 +303,18 @@ def test_cli(capsys):
         cli.main(["run", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert end.value.code == 0 and "one for each GPU, or 1 if there is none" in text
+
+
+def test_the_allocator_is_set_unless_the_user_has(tmp_path, monkeypatch):
+    for name in CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    assert allocator({}, [tmp_path]) == KEEPS
+    assert plan(Options())[1].items() >= allocator({}).items()
+    for name in CHOSEN:
+        assert allocator({name: ""}, [tmp_path]) == {}
+    (tmp_path / "libjemalloc.so.2").touch()
+    assert allocator({}, [tmp_path]) == {"LD_PRELOAD": str(tmp_path / "libjemalloc.so.2"), "MALLOC_CONF": JEMALLOC}
+    (tmp_path / "libtcmalloc.so.4").touch()
+    assert allocator({}, [tmp_path]) == {"LD_PRELOAD": str(tmp_path / "libtcmalloc.so.4")}
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert "MALLOC_MMAP_MAX_" not in plan(Options())[1]

@@ -68,6 +68,19 @@ def test_operators_of_merged_dims():
     assert not [o.name for o in outcomes if o.cases < 2]
 
 
+def test_operators_replayed():
+    """Each case as a recorded step; the whole sweep is ``benchmarks/operator_sweep.py --libraries "onecard replayed"``."""
+    names = [*RIGHT[6:36:2], "sort", "nonzero", "nn.functional.dropout"]
+    outcomes = {
+        o.name: o for o in operator_sweep.sweep(names, engine.Options("onecard replayed", samples=1, placings=2))
+    }
+    refused = {name for name, o in outcomes.items() if o.state == "refused"}
+    wrong = [o for name, o in outcomes.items() if name not in refused]
+    assert not (faults := report.faults("onecard replayed", wrong, 3)), faults
+    assert refused == {"nonzero"}, "its shape depends on values"
+    assert not [o.name for o in outcomes.values() if o.cases < 2]
+
+
 def test_samples_of_nothing():
     """All samples of operators that are written out here, of which some have no elements."""
     names = ["matmul", "softmax", "log_softmax", "linalg.householder_product"]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
+from onecard import to_static
 from sweep.compare import difference
 from sweep.libraries import Library, make
 from sweep.samples import RANDOM, VALUELESS, Placing, Sample, operators, placings, samples, title, variants
@@ -264,6 +265,8 @@ class Case:
     def __call__(self) -> str:
         expected = self.expected
         placed = self.placed()
+        if self.library.replays:
+            return self._replayed()
         result = _call(self.function, self.sample, placed)
         whole = self.whole(result)
         random = not expected.values
@@ -277,6 +280,33 @@ class Case:
             return ""
         grads, _ = _gradients(self.sample.finish(result), placed, expected.weights, self.replicate)
         why = difference(self.whole(grads), expected.grads)
+        return f"gradient: {why}" if why else ""
+
+    def _replayed(self) -> str:
+        """The same of a recorded step's third call, which is a replay."""
+        expected, random = self.expected, not self.expected.values
+        weights = {id(w): self.replicate(w) for w in expected.weights}
+        wants = expected.grads is not None and not self.inplace and not random
+
+        def step(*tensors: Tensor) -> Any:
+            result = self.sample.run(self.function, tensors)
+            if not wants:
+                return _detached(result), None
+            grads, _ = _gradients(self.sample.finish(result), tensors, expected.weights, lambda w: weights[id(w)])
+            return _detached(result), grads
+
+        recorded = to_static(step)
+        for _ in range(3):
+            placed = self.placed()
+            torch.manual_seed(1)
+            result, grads = recorded(*placed)
+        if len(recorded.recordings) != 1:
+            return "it is not replayed"
+        if why := difference(self.whole(result), expected.result, values=not random):
+            return why
+        if self.inplace and (why := difference(self.whole(list(placed)), expected.after, values=not random)):
+            return f"the operand after the call: {why}"
+        why = difference(self.whole(grads), expected.grads) if wants else ""
         return f"gradient: {why}" if why else ""
 
     def placed(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ class Library(Protocol):
 
     tensor: type
     takes_plain: bool
+    replays: bool
     refusals: tuple[type[BaseException], ...]
 
     def place(self, whole: Tensor, placement: Placement) -> Tensor: ...
@@ -37,6 +38,7 @@ class Onecard:
 
     tensor = oc.DistTensor
     takes_plain = True
+    replays = False
     refusals = (OnecardError,)
 
     def __init__(self) -> None:
@@ -76,11 +78,18 @@ class OnecardMerged(Onecard):
         return parts.flatten(dim, dim + 1).requires_grad_(whole.requires_grad)
 
 
+class OnecardReplayed(Onecard):
+    """onecard, each case as a recorded step: what a replay gives is compared, gradients and operands included."""
+
+    replays = True
+
+
 class TorchDTensor:
     """torch's own DTensor. Plain tensors are replicated first, as it wants its users to do."""
 
     tensor = DTensor
     takes_plain = False
+    replays = False
     refusals = (NotImplementedError, RuntimeError)
 
     def __init__(self) -> None:
@@ -100,7 +109,13 @@ class TorchDTensor:
 
 def make(name: str) -> Library:
     warnings.simplefilter("ignore")
-    return {"onecard": Onecard, "onecard merged": OnecardMerged, "DTensor": TorchDTensor}[name]()
+    known = {
+        "onecard": Onecard,
+        "onecard merged": OnecardMerged,
+        "onecard replayed": OnecardReplayed,
+        "DTensor": TorchDTensor,
+    }
+    return known[name]()
 
 
 def replicated(library: Library, whole: Tensor) -> Tensor:

@@ -110,6 +110,8 @@ _FAKE = _take("torch._C:_TorchDispatchModeKey.FAKE", None)
 below_autograd: Callable[[], AbstractContextManager[Any]] = _take("torch._C:_AutoDispatchBelowAutograd", torch.no_grad)
 # Functions of torch that a compiled recording calls in place of operators. In its place: an empty module, and the operators.
 functions_of_nn: Any = _take("torch._C:_nn", None)
+# oneDNN's product on plain tensors, which a recording may choose. In its place: none; torch's own is taken.
+onednn_linear: Any = _take("torch:ops.mkldnn._linear_pointwise.default", None)
 # Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
 _task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
 # Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.

@@ -6,6 +6,7 @@ place of the other only where a call with the same arguments, on tensors without
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,10 @@ from torch import Tensor, fx
 from onecard import _torch
 from onecard._torch import OpOverload, TorchDispatchMode
 from onecard.comm import again
+from onecard.graph.memory import Memory, effects
+
+ONCE = 64 * 1024
+"""Bytes up to which a tensor that is the same at each call is kept."""
 
 _INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//", operator.mod: "%",
@@ -27,15 +32,53 @@ _INFIX = {
 def compiled(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
     """A function of the graph's inputs that gives its outputs; to be called below autograd (``below``)."""
     writer = _Writer()
+    once = _once(graph)
+    if once:
+        _compute(once, writer)
     last = _last_uses(graph)
     for node in graph.nodes:
-        writer.node(node)
-        gone = [writer.name(n) for n in last.get(node, ())]
+        if node not in once:
+            writer.node(node)
+        gone = [writer.name(n) for n in last.get(node, ()) if n not in once]
         if gone:
             writer.lines.append(f"    del {', '.join(gone)}")
     text = f"def run({', '.join(writer.inputs)}):\n" + "\n".join(writer.lines)
     exec(compile(text, "<recording>", "exec"), writer.names)
     return writer.names["run"]
+
+
+def _once(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Nodes that give the same at each call and are not written to: small ones that depend on no input."""
+    found: dict[fx.Node, None] = {}
+    starts = [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.target, OpOverload) and not n.all_input_nodes
+    ]
+    if not starts:
+        return found
+    memory = Memory(graph)
+    out: Any = next(iter(reversed(graph.nodes))).args[0]
+    shown = frozenset[fx.Node]().union(*(memory.roots[n] for n in out if isinstance(n, fx.Node)))
+    for node in graph.nodes:
+        whole = node.op == "call_function" and isinstance(node.target, OpOverload) and "tensor" in node.meta
+        if whole and all(n in found for n in node.all_input_nodes) and not effects(node) and node not in memory.writes:
+            shape, _, dtype, _ = node.meta["tensor"]
+            small = math.prod(shape) * dtype.itemsize <= ONCE
+            if small and memory.steady(node) and not memory.roots[node] & shown and "empty" not in str(node.target):
+                found[node] = None
+    return found
+
+
+def _compute(nodes: dict[fx.Node, None], writer: _Writer) -> None:
+    """What these nodes give, as names that the function reads."""
+    for node in nodes:
+        writer.node(node)
+    names = ", ".join(writer.name(n) for n in nodes)
+    text = "def once():\n" + "\n".join(writer.lines) + f"\n    return ({names},)"
+    exec(compile(text, "<recording>", "exec"), writer.names)
+    with below():
+        values = writer.names.pop("once")()
+    writer.names.update({writer.name(n): v for n, v in zip(nodes, values, strict=True)})
+    writer.lines.clear()
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -92,7 +135,7 @@ class _Writer:
         if target is operator.getitem:
             return f"{given[0]}[{given[1]}]"
         if target is again.message:
-            send = again.sender(*node.args[2:])  # type: ignore[arg-type]
+            send = again.sender(*node.args[2:], **node.kwargs)  # type: ignore[arg-type]
             return f"{self.object(send)}({given[0]}, {given[1]})"
         named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         function = called(node) if isinstance(target, OpOverload) else target

@@ -17,8 +17,9 @@ from onecard.rules.call import schema_of
 # They may give their operand itself, or a view of it, although their schema does not say so.
 _PERHAPS = {"contiguous", "reshape", "to", "flatten", "resolve_conj", "resolve_neg", "expand_as", "view_as", "type_as", "float",
             "squeeze", "movedim", "narrow", "unflatten", "split", "chunk", "_reshape_alias", "reshape_as", "matrix_H", "mT",
-            "swapaxes", "swapdims", "moveaxis", "tensor_split", "dropout", "feature_dropout", "alpha_dropout", "_unsafe_view",
-            "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}  # fmt: skip
+            "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
+            "einsum", "swapaxes", "swapdims", "moveaxis", "tensor_split", "dropout",
+            "feature_dropout", "alpha_dropout"}  # fmt: skip
 
 
 class Memory:
@@ -27,13 +28,15 @@ class Memory:
     Attributes:
         roots: for each node, the nodes whose memory it may share; itself, if it has its own.
         writes: for each node that writes, the roots of what it writes to.
+
+    ``apart``: several results of one operator are told apart, each with its own memory.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, apart: bool = False) -> None:
         self.roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self.writes: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in graph.nodes:
-            shared = [self.roots[n] for n in _shares(node)]
+            shared = [self.roots[n] for n in ([] if apart and _own_result(node) else _shares(node))]
             self.roots[node] = frozenset[fx.Node]().union(*shared) if shared else frozenset([node])
             written = [self.roots[n] for n in written_by(node)]
             if written:
@@ -62,6 +65,14 @@ def _shares(node: fx.Node) -> list[fx.Node]:
     return list(written_by(node))
 
 
+def _own_result(node: fx.Node) -> bool:
+    """Whether a node takes one of several tensors that an operator has made anew."""
+    if node.target is not operator.getitem:
+        return False
+    maker: Any = node.args[0]
+    return isinstance(maker.target, OpOverload) and not _shares(maker)
+
+
 def effects(node: fx.Node) -> bool:
     """Whether a node does something besides giving a result and writing to tensors: it sends, draws, or raises."""
     target: Any = node.target
@@ -69,7 +80,7 @@ def effects(node: fx.Node) -> bool:
         return True
     if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or "assert" in target._schema.name
-    return target is again.message or (target in recorded.writes and not _is_pure(target))
+    return target in (again.message, again.wait) or (target in recorded.writes and not _is_pure(target))
 
 
 def _is_pure(target: Any) -> bool:

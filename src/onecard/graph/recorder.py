@@ -330,6 +330,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         values = [value for name, value in given if name in written]
     elif node.target is again.message:
         values = [node.args[0]]
+    elif node.target is again.wait:
+        values = [node.args[1]]
     else:
         values = [node.args[i] for i in recorded.writes.get(node.target, ())]  # type: ignore[arg-type]
     return [

@@ -37,7 +37,7 @@ _PYTHON = {f.__name__: f for f in (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.neg,
     operator.pos, operator.abs, operator.getitem, operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )}  # fmt: skip
-_OURS: dict[str, Callable[..., Any]] = {"item": item, "message": again.message}
+_OURS: dict[str, Callable[..., Any]] = {"item": item, "message": again.message, "wait": again.wait}
 _KINDS = {"DistTensor": DistTensor, "Tensor": torch.Tensor, "float": float, "int": int, "bool": bool, "str": str,
           "NoneType": type(None)}  # fmt: skip
 

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from onecard._torch import tree_flatten
 from onecard.comm import check
 from onecard.errors import RecordingError
+from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.numbers import plain
-from onecard.graph.passes import PASSES, optimised
+from onecard.graph.passes import PASSES, chosen, stages
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
 
@@ -55,7 +56,14 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
     return run
 
 
-def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = (), ask: bool = False) -> Static:
+def to_static(
+    fn: Callable[..., Any],
+    limit: int = LIMIT,
+    without: Sequence[str] = (),
+    ask: bool = False,
+    kernels: str = "eager",
+    also: Sequence[str] = (),
+) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
     The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
@@ -68,6 +76,10 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str]
         without: passes that are left out (``onecard.graph.passes.PASSES``), to find out which one is at fault.
         ask: what Python reads of tensors (``if mask.all()``, also inside libraries) is not refused, but computed again before
             each replay; another answer makes a new recording. It costs that computation.
+        kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
+            at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
+        also: passes that run only where they are asked for: "recompute" (cheap results of forward are computed again in backward,
+            not kept; bits stay) and "half" (products in bfloat16).
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -89,17 +101,25 @@ def to_static(fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str]
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without, ask)
+    return Static(fn, limit, without, ask, kernels, also)
 
 
 class Static:
     """What ``to_static`` returns: called like the function; see there."""
 
     def __init__(
-        self, fn: Callable[..., Any], limit: int = LIMIT, without: Sequence[str] = (), ask: bool = False
+        self,
+        fn: Callable[..., Any],
+        limit: int = LIMIT,
+        without: Sequence[str] = (),
+        ask: bool = False,
+        kernels: str = "eager",
+        also: Sequence[str] = (),
     ) -> None:
+        self._options = (tuple(without), ask, kernels, tuple(also))
+        chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
-        self.fn, self.limit, self.without, self.ask = fn, limit, tuple(without), ask
+        self.fn, self.limit = fn, limit
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
 
@@ -141,7 +161,7 @@ class Static:
             return self.fn(*args, **kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        bound, seen, result = _recorded(self.fn, leaves, names, tree, self.without, self.ask)
+        bound, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
         self._bound.insert(0, (bound, seen))
         return result
 
@@ -175,7 +195,14 @@ def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
 
 
 def _recorded(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, without: Sequence[str], ask: bool = False
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    without: Sequence[str],
+    ask: bool = False,
+    kernels: str = "eager",
+    also: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
@@ -186,7 +213,9 @@ def _recorded(
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
-    recording = optimised(recording, without)
+    found = stages(recording.graph, without, kernels, also)
+    check_agreed(recording.name, found)
+    recording = recording.with_graph(found[-1][1])
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
     recording.bound = bound = Bound(recording, roots, leaves, kinds)

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from onecard.launch._agent import Agent, Workplace, make_agent
+from onecard.launch._allocator import allocator
 from onecard.launch._explain import explain, say
 from onecard.launch._guard import Guard
 from onecard.launch._logs import job_folder, set_aside
@@ -56,6 +57,8 @@ def plan(options: Options) -> tuple[int, dict[str, str]]:
     host = endpoint(options.master)[0] if options.master else "127.0.0.1"
     if options.nnodes == 1 or host in ("127.0.0.1", "localhost", "::1"):
         defaults["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    if not available:
+        environment |= allocator(os.environ)
     return nproc, environment | {name: text for name, text in defaults.items() if name not in os.environ}
 
 

@@ -7,21 +7,58 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from onecard.errors import RecordingError
+from onecard.graph.order import check_started
+from onecard.graph.passes.apart import taken_apart
+from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
 from onecard.graph.passes.equal import equal_nodes
+from onecard.graph.passes.fixed import of_no_input
+from onecard.graph.passes.half import products_in_half
+from onecard.graph.passes.inplace import in_place
+from onecard.graph.passes.kernel import fastest
 from onecard.graph.passes.names import plain_names
+from onecard.graph.passes.overlap import overlapped
+from onecard.graph.passes.pieces import cut_buckets
+from onecard.graph.passes.recompute import recomputed
+from onecard.graph.passes.scatter import scattered
 from onecard.graph.recording import Recording
 
 Pass = Callable[[fx.Graph], fx.Graph]
-PASSES: dict[str, Pass] = {"names": plain_names, "equal": equal_nodes, "dead": dead_nodes}
+PASSES: dict[str, Pass] = {
+    "apart": taken_apart, "fixed": of_no_input, "names": plain_names, "equal": equal_nodes, "dead": dead_nodes,
+    "scatter": scattered, "buckets": small_together, "pieces": cut_buckets, "overlap": overlapped, "inplace": in_place,
+}  # fmt: skip
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
+ASKED: dict[str, Pass] = {"recompute": recomputed, "half": products_in_half, "fastest": fastest}
+"""Passes that run where they are asked for, after "dead". The last two change numbers; "fastest" is what ``kernels`` asks for."""
+KERNELS = ("eager", "fastest")
+"""Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
+
+
+def chosen(kernels: str = "eager", also: Sequence[str] = ()) -> dict[str, Pass]:
+    """All passes, with those that are asked for in their places.
+
+    Raises:
+        RecordingError: there are no such kernels, or no such pass.
+    """
+    if kernels not in KERNELS:
+        raise RecordingError(f"kernels={kernels!r} is not one of {', '.join(map(repr, KERNELS))}")
+    if unknown := [name for name in also if name not in ASKED]:
+        raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
+    asked = {name: run for name, run in ASKED.items() if name in (*also, kernels)}
+    made = dict[str, Pass]()
+    for name, run in PASSES.items():
+        made[name] = run
+        if name == "dead":
+            made |= asked
+    return made
 
 
 def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
     """A recording by the passes, less those named.
 
     Raises:
-        RecordingError: there is no such pass.
+        RecordingError: there is no such pass; or one has moved what must not be moved, or dropped a message.
 
     Example:
         >>> import onecard, torch
@@ -29,14 +66,33 @@ def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
         >>> len(list(recording.nodes())), len(list(optimised(recording).nodes()))
         (4, 2)
     """
-    if unknown := [name for name in without if name not in PASSES]:
-        raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
-    graph = recording.graph
-    for name, run in PASSES.items():
-        if name not in without:
-            graph = run(graph)
-            graph.lint()
+    *_, (_, graph) = stages(recording.graph, without)
     return recording.with_graph(graph)
 
 
-__all__ = ["PASSES", "Pass", "dead_nodes", "equal_nodes", "optimised", "plain_names"]
+def stages(
+    graph: fx.Graph, without: Sequence[str] = (), kernels: str = "eager", also: Sequence[str] = ()
+) -> list[tuple[str, fx.Graph]]:
+    """A graph with the name "", and after each pass but those named: (the pass, the graph)."""
+    if unknown := [name for name in without if name not in PASSES]:
+        raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
+    found = [("", graph)]
+    for name, run in chosen(kernels, also).items():
+        if name not in without:
+            made = run(found[-1][1])
+            made.lint()
+            try:
+                check_started(made)
+            except RecordingError as fault:
+                raise RecordingError(
+                    f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out"
+                ) from None
+            found.append((name, made))
+    return found
+
+
+__all__ = [
+    "ASKED", "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "in_place",
+    "of_no_input", "optimised", "overlapped", "plain_names", "products_in_half", "recomputed", "scattered", "small_together",
+    "stages", "taken_apart",
+]  # fmt: skip

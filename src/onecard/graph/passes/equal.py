@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from onecard.comm import again
 from onecard.graph.memory import Memory, effects
+from onecard.graph.order import only_names
 from onecard.graph.passes._copy import copied
 
 _FRESH = (
@@ -19,6 +21,8 @@ _FRESH = (
     "empty_strided",
     "new_empty_strided",
 )  # equal only before they are written
+
+_LITTLE = 256  # bytes that may be kept from forward to backward
 
 
 def equal_nodes(graph: fx.Graph) -> fx.Graph:
@@ -43,9 +47,20 @@ def equal_nodes(graph: fx.Graph) -> fx.Graph:
         elif not effects(node) and node not in memory.writes and _steady(node, memory) and not _fresh(node):
             key = (node.target, _key(node.args, other), _key(node.kwargs, other))
             found = first.setdefault(key, node)
-            if found is not node:
+            if found is not node and _is_held(found, node):
                 other[node] = found
     return copied(graph, _resolved(other), lambda n: n not in dropped)
+
+
+def _is_held(found: fx.Node, node: fx.Node) -> bool:
+    """Whether using an earlier result costs no memory: it is from the same phase, names memory, is small, or stays anyway.
+
+    What backward computes anew on purpose, forward would have to keep.
+    """
+    if found.meta.get("phase") == node.meta.get("phase") or "tensor" not in found.meta or only_names(found):
+        return True
+    shape, _, dtype, _ = found.meta["tensor"]
+    return math.prod(shape) * dtype.itemsize <= _LITTLE or any(user > node for user in found.users)
 
 
 def _resolved(other: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node | None]:

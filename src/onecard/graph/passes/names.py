@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _SAME = {
 }
 _IF_ALIKE = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default, aten.slice.Tensor,
              aten.narrow.default, aten.contiguous.default, aten.reshape.default, aten.squeeze.dim, aten.transpose.int,
-             aten.as_strided.default}  # fmt: skip
+             aten.as_strided.default, aten.flatten.using_ints}  # fmt: skip
 _RESHAPES = ("resize_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "as_strided_", "swapdims_", "swapaxes_")
 
 
@@ -28,15 +29,19 @@ def plain_names(graph: fx.Graph) -> fx.Graph:
     called = {getattr(getattr(n.target, "_schema", None), "name", "").removeprefix("aten::") for n in graph.nodes}
     if called & {*_RESHAPES}:
         return copied(graph, lambda n: None, lambda n: True)
-    return copied(graph, _other, lambda n: True)
+    out: Any = next(iter(reversed(graph.nodes))).args[0]
+    ends = Counter(map(_bottom, out))
+    return copied(graph, lambda n: _other(n, ends), lambda n: True)
 
 
-def _other(node: fx.Node) -> fx.Node | None:
+def _other(node: fx.Node, ends: Counter[Any]) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if any(user.op == "output" for user in node.users):  # what comes out has a name of its own
-        return None
     source = node.args[0]
+    if any(user.op == "output" for user in node.users) and not (
+        ends[_bottom(node)] == 1 and _bottom(node).op == "call_function"
+    ):
+        return None  # each thing that comes out is a tensor of its own
     if node.target in _SAME:
         facts: Any = source.meta.get("tensor")
         put_off = node.target in (aten.resolve_conj.default, aten.resolve_neg.default) and facts and facts[2].is_complex
@@ -45,6 +50,13 @@ def _other(node: fx.Node) -> fx.Node | None:
     if node.target in _IF_ALIKE and alike and _begins_alike(node):
         return source
     return None
+
+
+def _bottom(node: Any) -> Any:
+    """The tensor that a node may be a second name of."""
+    while isinstance(node, fx.Node) and node.target in _SAME | _IF_ALIKE and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _begins_alike(node: fx.Node) -> bool:

@@ -1,0 +1,47 @@
+"""Whether all ranks of a line still send the same messages in the same order, after each pass: asked when it is recorded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard.comm import collectives, trace
+from onecard.comm.groups import group
+from onecard.comm.pretend import pretending
+from onecard.errors import RecordingError
+from onecard.graph.order import line_up
+
+
+def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> None:
+    """Compare this rank's messages with those of the others, line by line. One small message for each line.
+
+    Args:
+        name: of the step.
+        stages: the graph as it was recorded, with the name "", and after each pass.
+
+    Raises:
+        RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass.
+    """
+    messages = [line_up(graph) for _, graph in stages]
+    if pretending() or trace.faking():
+        return
+    for line in messages[0]:
+        found = group(*line)
+        mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
+        lengths = [1] * found.size
+        theirs: Any = collectives.all_gather(mine[None], found, 0, lengths)
+        for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
+            if len(set(row.tolist())) > 1:
+                raise RecordingError(_words(name, stage, found.ranks, row.tolist(), len(lines.get(line, []))))
+
+
+def _words(name: str, stage: str, ranks: Sequence[int], codes: list[int], count: int) -> str:
+    usual = max(set(codes), key=codes.count)
+    others = [rank for rank, code in zip(ranks, codes, strict=True) if code != usual] or list(ranks)
+    what = f"after the pass {stage!r}" if stage else "as they were recorded"
+    way = f"to_static(..., without=[{stage!r}]) leaves it out" if stage else "all ranks have to run the same program"
+    return f"{name}: the messages among ranks {list(ranks)} differ {what}: those of {others}; here there are {count}. {way}"

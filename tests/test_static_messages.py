@@ -1,0 +1,254 @@
+"""Passes over messages: started early and awaited late, in one or in pieces, scattered. Bits and the order on all ranks stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from static_programs import assert_replays, gpt, mixed
+from test_static_passes import recorded_step, same
+from torch import Tensor, fx
+
+import onecard as oc
+from onecard.comm import again
+from onecard.errors import RecordingError
+from onecard.graph.order import Order, check_started, line_up
+from onecard.graph.passes import PASSES, cut_buckets, overlap, overlapped, plain_names, scattered, small_together
+from onecard.testing import RankError, run_ranks
+
+R, S = oc.Replicate(), oc.Shard
+
+
+def messages(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target is again.message]
+
+
+def all_small() -> None:
+    """Messages of every size are moved, buckets are small, in this process."""
+    overlap.LARGE = 0
+    PASSES["pieces"] = partial(cut_buckets, size=4096)
+
+
+def hidden(graph: fx.Graph) -> int:
+    """How many operators run while a message travels."""
+    under_way, count = 0, 0
+    for n in graph.nodes:
+        under_way += (n.target is again.message and bool(n.kwargs.get("later"))) - (n.target is again.wait)
+        count += under_way > 0 and hasattr(n.target, "_schema")
+    return count
+
+
+def moved_steps() -> list[Any]:
+    all_small()
+    size = oc.get_world_size()
+    dp = oc.ProcessMesh(list(range(size)), ["dp"])
+    found = []
+    for make in (
+        partial(gpt, dp),
+        partial(mixed, dp, "sgd", 2),
+        partial(gpt, oc.ProcessMesh(list(range(size)), ["tp"])),
+    ):
+        recording = recorded_step(make)
+        before = recording.graph
+        for name, run in PASSES.items():
+            made = run(before)
+            assert same(recording, made), name
+            order = Order(before)
+            assert not order.movable or name != "overlap" or line_up(made) == line_up(before)
+            before = made
+        check_started(before)
+        found.append((len(messages(recording.graph)), len(messages(before)), hidden(before)))
+    assert_replays(partial(gpt, dp))
+    return found
+
+
+def test_moved_messages_keep_every_bit_on_two_ranks() -> None:
+    found = run_ranks(moved_steps, 2)
+    assert found[0] == found[1]
+    (first, pieces, behind), *_ = found[0]
+    assert pieces > first + 3 and behind > 50, found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_moved_messages_on_four_ranks(backend: str) -> None:
+    found = run_ranks(four_steps, 4, backend=backend)
+    first, pieces = found[0]
+    assert (pieces > first) is (backend == "shm"), "Gloo's sums of four depend on where an element lies"
+
+
+def four_steps() -> tuple[int, int]:
+    all_small()
+    make = partial(gpt, oc.ProcessMesh([0, 1, 2, 3], ["dp"]))
+    run = assert_replays(make)
+    recording = recorded_step(make)
+    return len(messages(recording.graph)), len(messages(run.recordings[0].graph))
+
+
+# -- reduce-scatter and buckets ----------------------------------------------------------------------------------------------
+
+
+def cut_after_sum() -> list[Any]:
+    where = oc.ProcessMesh([0, 1], ["dp"])
+    generator = torch.Generator().manual_seed(2)
+    x = oc.shard_tensor(torch.randn(8, 6, generator=generator), where, [S(0)])
+    w = oc.shard_tensor(torch.randn(8, 6, generator=generator), where, [S(0)])
+    found = []
+    for dim in (0, 1):
+
+        def step(x: Tensor, w: Tensor, dim: int = dim) -> Tensor:
+            whole = oc.reshard(x.t() @ w, where, [R])
+            return oc.reshard(whole, where, [S(dim)]) * 2
+
+        recording = oc.to_static(step, without=[*PASSES])
+        recording(x, w)
+        recording(x, w)
+        graph = plain_names(recording.recordings[0].graph)
+        made = scattered(graph)
+        assert same(recording.recordings[0], made)
+        found.append([[n.args[2] for n in messages(g)] for g in (graph, made)])
+
+        def both(x: Tensor, w: Tensor, dim: int = dim) -> Tensor:  # the whole is wanted, too
+            whole = oc.reshard(x.t() @ w, where, [R])
+            return oc.reshard(whole, where, [S(dim)]).sum() + whole.sum()
+
+        kept = oc.to_static(both, without=["scatter"])
+        kept(x, w)
+        kept(x, w)
+        assert [n.args[2] for n in messages(scattered(kept.recordings[0].graph))].count("reduce_scatter_tensor") == 0
+    return found
+
+
+def test_a_sum_that_is_cut_is_scattered() -> None:
+    expected = [[["all_reduce"], ["reduce_scatter_tensor"]]] * 2
+    assert run_ranks(cut_after_sum, 2) == [expected] * 2
+    assert run_ranks(cut_after_sum, 2, backend="gloo") == [expected] * 2
+
+
+def small_sums() -> list[int]:
+    where = oc.ProcessMesh([0, 1], ["dp"])
+    x = oc.shard_tensor(torch.arange(8.0).reshape(4, 2), where, [S(0)])
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        a = oc.unshard(x.sum())
+        b = oc.unshard((x * 3).sum(0))
+        c = oc.unshard((x * a).sum(0))  # needs the first
+        d = oc.unshard((x + 1).sum())
+        return a, b, c, d
+
+    recording = oc.record(step)(x)
+    plain = oc.to_static(step, without=[*PASSES])
+    plain(x)
+    plain(x)
+    graph = plain.recordings[0].graph
+    made = small_together(graph)
+    assert same(plain.recordings[0], made)
+    assert len(recording.results) == 4
+    return [len(messages(g)) for g in (graph, made)]
+
+
+def test_small_messages_travel_together() -> None:
+    assert run_ranks(small_sums, 2) == [[4, 2]] * 2
+
+
+# -- planted faults ------------------------------------------------------------------------------------------------------------
+
+
+def moved(graph: fx.Graph, node: Callable[[fx.Node], bool], to: Callable[[fx.Node], bool]) -> fx.Graph:
+    """A copy in which one node stands before another one."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    first = next(n for n in copy.nodes if node(n))
+    next(n for n in copy.nodes if to(n)).prepend(first)
+    return copy
+
+
+def said(graph: fx.Graph) -> str:
+    try:
+        check_started(graph)
+    except RecordingError as fault:
+        return str(fault)
+    return "nothing"
+
+
+def faults() -> list[Any]:
+    overlap.LARGE = 0
+    where = oc.ProcessMesh([0, 1], ["dp"])
+    x = oc.shard_tensor(torch.arange(1.0, 9.0).reshape(4, 2), where, [S(0)])
+
+    def step(x: Tensor) -> Tensor:
+        y = (x * 0.5).sum(0)
+        w = oc.unshard(y.detach())
+        z = torch.tanh(x).exp()
+        return w + oc.unshard(z.sum())
+
+    run = oc.to_static(step, without=["buckets", "overlap"])
+    run(x)
+    run(x)
+    recording = run.recordings[0]
+    graph = recording.graph
+    first = messages(graph)[0]
+    inplace = fx.Graph()  # the buffer is written once more before it is sent, as a program may do
+    names: dict[fx.Node, fx.Node] = {}
+    for n in graph.nodes:
+        if n is first:
+            written = inplace.call_function(torch.ops.aten.exp_.default, (names[n.args[0]],))  # type: ignore[index]
+            written.meta.update(n.args[0].meta)  # type: ignore[union-attr]
+        names[n] = inplace.node_copy(n, names.__getitem__)
+    good = overlapped(inplace)
+    found: list[Any] = [same(recording.with_graph(inplace), good), hidden(good), said(good)]
+    # A message before its data: by hand, and by a pass that forgets the write.
+    early = moved(inplace, lambda n: n.target is again.message, lambda n: n.name == written.name)
+    found += [same(recording.with_graph(inplace), early), Order(inplace).keeps(inplace.nodes)]
+    sequence = [n for n in inplace.nodes if n is not written]
+    found += [Order(inplace).keeps([*sequence[:-1], written, sequence[-1]])]
+    lying = Order.__init__
+
+    def forgets(self: Order, graph: fx.Graph) -> None:
+        lying(self, graph)
+        for n in messages(graph):
+            self.needs[n] = [*n.all_input_nodes]
+
+    Order.__init__ = forgets  # type: ignore[method-assign]
+    try:
+        found.append(said(overlapped(inplace)))
+    finally:
+        Order.__init__ = lying  # type: ignore[method-assign]
+    # A wait after the reader, and one that is lost.
+    found.append(said(moved(good, lambda n: n.target is again.wait, lambda n: n.op == "output")))
+    lost = fx.Graph()
+    lost.output(lost.graph_copy(good, {}))
+    lost.erase_node(next(n for n in lost.nodes if n.target is again.wait))
+    return [*found, said(lost)]
+
+
+def test_planted_faults_are_seen() -> None:
+    right, behind, fine, wrong, order, moved_write, forgotten, late, lost = run_ranks(faults, 2)[0]
+    assert right and behind > 1 and fine == "nothing" and order
+    assert not wrong and not moved_write
+    assert "still sends or fills: a pass has moved it" in forgotten and "a pass has moved it" in late
+    assert "a pass has moved it" in lost, "what reads the sum is before any wait"
+
+
+def drops_one() -> None:
+    where = oc.ProcessMesh([0, 1], ["dp"])
+    x = oc.shard_tensor(torch.arange(4.0), where, [S(0)])
+
+    def dropped(graph: fx.Graph) -> fx.Graph:
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        if oc.get_rank() == 1:
+            copy.erase_node(messages(copy)[0])
+        return copy
+
+    PASSES["equal"] = dropped
+    step = oc.to_static(lambda x: oc.unshard(x.sum()) * 2)
+    step(x)
+    step(x)
+
+
+def test_a_pass_that_drops_a_message_on_one_rank_is_named() -> None:
+    with pytest.raises(RankError, match="the messages among ranks \\[0, 1\\] differ after the pass 'equal'"):
+        run_ranks(drops_one, 2)
