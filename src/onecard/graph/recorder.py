@@ -26,6 +26,7 @@ from onecard.graph.phases import Phases
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.recording import storage_of
 
 aten = torch.ops.aten
 Condition = tuple[
@@ -162,7 +163,11 @@ class Recorder:
         node.meta["data"] = any(n.meta.get("data") for n in inputs)
         for written in written_by(node):
             written.meta["data"] = written.meta["data"] or node.meta["data"]
-        self._keep(node, result, {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._keep(node, result, {id(x) for x in given})
+        if isinstance(result, Tensor) and func is not again.message:
+            memory = storage_of(result)
+            node.meta["own"] = all(storage_of(x) != memory for x in given)
         return node
 
     def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
