@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from onecard._torch import OpOverload
 from onecard.cost import Curve, read
 from onecard.graph.live import is_name
 
@@ -29,14 +30,16 @@ FAMILY = {name: family for family, names in _MEMBERS.items() for name in names.s
 
 THIN = ("rows", "inner", "columns")
 """Which of a product's three sizes is the smallest: of the first factor's rows, what is summed over, the second's columns."""
-SIZES = (1, 8, 64, 512)
+SIZES = (1, 8, 64, 256)
 
 
 def seconds(node: fx.Node, curves: Mapping[str, Curve], products: int, touched: int) -> float | None:
-    """Seconds of an operator by what was measured; None if nothing fits."""
+    """Seconds of a node by what was measured; None if nothing fits."""
     exact = curves.get(f"={signature(node)}")
     if exact is not None:
         return exact[0][1]
+    if not isinstance(node.target, OpOverload):  # numbers
+        return read(curves["number"], 1) if "number" in curves else None
     if is_name(node):
         return read(curves["name"], 1) if "name" in curves else None
     if products:
@@ -49,6 +52,8 @@ def family(node: fx.Node) -> str:
     """The family of an operator that makes no product."""
     target: Any = node.target
     found = FAMILY.get(target._schema.name.removeprefix("aten::"))
+    if node.kwargs.get("approximate") == "tanh":
+        return f"{found} tanh"
     return found or ("in place" if target._schema.is_mutable else "pointwise")
 
 
@@ -76,9 +81,14 @@ def _one(curves: Mapping[str, Curve], rows: int, inner: int, columns: int, batch
     below = [(n, c) for n, c in known if n <= thin] or known[:1]
     above = [(n, c) for n, c in known if n >= thin] or known[-1:]
     (a, low), (b, high) = below[-1], above[0]
-    one, other = read(low, total), read(high, total)
+    one, other = _within(low, total), _within(high, total)
     part = 0.0 if a == b else (thin.bit_length() - a.bit_length()) / (b.bit_length() - a.bit_length())
     return batch * float(one ** (1 - part) * other**part)
+
+
+def _within(curve: Curve, total: int) -> float:
+    """Seconds on a curve; below its first size in proportion, as its first product has all of its sizes alike."""
+    return curve[0][1] * total / curve[0][0] if total < curve[0][0] else read(curve, total)
 
 
 def _sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
@@ -123,7 +133,8 @@ def signature(node: fx.Node) -> str:
             return [words(v) for v in value]
         return "number" if isinstance(value, float) else str(value)
 
-    return f"{node.target}({', '.join(map(str, [*map(words, node.args), *map(words, node.kwargs.values())]))})"
+    name = node.target if isinstance(node.target, OpOverload) else node.target.__name__  # type: ignore[union-attr]
+    return f"{name}({', '.join(map(str, [*map(words, node.args), *map(words, node.kwargs.values())]))})"
 
 
 def dtype_of(node: fx.Node) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
 from onecard._torch import OpOverload
-from onecard.graph.memory import Memory
+from onecard.graph.memory import _shares
 
 Block = tuple[fx.Node, int]
 """Memory: the node that makes it, and which of its results it is."""
@@ -71,22 +72,17 @@ class Live:
 
 def _blocks(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:
     """The memory that each node's result may lie in; of several results of one operator, each has its own."""
-    roots = Memory(graph).roots
     found: dict[fx.Node, frozenset[Block]] = {}
     for node in graph.nodes:
-        own = roots[node] == {node}
-        maker = node.args[0] if node.target is operator.getitem else None
-        if maker is not None and roots[maker] == {maker}:
+        shared = _shares(node)
+        maker: Any = node.args[0] if node.target is operator.getitem else None
+        if maker is not None and not _shares(maker):
             found[node] = frozenset([(maker, node.args[1])])
-        elif own:
-            found[node] = frozenset((node, i) for i in _results(node))
+        elif shared:
+            found[node] = frozenset[Block]().union(*(found[n] for n in shared))
         else:
-            found[node] = frozenset(block for root in roots[node] for block in _of_root(found, root))
+            found[node] = frozenset((node, i) for i in _results(node))
     return found
-
-
-def _of_root(found: dict[fx.Node, frozenset[Block]], root: fx.Node) -> frozenset[Block]:
-    return found.get(root, frozenset())
 
 
 def _results(node: fx.Node) -> list[int]:

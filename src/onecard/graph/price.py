@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from onecard._torch import OpOverload
 from onecard.comm import again
-from onecard.cost import MACHINE, Machine
+from onecard.cost import MACHINE, Machine, read
 from onecard.graph import families
 from onecard.graph.live import Live, is_name, size_of
 from onecard.graph.recording import Recording
@@ -122,7 +122,7 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
         >>> found.flops, found.inputs, found.peak
         (1024, 640, 1152)
     """
-    live, clock = Live(recording.graph), _Clock()
+    live, clock = Live(recording.graph), _Clock(_before(recording, machine))
     nodes = []
     for node in recording.nodes():
         sent, seconds = (sent_by(node), message_seconds(node, machine)) if is_message(node) else (0, 0.0)
@@ -141,11 +141,16 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
     )
 
 
+def _before(recording: Recording, machine: Machine) -> float:
+    """Seconds before the first node: a look at each input."""
+    return len(recording.inputs) * read(machine.curves["input"], 1) if "input" in machine.curves else 0.0
+
+
 class _Clock:
     """When each node runs: operators one after the other, messages along an axis one after the other, waits for messages."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, now: float) -> None:
+        self._now = now
         self._links: dict[str, float] = {}
         self._arrives: dict[fx.Node, float] = {}
 
@@ -232,7 +237,10 @@ def work(node: fx.Node) -> tuple[int, int]:
     """Multiply-adds of an operator, and bytes that it reads and writes; none of what only names memory."""
     if not isinstance(node.target, OpOverload) or is_name(node):
         return 0, 0
-    return products(node), sum(map(size_of, {*node.all_input_nodes, *_results(node)}))
+    results = [*_results(node)]
+    if families.family(node) == "embedding":  # of what it picks from, it reads as much as it gives
+        return 0, 2 * sum(map(size_of, results)) + sum(map(size_of, node.all_input_nodes[1:]))
+    return products(node), sum(map(size_of, {*node.all_input_nodes, *results}))
 
 
 def _results(node: fx.Node) -> Iterator[fx.Node]:
@@ -246,12 +254,10 @@ def _results(node: fx.Node) -> Iterator[fx.Node]:
 
 def operator_seconds(node: fx.Node, machine: Machine, made: int, touched: int) -> float:
     """Seconds of an operator: measured, if the machine has a curve for its family; else by the roofline."""
-    if not isinstance(node.target, OpOverload):
-        return 0.0
     measured = families.seconds(node, machine.curves, made, touched) if machine.curves else None
     if measured is not None:
         return measured
-    if is_name(node):
+    if is_name(node) or not isinstance(node.target, OpOverload):
         return 0.0
     return max(machine.launch, machine.compute(touched, made, families.dtype_of(node)))
 
