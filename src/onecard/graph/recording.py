@@ -180,6 +180,23 @@ class Recording:
 
         return cost(self, machine)
 
+    def draw(self, path: Any = None, depth: int | None = None) -> str:
+        """A picture: forward, backward and optimizer side by side, folded by modules, with layouts and messages.
+
+        Args:
+            path: the file to write: ".svg", or ".txt" for the same as text; by default none.
+            depth: how many parts of a module's path tell boxes apart ("blocks.0.mlp" has 3); by default as many as fit.
+
+        Returns:
+            What was written; without a path, the text.
+
+        Raises:
+            RecordingError: a path that ends in something else.
+        """
+        from onecard.graph.draw import draw
+
+        return draw(self, path, depth)
+
     def save(self, path: Any) -> None:
         """Write it to a file, without pickle: ``onecard.load_recording(path).bind(...)`` reads it."""
         from onecard.graph.saved import save
