@@ -73,7 +73,12 @@ def _head(recording: Recording, kinds: set[str]) -> Iterator[str]:
 
 
 def _height(block: Block) -> float:
-    return _box(block) + len(block.sent) * 24 + (44 if block.out else 16)
+    return _box(block) + len(block.sent) * 24 + _room(block)
+
+
+def _room(block: Block) -> int:
+    """Between a block and the next one: for the arrow and its two lines."""
+    return 16 if block.out is None else 44 if block.out[1] else 30
 
 
 def _box(block: Block) -> float:
@@ -93,7 +98,7 @@ def _column(blocks: list[Block], x: float, y: float) -> Iterator[str]:
             y += 24
         if i + 1 < len(blocks):
             yield from _edge(block, x, y)
-        y += 44 if block.out else 16
+        y += _room(block)
 
 
 def _block(block: Block, x: float, y: float) -> Iterator[str]:
@@ -126,13 +131,14 @@ def _pill(sent: Sent, times: int, x: float, y: float) -> Iterator[str]:
 
 
 def _edge(block: Block, x: float, y: float) -> Iterator[str]:
-    middle, end = x + 26, y + (44 if block.out else 16) - 3
+    middle, end = x + 26, y + _room(block) - 3
     yield f'<path d="M {middle} {y + 1} V {end - 5}" stroke="#4a5560" fill="none"/>'
     yield f'<path d="M {middle - 4} {end - 6} h 8 l -4 6 z" fill="#4a5560"/>'
     if block.out:
         shape, layout = block.out
         yield _text(x + 38, y + 18, _cut(shape, 46), 10.5, "#555555")
-        yield _text(x + 38, y + 32, _cut(short(layout), 46) or "plain", 10.5, "#555555")
+        if layout:
+            yield _text(x + 38, y + 32, _cut(short(layout), 46), 10.5, "#555555")
 
 
 def short(layout: str) -> str:

@@ -115,15 +115,17 @@ def _split(nodes: Sequence[fx.Node], homes: dict[fx.Node, str], depth: int) -> l
     blocks: list[Block] = []
     for node in nodes:
         module = ".".join(homes[node].split(".")[:depth])
-        if is_wait(node) or (is_name(node) and blocks):
-            module = blocks[-1].module if blocks else module
+        if is_wait(node) and blocks:
+            module = blocks[-1].module
         if not blocks or blocks[-1].module != module:
             blocks.append(Block(module, []))
         blocks[-1].nodes.append(node)
     merged: list[Block] = []
-    for block in blocks:  # what only names memory is no block of its own
-        if merged and not block.operators() and not any(map(is_message, block.nodes)):
-            merged[-1].nodes += block.nodes
+    before: list[fx.Node] = []
+    for i, block in enumerate(blocks):
+        block.nodes, before = before + block.nodes, []
+        if not any(map(_computes, block.nodes)) and i + 1 < len(blocks):
+            before = block.nodes  # what only names, copies or sends belongs to what comes next
         elif merged and merged[-1].module == block.module:
             merged[-1].nodes += block.nodes
         else:
@@ -149,7 +151,7 @@ def _sent(nodes: Sequence[fx.Node]) -> list[Sent]:
     begun = False
     for node in nodes:
         if not is_message(node):
-            begun = begun or not (is_name(node) or is_wait(node) or called(node).startswith(_COPIES))
+            begun = begun or _computes(node)
             continue
         kind = str(node.args[2]).removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
         key = (kind, str(node.args[4]), not begun)
@@ -227,7 +229,11 @@ def as_text(recording: Recording, depth: int | None = None) -> Iterator[str]:
                 yield f"    | {block.out[0]} [{block.out[1]}]"
 
 
-_COPIES = ("aten.clone", "aten.cat", "aten.contiguous", "aten.empty", "aten.new_empty", "aten._to_copy")
+def _computes(node: fx.Node) -> bool:
+    return not (is_message(node) or is_name(node) or is_wait(node) or called(node).partition(".")[2].partition(".")[0] in _COPIES)
+
+
+_COPIES = {"clone", "cat", "contiguous", "empty", "new_empty", "empty_like", "copy_"}
 
 
 def words(counts: Sequence[tuple[str, int]], width: int) -> str:
