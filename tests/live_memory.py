@@ -25,7 +25,10 @@ class Counted(TorchDispatchMode):
         for x in tree_leaves(value):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
-                self.alive[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes())
+                self.alive[storage._cdata] = (
+                    torch.multiprocessing.reductions.StorageWeakRef(storage),
+                    storage.nbytes(),
+                )
         self.alive = {k: (ref, size) for k, (ref, size) in self.alive.items() if not ref.expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
 

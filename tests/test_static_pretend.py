@@ -58,7 +58,8 @@ def seen(recording: oc.Recording) -> list[Any]:
     cost = {n.name: n for n in recording.cost().nodes}
     nodes = [
         (n.name, called(n) if n.target is not again.message else [str(n.args[2]), n.args[3], str(n.args[4])],
-         str([a for a in n.args if isinstance(a, fx.Node | int | float | list | None)]), n.meta.get("tensor"), str(n.meta.get("spec")),
+         str([a for a in n.args if isinstance(a, fx.Node | int | float | list | None)]), n.meta.get("tensor"),
+         str(n.meta.get("spec")),
          n.meta["phase"], n.meta["module"], n.meta["line"], cost[n.name].sent, cost[n.name].alive)
         for n in recording.nodes()
     ]  # fmt: skip
@@ -83,7 +84,12 @@ def test_a_pretended_rank_records_what_a_real_one_does() -> None:
     for rank, ways in ((0, ranks[0]), (3, ranks[3])):
         for way, expected in zip(WAYS, ways, strict=True):
             found = pretended(4, rank, lambda w=way: seen(recorded(grid(2, 2), **w)))
-            differ = [(*a[:2], x, y) for a, b in zip(found, expected, strict=False) for x, y in zip(a, b, strict=True) if x != y]
+            differ = [
+                (*a[:2], x, y)
+                for a, b in zip(found, expected, strict=False)
+                for x, y in zip(a, b, strict=True)
+                if x != y
+            ]
             assert not differ and len(found) == len(expected), (rank, way, differ[:2])
             assert {n[1][2] for n in found if isinstance(n[1], list)} == {"dp", "tp"}
 
@@ -116,7 +122,7 @@ def test_large_models_take_no_memory() -> None:
 
 
 def test_tensors_without_data_in_words() -> None:
-    with oc.pretend(4, 1, fake=True), pytest.raises(MeshError, match="np.arange"):
+    with oc.pretend(4, 1, fake=True), pytest.raises(MeshError, match=r"np\.arange"):
         oc.ProcessMesh(torch.arange(4), ["dp"])
     assert torch.arange(4).tolist() == [0, 1, 2, 3]
 

@@ -1,5 +1,7 @@
-"""Seed 003, sections 2.1.2 and 2.2.3: the graphs of a training step on one card, data parallel, model parallel, with the optimizer
-sharded, with recomputation and with mixed precision, drawn from its recordings. No devices: each is rank 0 of a pretended world.
+"""Seed 003, sections 2.1.2 and 2.2.3: graphs of a training step, drawn from its recordings.
+
+On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision. No devices:
+each is rank 0 of a pretended world.
 
 python examples/seeds/graphs_003.py                        # writes docs/figures/graph_003_*.svg
 python examples/seeds/graphs_003.py --folder . --inner-size 64
@@ -20,7 +22,7 @@ import onecard as oc
 import semi_auto_data_parallel_003 as data_parallel
 import semi_auto_model_parallel_003 as model_parallel
 import single_card_003 as single
-from single_card_003 import batch_size, class_dim, input_size, inner_size, optimizer_setting
+from single_card_003 import batch_size, class_dim, inner_size, input_size, optimizer_setting
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class Machine:
         """
         if name not in PRESETS:
             raise CostError(
-                f"there is no machine {name!r}; there are {', '.join(PRESETS)}. Of another one: onecard.Machine(flops=..., memory=..., "
-                "bandwidth=...), or, of this one, onecard.Machine.measure()"
+                f"there is no machine {name!r}; there are {', '.join(PRESETS)}. Of another one: onecard.Machine(flops=..., "
+                "memory=..., bandwidth=...), or, of this one, onecard.Machine.measure()"
             )
         return PRESETS[name]
 
@@ -105,7 +105,9 @@ class Machine:
             recordings: each of their operators is measured by itself, too, with tensors like its own, on this rank.
         """
         if measurer is None:
-            raise CostError("Machine.measure() measures operators and messages, which this module does not know: import onecard")
+            raise CostError(
+                "Machine.measure() measures operators and messages, which this module does not know: import onecard"
+            )
         return measurer(*recordings)
 
     def with_links(self, **links: Link) -> Machine:
@@ -142,7 +144,10 @@ class Machine:
 
     def __repr__(self) -> str:
         size = f", {self.capacity / 2**30:.0f} GiB" if self.capacity else ""
-        return f"<Machine {self.name}: {self.flops / 1e12:.4g} TFLOP/s, {self.memory / 1e9:.4g} GB/s{size}, {self.bandwidth / 1e9:.4g} GB/s sent>"
+        rates = (
+            f"{self.flops / 1e12:.4g} TFLOP/s, {self.memory / 1e9:.4g} GB/s{size}, {self.bandwidth / 1e9:.4g} GB/s sent"
+        )
+        return f"<Machine {self.name}: {rates}>"
 
 
 def read(curve: Curve, size: float) -> float:
@@ -166,16 +171,25 @@ measurer: Callable[..., Machine] | None = None
 """Measures this machine; ``graph/measure.py`` puts it here, which knows operators and messages."""
 
 MACHINE = Machine()
-_LAUNCH = {"launch": 4e-6, "latency": 15e-6}
+_LAUNCH: dict[str, Any] = {"launch": 4e-6, "latency": 15e-6}
 """Of no data sheet: an empty kernel after another one, and a small message among eight devices, are about so long."""
 
 
 def _sxm(name: str, tera: Mapping[str, float], gigabytes: int, **given: Any) -> Machine:
     dtypes = {dtype: value * 1e12 for dtype, value in tera.items()}
-    return Machine(name=name, flops=dtypes["bfloat16"], dtypes=dtypes, capacity=gigabytes * 10**9, per_host=8, **_LAUNCH, **given)
+    return Machine(
+        name=name, flops=dtypes["bfloat16"], dtypes=dtypes, capacity=gigabytes * 10**9, per_host=8, **_LAUNCH, **given
+    )
 
 
-_HOPPER = {"float64": 67.0, "float32": 67.0, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8_e4m3fn": 1978.9}
+_HOPPER = {
+    "float64": 67.0,
+    "float32": 67.0,
+    "tfloat32": 494.7,
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8_e4m3fn": 1978.9,
+}
 PRESETS = {
     "A100": _sxm(
         "A100",

@@ -12,7 +12,13 @@ from onecard.graph.folded import Block, Sent, as_text, folded, words
 from onecard.graph.recording import Recording
 
 # Told apart by people with any of the common kinds of colour blindness: Okabe and Ito (2008).
-COLOURS = {"all_reduce": "#e69f00", "all_gather": "#56b4e9", "reduce_scatter": "#009e73", "all_to_all": "#cc79a7", "broadcast": "#f0e442"}
+COLOURS = {
+    "all_reduce": "#e69f00",
+    "all_gather": "#56b4e9",
+    "reduce_scatter": "#009e73",
+    "all_to_all": "#cc79a7",
+    "broadcast": "#f0e442",
+}
 PANELS = {"forward": "#f3f7fb", "backward": "#fbf6f0", "optimizer": "#f4f8f3"}
 WIDTH, GAP, PAD, LINE = 330, 26, 14, 15
 LETTER = 6.1
@@ -49,7 +55,9 @@ def svg(recording: Recording, depth: int | None = None) -> str:
         parts += _column(blocks, x + PAD, top + 34)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" '
-        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">\n{_rect(0, 0, width, height, "#ffffff", "none", 0)}\n'
+        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">\n'
+        + _rect(0, 0, width, height, "#ffffff", "none", 0)
+        + "\n"
         + "\n".join(parts)
         + "\n</svg>\n"
     )

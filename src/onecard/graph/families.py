@@ -1,4 +1,4 @@
-"""Families of operators that take alike long at a size: how a measured machine (``measure.py``) tells the time of any operator."""
+"""Families of operators that take alike long at a size: how a measured machine (``measure.py``) tells any operator's time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
         x, w = _shape(node.args[0]), _shape(node.args[1])
         return [(prod(x[:-1]), x[-1], w[0], 1)]
     if name == "linear_backward":
-        x, grad, w = (_shape(a) for a in node.args[:3])
+        x, _, w = (_shape(a) for a in node.args[:3])
         rows, wanted = prod(x[:-1]), node.args[3]
         made = [(rows, w[0], w[1], 1)] if wanted[0] else []  # type: ignore[index]
         return made + ([(w[0], rows, w[1], 1)] if wanted[1] else [])  # type: ignore[index]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -52,7 +53,9 @@ class Block:
     def operators(self) -> list[tuple[str, int]]:
         """What it calls and how often, without names of memory and messages; the most frequent first."""
         counts = Counter(
-            called(n).removeprefix("aten.").partition(".")[0] for n in self.nodes if not (is_name(n) or is_message(n) or is_wait(n))
+            called(n).removeprefix("aten.").partition(".")[0]
+            for n in self.nodes
+            if not (is_name(n) or is_message(n) or is_wait(n))
         )
         return counts.most_common()
 
@@ -68,7 +71,11 @@ def folded(recording: Recording, depth: int | None = None) -> dict[str, list[Blo
     phases = _phases(recording)
     for phase in PHASES:
         nodes = [n for n, its in phases.items() if its == phase]
-        depths = [depth] if depth is not None else [*range(max((m.count(".") + 1 for m in homes.values() if m), default=1), 0, -1)]
+        depths = (
+            [depth]
+            if depth is not None
+            else [*range(max((m.count(".") + 1 for m in homes.values() if m), default=1), 0, -1)]
+        )
         for d in depths:
             blocks = _alike(_split(nodes, homes, d))
             if len(blocks) <= MOST:
@@ -185,7 +192,12 @@ def _same(some: Sequence[Block], others: Sequence[Block]) -> bool:
 
 
 def _key(block: Block) -> Any:
-    return re.sub(r"\d+", "#", block.module), block.operators(), block.given, [(s.kind, s.axis, s.count, s.nbytes) for s in block.sent]
+    return (
+        re.sub(r"\d+", "#", block.module),
+        block.operators(),
+        block.given,
+        [(s.kind, s.axis, s.count, s.nbytes) for s in block.sent],
+    )
 
 
 def _numbered(blocks: Sequence[Block]) -> bool:
@@ -198,11 +210,15 @@ def _many(first: Block, last: Block, times: int) -> Block:
 
 
 def _outs(blocks: Sequence[Block]) -> None:
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in pairwise(blocks):
         taken = {n for node in following.nodes for n in node.all_input_nodes}
         order = {n: i for i, n in enumerate(block.nodes)}
         made = [n for n in block.nodes if n in taken and n.meta.get("tensor")]
-        best = max(made, key=lambda n: (n.meta["tensor"][2].is_floating_point, n.meta.get("spec") is not None, order[n]), default=None)
+        best = max(
+            made,
+            key=lambda n: (n.meta["tensor"][2].is_floating_point, n.meta.get("spec") is not None, order[n]),
+            default=None,
+        )
         if best is not None:
             block.out = described(best)
 
@@ -230,7 +246,12 @@ def as_text(recording: Recording, depth: int | None = None) -> Iterator[str]:
 
 
 def _computes(node: fx.Node) -> bool:
-    return not (is_message(node) or is_name(node) or is_wait(node) or called(node).partition(".")[2].partition(".")[0] in _COPIES)
+    return not (
+        is_message(node)
+        or is_name(node)
+        or is_wait(node)
+        or called(node).partition(".")[2].partition(".")[0] in _COPIES
+    )
 
 
 _COPIES = {"clone", "cat", "contiguous", "empty", "new_empty", "empty_like", "copy_"}

@@ -122,7 +122,9 @@ def is_name(node: fx.Node) -> bool:
     """Whether a node only names memory."""
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.meta.get("own") is False and not _writes(node))
+    return isinstance(node.target, OpOverload) and (
+        node.target.is_view or (node.meta.get("own") is False and not _writes(node))
+    )
 
 
 def _writes(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -40,9 +41,10 @@ Run = Callable[[], Any]
 
 def measured(*recordings: Recording) -> Machine:
     """This machine; see ``Machine.measure``."""
-    with torch.no_grad(), below_autograd():
+    with torch.no_grad(), below_autograd(), torch.random.fork_rng(devices=[]):
         curves = {name: _curve(make, ELEMENTS) for name, make in _FAMILIES.items()}
-        curves |= {f"{kind} {n}": _products(kind, n) for kind in families.THIN for n in families.SIZES}
+        made = {f"{kind} {n}": _products(kind, n) for kind in families.THIN for n in families.SIZES}
+        curves |= {name: curve for name, curve in made.items() if curve}
         curves["name"] = ((1.0, seconds(_name())),)
         curves["number"] = ((1.0, seconds(_number())),)
         curves["input"] = ((1.0, _input()),)
@@ -50,12 +52,12 @@ def measured(*recordings: Recording) -> Machine:
         sent = dict(_messages()) if world.get_world_size() > 1 and not pretending() else {}
         curves = _agreed(curves) | sent
         curves |= {key: ((1.0, t),) for recording in recordings for key, t in _operators(recording)}
-    made = Machine(
+    machine = Machine(
         name=_model(), dtypes=half, capacity=_capacity(), launch=curves["pointwise"][0][1], curves=curves, source="measured",
         flops=max(2 * size / t for name, curve in curves.items() if name[:4] in ("rows", "inne", "colu") for size, t in curve),
         memory=curves["pointwise"][-1][0] / curves["pointwise"][-1][1],
     )  # fmt: skip
-    return _with_messages(made, sent)
+    return _with_messages(machine, sent)
 
 
 def _with_messages(made: Machine, sent: dict[str, Curve]) -> Machine:
@@ -121,8 +123,16 @@ def _norm(n: int) -> tuple[float, Run]:
 
 def _adamw(n: int) -> tuple[float, Run]:
     given = [[torch.rand(n)] for _ in range(4)]
-    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    return 16.0 * n, lambda: torch._fused_adamw_(*given, [], [torch.ones(())], **options)  # type: ignore[call-arg]
+    options = {
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
+    return 16.0 * n, lambda: torch._fused_adamw_(*given, [], [torch.ones(())], **options)  # type: ignore[call-overload]
 
 
 def _embedding(n: int) -> tuple[float, Run]:
@@ -203,9 +213,9 @@ def _products(kind: str, thin: int) -> Curve:
             continue
         wide, narrow, turned = torch.rand(side, side), torch.rand(side, thin), torch.rand(thin, side)
         runs: dict[str, Run] = {
-            "rows": lambda x=turned, w=wide: F.linear(x, w),
-            "inner": lambda x=turned: torch.mm(x.t(), x),
-            "columns": lambda x=wide, w=narrow: torch.mm(x, w),
+            "rows": partial(F.linear, turned, wide),
+            "inner": partial(torch.mm, turned.t(), turned),
+            "columns": partial(torch.mm, wide, narrow),
         }
         found.append((float(side * side * thin), seconds(runs[kind])))
     return tuple(found)
@@ -224,12 +234,11 @@ def _operators(recording: Recording) -> Iterator[tuple[str, float]]:
     graph, found = _silent(recording.graph), dict[str, list[float]]()
     inputs = [_like(n) for n in graph.nodes if n.op == "placeholder"]
     try:
-        with torch.random.fork_rng(devices=[]):
-            for _ in range(ROUNDS):
-                for node, taken in _run_through(graph, inputs):
-                    found.setdefault(f"={families.signature(node)}", []).append(taken)
-            run = compiled(graph)
-            whole = min(_once(lambda: run(*inputs)) for _ in range(2 * ROUNDS))
+        for _ in range(ROUNDS):
+            for node, taken in _run_through(graph, inputs):
+                found.setdefault(f"={families.signature(node)}", []).append(taken)
+        run = compiled(graph)
+        whole = min(_once(lambda: run(*inputs)) for _ in range(2 * ROUNDS))
     except (RuntimeError, TypeError, IndexError, ValueError, ArithmeticError):  # it needs values that nobody has here
         return
     alone = {key: statistics.median(times) for key, times in found.items()}
@@ -288,7 +297,7 @@ def _messages() -> Iterator[tuple[str, Curve]]:
             n = max(1, int(sent / share / 4 / given)) if given == 1 else max(1, int(sent / share / 4 / count))
             x, y = torch.ones(n * given), torch.ones(n * max(into, 1))
             send = again.sender(kind, rest or ([n] * count, [n] * count), line)
-            rounds = [_once(lambda s=send, x=x, y=y if into else x: s(y, x)) for _ in range(12)][2:]
+            rounds = [_once(partial(send, y if into else x, x)) for _ in range(12)][2:]
             found.append((share * 4 * n * given, statistics.median(rounds)))
         mine = torch.tensor([t for _, t in found], dtype=torch.float64)
         mean = collectives.all_reduce(mine, groups.group(line.mesh, 0)) / count
@@ -315,7 +324,9 @@ def _model() -> str:
     """The processor, by its own word."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as text:
-            return next((line.partition(":")[2].strip() for line in text if line.startswith("model name")), "this machine")
+            return next(
+                (line.partition(":")[2].strip() for line in text if line.startswith("model name")), "this machine"
+            )
     except OSError:
         return "this machine"
 

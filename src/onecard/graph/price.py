@@ -99,10 +99,10 @@ class Cost:
 
     def seconds_by(self, what: str) -> dict[str, float]:
         """Seconds of nodes by "phase", "module", "operator", "line" or "axis" (of messages), the longest first."""
-        found: Counter[str] = Counter()
+        found: dict[str, float] = {}
         for n in self.nodes:
-            found[getattr(n, what)] += n.seconds
-        return dict(found.most_common())
+            found[getattr(n, what)] = found.get(getattr(n, what), 0.0) + n.seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def __str__(self) -> str:
         sent = ", ".join(f"{count:,} along {axis!r}" for axis, count in self.sent.items()) or "none"
@@ -125,11 +125,9 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
     live, clock = Live(recording.graph), _Clock(_before(recording, machine))
     nodes = []
     for node in recording.nodes():
-        sent, seconds = (sent_by(node), message_seconds(node, machine)) if is_message(node) else (0, 0.0)
-        made, touched = (0, 0) if is_message(node) else work(node)
-        if not is_message(node):
-            seconds = operator_seconds(node, machine, made, touched)
-        start, seconds = clock.run(node, seconds)
+        sent, made, touched = (sent_by(node), 0, 0) if is_message(node) else (0, *work(node))
+        taken = message_seconds(node, machine) if sent else operator_seconds(node, machine, made, touched)
+        start, seconds = clock.run(node, taken)
         nodes.append(
             NodeCost(
                 node.name, called(node), node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("line", ""),
@@ -137,7 +135,14 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
             )
         )  # fmt: skip
     return Cost(
-        tuple(nodes), sent_along(recording), clock.end, live.inputs, live.peak, live.peak_at, live.alive_at_peak, machine
+        tuple(nodes),
+        sent_along(recording),
+        clock.end,
+        live.inputs,
+        live.peak,
+        live.peak_at,
+        live.alive_at_peak,
+        machine,
     )
 
 
