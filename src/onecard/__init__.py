@@ -9,6 +9,7 @@ from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import differentiable as differentiable
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.comm.pretend import pretend
+from onecard.cost import Link, Machine
 from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
 from onecard.fleet.collective import (
     ReduceOp,
@@ -69,8 +70,8 @@ from onecard.tensor import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Partial", "ProcessMesh", "Recording", "Replicate",
-    "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "Static", "coverage",
+    "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial", "ProcessMesh", "Recording",
+    "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "Static", "coverage",
     "explain", "from_device_mesh", "from_dtensor", "from_json", "from_local", "get_rank", "get_world_size",
     "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend", "record", "register_rule",
     "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor",

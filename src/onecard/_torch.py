@@ -149,6 +149,11 @@ def traces() -> bool:
     return _mode_of(_PROXY) is not None
 
 
+def fake_tensors() -> Any:
+    """A mode in which all tensors that are made have no data; imported at its first use, which takes seconds."""
+    return import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+
+
 def fakes() -> bool:
     """Whether tensors that are made now have no data."""
     return _mode_of(_FAKE) is not None

@@ -1,13 +1,16 @@
-"""Meshes, layouts and specs as JSON and back: for files and for other programs. No pickle; whatever does not fit is an error."""
+"""Meshes, layouts, specs and machines as JSON and back, for files and other programs. No pickle; all else is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn
 
 import torch
 
+from onecard.cost import Curve, Link, Machine
 from onecard.errors import LayoutError, OnecardError
 from onecard.layout import REDUCTION, Layout, commute
 from onecard.mesh import ProcessMesh
@@ -19,11 +22,12 @@ _FIELDS = {
     "ProcessMesh": ("ranks", "axes"),
     "Layout": ("mesh", "dims", "pending"),
     "Spec": ("layout", "shape", "stride", "dtype", "device"),
+    "Machine": tuple(f.name for f in fields(Machine)),
 }
 
 
-def to_json(value: ProcessMesh | Layout | Spec) -> dict[str, Any]:
-    """A mesh, a layout or a spec as a dict of lists, strings and numbers, which ``json.dumps`` takes.
+def to_json(value: ProcessMesh | Layout | Spec | Machine) -> dict[str, Any]:
+    """A mesh, a layout, a spec or a machine as a dict of lists, strings and numbers, which ``json.dumps`` takes.
 
     Axes are called by their names. Of a spec only what describes the value is written, not what its memory is.
 
@@ -36,14 +40,16 @@ def to_json(value: ProcessMesh | Layout | Spec) -> dict[str, Any]:
         >>> to_json(layout)["dims"], from_json(to_json(layout)) is layout
         ([[], ['tp']], True)
     """
-    kind = next((k for k in (ProcessMesh, Layout, Spec) if isinstance(value, k)), None)
+    kind = next((k for k in (ProcessMesh, Layout, Spec, Machine) if isinstance(value, k)), None)
     if kind is None:
-        raise LayoutError(f"to_json: want a ProcessMesh, a Layout or a Spec, not {type(value).__name__} ({value!r})")
+        raise LayoutError(
+            f"to_json: want a ProcessMesh, a Layout, a Spec or a Machine, not {type(value).__name__} ({value!r})"
+        )
     return {"onecard": kind.__name__, "version": VERSION, **_WRITERS[kind.__name__](value)}
 
 
 def from_json(data: Any) -> Any:
-    """The mesh, layout or spec that ``to_json`` wrote.
+    """The mesh, layout, spec or machine that ``to_json`` wrote.
 
     Args:
         data: what ``json.loads`` gives.
@@ -88,6 +94,7 @@ _WRITERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "ProcessMesh": lambda mesh: {"ranks": mesh.mesh.tolist(), "axes": mesh.dim_names},
     "Layout": _write_layout,
     "Spec": _write_spec,
+    "Machine": asdict,
 }
 
 
@@ -198,6 +205,43 @@ def _read_spec(data: dict[str, Any], where: str) -> Spec:
     return Spec.make(layout, torch.Size(data["shape"]), tuple(data["stride"]), dtype, device)
 
 
+def _read_machine(data: dict[str, Any], where: str) -> Machine:
+    given = {f.name: data[f.name] for f in fields(Machine)}
+    for key in ("latency", "bandwidth", "between_hosts", "memory", "flops", "capacity", "launch", "per_host"):
+        least = 0 if key in ("latency", "capacity", "launch", "per_host") else 1e-300
+        good = type(given[key]) in (int, float) and least <= given[key] < float("inf")
+        _want(good, f"{where}{key}", "a number above zero" if least else "a number of at least zero", given[key])
+    for key in ("name", "source"):
+        _want(isinstance(given[key], str), f"{where}{key}", "words", given[key])
+    for key, read in (("dtypes", _positive), ("links", _read_link), ("curves", _read_curve)):
+        _want(isinstance(given[key], dict), f"{where}{key}", "an object", given[key])
+        given[key] = {name: read(value, f"{where}{key}.{name}") for name, value in given[key].items()}
+    return Machine(**given)
+
+
+def _positive(value: Any, where: str) -> float:
+    _want(type(value) in (int, float) and 0 < value < float("inf"), where, "a number above zero", value)
+    return float(value)
+
+
+def _read_link(data: Any, where: str) -> Link:
+    _want(
+        isinstance(data, dict) and data.keys() == {"latency", "bandwidth"},
+        where,
+        "{'latency': seconds, 'bandwidth': bytes}",
+        data,
+    )
+    return Link(_positive(data["latency"], f"{where}.latency"), _positive(data["bandwidth"], f"{where}.bandwidth"))
+
+
+def _read_curve(data: Any, where: str) -> Curve:
+    good = isinstance(data, list | tuple) and data and all(isinstance(p, list | tuple) and len(p) == 2 for p in data)
+    _want(bool(good), where, "a list of [size, seconds]", data)
+    points = tuple((_positive(size, where), _positive(t, where)) for size, t in data)
+    _want(all(a[0] < b[0] for a, b in pairwise(points)), where, "sizes that ascend", data)
+    return points
+
+
 def _read_dtype(name: Any, where: str) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
@@ -216,6 +260,7 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "ProcessMesh": _read_mesh,
     "Layout": _read_layout,
     "Spec": _read_spec,
+    "Machine": _read_machine,
 }
 
 

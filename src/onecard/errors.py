@@ -42,6 +42,10 @@ class RecordingError(OnecardError, RuntimeError):
     """A step that cannot be recorded, or a recording that does not fit what it is called with."""
 
 
+class CostError(OnecardError, ValueError):
+    """A machine that is not known, or that cannot be."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

@@ -46,10 +46,11 @@ class ProcessMesh:
         2
     """
 
-    __slots__ = ("__weakref__", "_coordinates", "_grid", "_names")
+    __slots__ = ("__weakref__", "_coordinates", "_grid", "_names", "highest")
     _grid: np.ndarray
     _names: tuple[str, ...]
     _coordinates: dict[int, tuple[int, ...]]
+    highest: int  # of its ranks
 
     def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None) -> ProcessMesh:
         if isinstance(mesh, ProcessMesh):
@@ -63,6 +64,7 @@ class ProcessMesh:
         self = object.__new__(cls)
         self._grid, self._names = grid, names
         self._coordinates = {int(rank): place for place, rank in np.ndenumerate(grid)}
+        self.highest = int(grid.max())
         _interned[key] = self
         return self
 
@@ -201,6 +203,11 @@ def _read_grid(mesh: Any) -> np.ndarray:
     try:
         # tolist: an array made straight from a torch tensor draws a warning from numpy.
         grid = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
+    except RuntimeError as fault:  # a tensor without data
+        raise MeshError(
+            f"ProcessMesh({type(mesh).__name__}): its values are not there ({str(fault).splitlines()[0]}). Without devices "
+            "tensors have no data: give ranks as a list or an array of numpy: np.arange(8).reshape(4, 2)"
+        ) from None
     except ValueError:
         raise MeshError(f"ProcessMesh({mesh!r}): rows have different lengths; a mesh is a full grid") from None
     if grid.ndim == 0 or grid.size == 0 or not np.issubdtype(grid.dtype, np.integer):

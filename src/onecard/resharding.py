@@ -266,5 +266,5 @@ def _step(
     if ranks == 1:
         sent = 0
     # A local copy is not free, or else chains would slice and fill for nothing.
-    cost = machine.message(sent) if sent else 1e-7 + machine.copy(after)
+    cost = machine.message(sent, link=machine.link(layout.mesh, axis)) if sent else 1e-7 + machine.copy(after)
     return Step(kind, axis, layout, target, dim, to_dim, op, sent, cost)

@@ -52,6 +52,8 @@ def _wait(
     ``record``: the tensor that it fills and the functional collective that does the same, for a program that is traced.
     """
     if sent is not None and sent.is_meta:
+        if recorded.recorder is not None and recorded.recorder.listens:
+            recorded.recorder.message(name, group, op, lambda: None, record)
         return  # a rehearsal: shapes without data
     if name in _FOR_THEMSELVES:
         tell.serving.here = ("", "", ())

@@ -110,9 +110,9 @@ def line_of(found: Group) -> tuple[ProcessMesh, int]:
 def check_world(mesh: ProcessMesh) -> None:
     """Raise a CommunicationError if the mesh names ranks that this world does not have."""
     size = world.get_world_size()
-    missing = [rank for rank in mesh.process_ids if rank >= size]
-    if missing:
-        need = max(mesh.process_ids) + 1
+    if mesh.highest >= size:
+        missing = [rank for rank in mesh.process_ids if rank >= size]
+        need = mesh.highest + 1
         raise CommunicationError(
             f"{mesh!r} names rank(s) {missing}, but this world has {size} process(es) (ranks 0 to {size - 1}). "
             f"Run the program as: onecard run --nproc_per_node {need} script.py; or let the mesh be as large as the world, also "

@@ -14,7 +14,7 @@ from onecard.cost import Machine
 rehearsing: Kept[bool] = Kept(bool)
 
 
-def pretend(world_size: int, rank: int = 0, machine: Machine | None = None) -> World:
+def pretend(world_size: int, rank: int = 0, machine: Machine | None = None, fake: bool = False) -> World:
     """Be one rank of a world of any size inside the block, without processes, before or beside a real process group.
 
     The program runs as that rank would run it: ``get_rank()``, ``ProcessMesh.coordinate()``, ``to_local()`` and the messages
@@ -26,7 +26,10 @@ def pretend(world_size: int, rank: int = 0, machine: Machine | None = None) -> W
     Args:
         world_size: how many ranks there are.
         rank: which of them this process is.
-        machine: what messages and computations are priced with (``onecard.cost.Machine``); it bears on every choice.
+        machine: what messages and computations are priced with (``onecard.Machine``); it bears on every choice.
+        fake: all tensors that are made inside are without data (torch's FakeTensorMode): a model of any size takes no memory,
+            and its operators are those that a run on their device takes, also where torch chooses by the device. What is
+            not known without data (``.item()``) is an error. The way to record a step for a machine that is not there.
 
     Returns:
         The World, for ``with``; entered again it goes on with what it has decided.
@@ -42,7 +45,7 @@ def pretend(world_size: int, rank: int = 0, machine: Machine | None = None) -> W
         ...     mesh.coordinate(), x.to_local().shape
         ((2, 1), torch.Size([32, 128]))
     """
-    return World(world_size, rank, machine)
+    return World(world_size, rank, machine, fake)
 
 
 @contextmanager

@@ -54,6 +54,9 @@ home: Kept[object] = Kept(object)
 """Stands for the present world in what is made in it; ``REAL`` for that of the process itself."""
 REAL = home.here
 
+faked: Kept[bool] = Kept(bool)
+"""Whether all tensors of the present world are without data."""
+
 machine: Kept[Machine] = Kept(lambda: MACHINE)
 """What messages and computations are priced with: equal on all ranks, or they would decide otherwise than each other."""
 
@@ -70,9 +73,9 @@ class World:
         CommunicationError: no such rank, or the world is entered already.
     """
 
-    __slots__ = ("_groups", "_outer", "_random", "_values", "rank", "size")
+    __slots__ = ("_fakes", "_groups", "_outer", "_random", "_values", "rank", "size")
 
-    def __init__(self, size: int, rank: int = 0, priced: Machine | None = None) -> None:
+    def __init__(self, size: int, rank: int = 0, priced: Machine | None = None, fake: bool = False) -> None:
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (size, rank))
         if not whole or not 0 <= rank < size:
             raise CommunicationError(
@@ -81,7 +84,8 @@ class World:
             )
         self.size, self.rank = size, rank
         self._groups = _torch.FakeGroups(size, rank)
-        self._values: dict[Kept[Any], Any] = {} if priced is None else {machine: priced}
+        self._values: dict[Kept[Any], Any] = {faked: fake} if priced is None else {faked: fake, machine: priced}
+        self._fakes: Any = _torch.fake_tensors() if fake else None
         self._random: Any = None
         self._outer: Any = None
 
@@ -94,11 +98,15 @@ class World:
             item.here = self._values.pop(item) if item in self._values else item.make()
         if self._random is not None:
             _set_random_state(self._random)
+        if self._fakes is not None:
+            self._fakes.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._fakes is not None:
+            self._fakes.__exit__(kind, fault, trace)
         outer, state = self._outer
         self._values, self._random, self._outer = {item: item.here for item in kept}, _random_state(), None
         for item in kept:  # one declared inside, by a module imported there, is new outside

@@ -51,7 +51,7 @@ class Memory:
 def _shares(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory a node's result may be."""
     target: Any = node.target
-    if node.op != "call_function":
+    if node.op != "call_function" or node.meta.get("own"):  # of what may be a view or not: it was seen not to be one
         return []
     if target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]

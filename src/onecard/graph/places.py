@@ -75,7 +75,10 @@ def takes_gradients(x: Tensor) -> bool:
     """Whether a tensor is a leaf that has gradients."""
     try:
         return x.requires_grad and x.is_leaf
-    except RuntimeError:  # a view that autograd has given up, somewhere in the process
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # a view that autograd has given up, or without data, somewhere in the process
         return False
 
 

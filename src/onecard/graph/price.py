@@ -1,10 +1,11 @@
-"""What a recording takes on a machine, without running it: products, bytes, messages by axis, seconds, memory and its peak."""
+"""What a recording takes on a machine, without running it: operations, bytes, messages by axis, seconds, memory and its peak."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.utils.flop_counter import flop_registry
 
 from onecard._torch import OpOverload
 from onecard.comm import again
-from onecard.cost import MACHINE, Machine
-from onecard.graph.memory import Memory
+from onecard.cost import MACHINE, Machine, read
+from onecard.graph import families
+from onecard.graph.live import Live, is_name, size_of
 from onecard.graph.recording import Recording
 
 aten = torch.ops.aten
@@ -23,16 +25,33 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """One node: multiply-adds, bytes that it reads and writes, bytes that it sends, seconds, bytes alive after it."""
+    """One node of a recording.
+
+    Attributes:
+        name, phase, module, line: of the node; ``operator``: what it calls.
+        products: multiply-adds; ``touched``: bytes that it reads and writes.
+        sent: bytes that it sends, along ``axis``.
+        seconds: that it takes; ``start``: when it starts, from the beginning of the step.
+        alive: bytes that are alive after it, inputs included.
+    """
 
     name: str
+    operator: str
     phase: str
+    module: str
     line: str
     products: int
     touched: int
     sent: int
+    axis: str
     seconds: float
+    start: float
     alive: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of products."""
+        return 2 * self.products
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +59,23 @@ class Cost:
     """What a recording takes on this rank.
 
     Attributes:
-        nodes: one entry for each node, in order; messages wait for nothing else and nothing else waits for them.
+        nodes: one entry for each node, in order.
         sent: bytes that this rank sends, by mesh axis.
+        seconds: of the step. Operators come one after the other, so do messages along one axis; a message that was started
+            runs beside what comes until it is awaited.
         inputs: bytes of the inputs, which are there all the time.
         peak: most bytes alive at once, inputs included; ``peak_at`` the node; ``alive_at_peak`` what is alive then.
+        machine: what it is priced for.
     """
 
     nodes: tuple[NodeCost, ...]
     sent: dict[str, int]
+    seconds: float
     inputs: int
     peak: int
     peak_at: str
     alive_at_peak: tuple[tuple[str, int], ...]
+    machine: Machine
 
     @property
     def products(self) -> int:
@@ -59,15 +83,32 @@ class Cost:
         return sum(n.products for n in self.nodes)
 
     @property
-    def seconds(self) -> float:
-        """Of all nodes one after the other: a roofline for operators, latency and bandwidth for messages."""
-        return sum(n.seconds for n in self.nodes)
+    def flops(self) -> int:
+        """Floating-point operations of all products: two for each multiply-add."""
+        return 2 * self.products
+
+    @property
+    def touched(self) -> int:
+        """Bytes that all nodes read and write."""
+        return sum(n.touched for n in self.nodes)
+
+    @property
+    def memory(self) -> tuple[tuple[float, int], ...]:
+        """Bytes alive over time: (seconds, bytes) after each node."""
+        return tuple((n.start + n.seconds, n.alive) for n in self.nodes)
+
+    def seconds_by(self, what: str) -> dict[str, float]:
+        """Seconds of nodes by "phase", "module", "operator", "line" or "axis" (of messages), the longest first."""
+        found: dict[str, float] = {}
+        for n in self.nodes:
+            found[getattr(n, what)] = found.get(getattr(n, what), 0.0) + n.seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def __str__(self) -> str:
         sent = ", ".join(f"{count:,} along {axis!r}" for axis, count in self.sent.items()) or "none"
         return (
-            f"{self.products:,} multiply-adds, {self.seconds * 1e3:.3f} ms, bytes sent: {sent}; peak memory {self.peak:,} bytes "
-            f"({self.inputs:,} of them inputs) at {self.peak_at}"
+            f"{self.flops:,} floating-point operations, {self.seconds * 1e3:.3f} ms, bytes sent: {sent}; peak memory "
+            f"{self.peak:,} bytes ({self.inputs:,} of them inputs) at {self.peak_at}"
         )
 
 
@@ -78,28 +119,91 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
         >>> import onecard, torch
         >>> recording = onecard.record(lambda x, w: (x @ w).relu().sum())(torch.ones(4, 8), torch.ones(8, 16))
         >>> found = recording.cost()
-        >>> found.products, found.inputs, found.peak
-        (512, 640, 1152)
+        >>> found.flops, found.inputs, found.peak
+        (1024, 640, 1152)
     """
-    live = _Live(recording.graph)
-    nodes = tuple(_node(n, machine, live.after[n]) for n in recording.graph.nodes if n.op == "call_function")
+    live, clock = Live(recording.graph), _Clock(_before(recording, machine))
+    nodes = []
+    for node in recording.nodes():
+        sent, made, touched = (sent_by(node), 0, 0) if is_message(node) else (0, *work(node))
+        taken = message_seconds(node, machine) if sent else operator_seconds(node, machine, made, touched)
+        start, seconds = clock.run(node, taken)
+        nodes.append(
+            NodeCost(
+                node.name, called(node), node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("line", ""),
+                made, touched, sent, axis_of(node), seconds, start, live.after[node],
+            )
+        )  # fmt: skip
+    return Cost(
+        tuple(nodes),
+        sent_along(recording),
+        clock.end,
+        live.inputs,
+        live.peak,
+        live.peak_at,
+        live.alive_at_peak,
+        machine,
+    )
+
+
+def _before(recording: Recording, machine: Machine) -> float:
+    """Seconds before the first node: a look at each input."""
+    return len(recording.inputs) * read(machine.curves["input"], 1) if "input" in machine.curves else 0.0
+
+
+class _Clock:
+    """When each node runs: operators one after the other, messages along an axis one after the other, waits for messages."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self._links: dict[str, float] = {}
+        self._arrives: dict[fx.Node, float] = {}
+
+    @property
+    def end(self) -> float:
+        """When all of it is done."""
+        return max(self._now, *self._links.values()) if self._links else self._now
+
+    def run(self, node: fx.Node, seconds: float) -> tuple[float, float]:
+        """Start and seconds of a node; of one that waits, how long it waits."""
+        if is_wait(node):
+            start = self._now
+            self._now = max(start, self._arrives.get(node.args[0], start))  # type: ignore[arg-type]
+            return start, self._now - start
+        start = self._now
+        if is_message(node):
+            axis = axis_of(node)
+            start = max(start, self._links.get(axis, 0.0))
+            self._links[axis] = self._arrives[node] = start + seconds
+        if not node.kwargs.get("later"):
+            self._now = start + seconds
+        return start, seconds
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------
+
+
+def is_message(node: fx.Node) -> bool:
+    """Whether a node sends."""
+    return node.target is again.message
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a message that was started before."""
+    return node.op == "call_function" and node.target is getattr(again, "wait", again)
+
+
+def axis_of(node: fx.Node) -> str:
+    """The mesh axis of a message; "" of what is none."""
+    return str(node.args[4]) if is_message(node) else ""
+
+
+def sent_along(recording: Recording) -> dict[str, int]:
+    """Bytes that this rank sends, by mesh axis."""
     sent: Counter[str] = Counter()
-    for n in recording.nodes():
-        if n.target is again.message:
-            sent[str(n.args[4])] += sent_by(n)
-    inputs = sum(size_of(n) for n in recording.graph.nodes if n.op == "placeholder")
-    return Cost(nodes, dict(sent), inputs, live.peak, live.peak_at, live.alive_at_peak)
-
-
-def size_of(node: fx.Node) -> int:
-    """Bytes of the memory that a node's result needs: what is expanded counts once."""
-    facts = node.meta.get("tensor")
-    if facts is None:  # several results
-        return 0 if is_name(node) else sum(size_of(n) for n in node.users if n.target is operator.getitem)
-    shape, stride, dtype, _ = facts
-    if 0 in shape:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))) * dtype.itemsize
+    for node in filter(is_message, recording.nodes()):
+        sent[axis_of(node)] += sent_by(node)
+    return dict(sent)
 
 
 def sent_by(node: fx.Node) -> int:
@@ -117,22 +221,50 @@ def sent_by(node: fx.Node) -> int:
     return size * (count - 1) // count if kind == "reduce_scatter_tensor" else size
 
 
-def _node(node: fx.Node, machine: Machine, alive: int) -> NodeCost:
-    where = (node.name, node.meta.get("phase", ""), node.meta.get("line", ""))
-    if node.target is again.message:
-        sent = sent_by(node)
-        return NodeCost(*where, 0, 0, sent, machine.message(sent), alive)
+def message_seconds(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a message: latency and bandwidth of what it goes over, or what was measured."""
+    _, _, kind, _, line = node.args
+    return machine.message(sent_by(node), link=machine.link(line.mesh, line.axis), kind=str(kind))  # type: ignore[union-attr]
+
+
+# -- operators -------------------------------------------------------------------------------------------------------------
+
+
+def called(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return str(target).removesuffix(".default")
+    return str(node.args[2]) if is_message(node) else target.__name__
+
+
+def work(node: fx.Node) -> tuple[int, int]:
+    """Multiply-adds of an operator, and bytes that it reads and writes; none of what only names memory."""
     if not isinstance(node.target, OpOverload) or is_name(node):
-        return NodeCost(*where, 0, 0, 0, 0.0, alive)
-    results = [n for n in node.users if n.target is operator.getitem] or [node]
-    touched = sum(map(size_of, {*node.all_input_nodes, *results}))
-    made = products(node)
-    return NodeCost(*where, made, touched, 0, machine.compute(touched, made), alive)
+        return 0, 0
+    results = [*_results(node)]
+    if families.family(node) == "embedding":  # of what it picks from, it reads as much as it gives
+        return 0, 2 * sum(map(size_of, results)) + sum(map(size_of, node.all_input_nodes[1:]))
+    return products(node), sum(map(size_of, {*node.all_input_nodes, *results}))
 
 
-def is_name(node: fx.Node) -> bool:
-    """Whether a node only names memory."""
-    return isinstance(node.target, OpOverload) and node.target.is_view
+def _results(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of what an operator makes anew."""
+    if node.meta.get("tensor") is not None:
+        if node.meta.get("own", True):
+            yield node
+        return
+    yield from (n for n in node.users if n.target is operator.getitem)
+
+
+def operator_seconds(node: fx.Node, machine: Machine, made: int, touched: int) -> float:
+    """Seconds of an operator: measured, if the machine has a curve for its family; else by the roofline."""
+    measured = families.seconds(node, machine.curves, made, touched) if machine.curves else None
+    if measured is not None:
+        return measured
+    if is_name(node) or not isinstance(node.target, OpOverload):
+        return 0.0
+    return max(machine.launch, machine.compute(touched, made, families.dtype_of(node)))
 
 
 def products(node: fx.Node) -> int:
@@ -144,6 +276,11 @@ def products(node: fx.Node) -> int:
         wanted = node.args[3]
         once = math.prod(_shape(node.args[1])) * _shape(node.args[2])[-1]
         return once * (bool(wanted[0]) + bool(wanted[1]))  # type: ignore[index]
+    if target.overloadpacket in (aten.matmul, aten.dot):
+        return math.prod(_shape(node)) * _shape(node.args[0])[-1]
+    attention = families.attention_products(node)
+    if attention:
+        return attention
     count = flop_registry.get(target.overloadpacket)
     if count is None or "tensor" not in node.meta:
         return 0
@@ -160,39 +297,3 @@ def _rehearsed(node: fx.Node) -> Any:
         return 1.0
     shape, stride, dtype, _ = node.meta["tensor"]
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-class _Live:
-    """Which memory is alive after each node: from the node that makes it to the last that uses any of its names."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        memory = Memory(graph)
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        last: dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            for n in (node, *node.all_input_nodes):
-                for root in memory.roots[n]:
-                    last[root] = max(last.get(root, 0), order[node])
-        alive: dict[fx.Node, int] = {n: size_of(n) for n in graph.nodes if n.op == "placeholder"}
-        held, now = {*alive}, sum(alive.values())
-        self.after: dict[fx.Node, int] = {}
-        self.peak, self.peak_at, self.alive_at_peak = now, "inputs", _largest(alive)
-        ends: dict[int, list[fx.Node]] = {}
-        for root, at in last.items():
-            ends.setdefault(at, []).append(root)
-        for node in graph.nodes:
-            for root in memory.roots[node]:
-                if root is node and node not in held and node.op == "call_function":
-                    alive[node] = size_of(node)
-                    now += alive[node]
-            if now > self.peak:
-                self.peak, self.peak_at, self.alive_at_peak = now, node.name, _largest(alive)
-            for root in ends.get(order[node], ()):
-                if root not in held:
-                    now -= alive.pop(root, 0)
-            self.after[node] = now
-
-
-def _largest(alive: dict[fx.Node, int]) -> tuple[tuple[str, int], ...]:
-    found = sorted(((n.name, size) for n, size in alive.items() if size), key=lambda pair: -pair[1])
-    return tuple(found[:32])

@@ -19,6 +19,7 @@ from onecard import _torch, recorded
 from onecard._torch import TorchDispatchMode, tree_leaves
 from onecard.comm import again, record, trace
 from onecard.comm.groups import line_of
+from onecard.comm.state import faked
 from onecard.errors import RecordingError
 from onecard.graph import refusals
 from onecard.graph.numbers import Number, poisoned
@@ -28,6 +29,7 @@ from onecard.graph.randomness import Watch
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.recording import storage_of
 
 aten = torch.ops.aten
 Condition = tuple[
@@ -135,7 +137,7 @@ class Recorder:
         """Run a local operator, and write it down."""
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
-        if func.namespace == "profiler":  # marks of torch's optimizers for its profiler
+        if func.namespace in ("profiler", "prim"):  # marks for torch's profiler; the device of a tensor without data
             return func(*args, **kwargs)
         refusals.check(func, args)
         for x in tree_leaves((args, kwargs)):
@@ -152,6 +154,8 @@ class Recorder:
             self._constant(args[0])
             func = aten.clone.default
             result = result.view_as(result) if result is args[0] else result
+        if faked.here and isinstance(result, tuple):
+            result = _as_the_kernel_gives(args, result)
         self._add(func, args, kwargs, result)
         return result
 
@@ -171,7 +175,11 @@ class Recorder:
         node.meta["data"] = any(n.meta.get("data") for n in inputs)
         for written in written_by(node):
             written.meta["data"] = written.meta["data"] or node.meta["data"]
-        self._keep(node, result, {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._keep(node, result, {id(x) for x in given})
+        if isinstance(result, Tensor) and func is not again.message:
+            memory = storage_of(result)
+            node.meta["own"] = all(storage_of(x) != memory for x in given)
         return node
 
     def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
@@ -303,6 +311,13 @@ class _Below(TorchDispatchMode):
         if not recorder.listens:
             return func(*args, **(kwargs or {}))
         return recorder.operator(func, args, kwargs or {})
+
+
+def _as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results without data; of those that a mask among the arguments does not want, kernels make none."""
+    masks = (a for a in args if isinstance(a, list) and len(a) == len(result) and all(type(w) is bool for w in a))
+    mask = next(masks, None)
+    return result if mask is None else tuple(x if wanted else None for x, wanted in zip(result, mask, strict=True))
 
 
 def facts(x: Tensor) -> tuple[Any, ...]:

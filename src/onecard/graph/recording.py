@@ -5,7 +5,7 @@ It holds no tensors and no objects of the program: those are bound to it (``boun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +179,44 @@ class Recording:
         from onecard.graph.price import cost
 
         return cost(self, machine)
+
+    def draw(self, path: Any = None, depth: int | None = None) -> str:
+        """A picture: forward, backward and optimizer side by side, folded by modules, with layouts and messages.
+
+        Args:
+            path: the file to write: ".svg", or ".txt" for the same as text; by default none.
+            depth: how many parts of a module's path tell boxes apart ("blocks.0.mlp" has 3); by default as many as fit.
+
+        Returns:
+            What was written; without a path, the text.
+
+        Raises:
+            RecordingError: a path that ends in something else.
+        """
+        from onecard.graph.draw import draw
+
+        return draw(self, path, depth)
+
+    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Replay it once, as a call does, and tell of each node its name, when it started, and the seconds that it took.
+
+        Between the nodes a look at the clock takes time, so that it takes longer than a call. On several ranks all call it.
+        """
+        from onecard.graph.timeline import timed
+
+        return timed(self, args, kwargs)
+
+    def trace(self, path: Any, machine: Machine = MACHINE, measured: Sequence[Any] = ()) -> None:
+        """Write the priced step as a trace for chrome://tracing or ui.perfetto.dev: operators, messages by axis, bytes alive.
+
+        Args:
+            path: the JSON file.
+            machine: what it is priced for.
+            measured: what ``timed`` gave, to see it beside.
+        """
+        from onecard.graph.timeline import trace
+
+        trace(self, path, machine, measured)
 
     def save(self, path: Any) -> None:
         """Write it to a file, without pickle: ``onecard.load_recording(path).bind(...)`` reads it."""

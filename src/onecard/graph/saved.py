@@ -108,7 +108,7 @@ def load_recording(path: str | Path) -> Recording:
 def _graph(graph: fx.Graph) -> list[Any]:
     made = []
     for node in graph.nodes:
-        meta = {k: node.meta[k] for k in ("phase", "module", "line", "tensor", "spec", "data") if k in node.meta}
+        meta = {k: node.meta[k] for k in ("phase", "module", "line", "tensor", "spec", "data", "own") if k in node.meta}
         made.append([node.op, node.name, _target(node), encode(node.args), encode(dict(node.kwargs)), encode(meta)])
     return made
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard._torch import tree_leaves
 from onecard.comm import check, record, trace
-from onecard.comm.state import Kept
+from onecard.comm.state import Kept, faked
 from onecard.errors import DispatchError
 from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
@@ -96,7 +96,7 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         program = builders.get(func, build)(func, args, kwargs)
     if unproved and isinstance(program, Program) and believed(func):
         program = FirstCalls(program)
-    if not trace.faking():  # what is decided there may hold tensors without data
+    if faked.here or not trace.faking():  # what is decided under a tracer may hold tensors without data
         programs.here.keep(key, program)
     return program
 

@@ -1,0 +1,104 @@
+"""Seed 003, sections 2.1.2 and 2.2.3: graphs of a training step, drawn from its recordings.
+
+On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision. No devices:
+each is rank 0 of a pretended world.
+
+python examples/seeds/graphs_003.py                        # writes docs/figures/graph_003_*.svg
+python examples/seeds/graphs_003.py --folder . --inner-size 64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import onecard as oc
+import semi_auto_data_parallel_003 as data_parallel
+import semi_auto_model_parallel_003 as model_parallel
+import single_card_003 as single
+from single_card_003 import batch_size, class_dim, inner_size, input_size, optimizer_setting
+
+
+@dataclass(frozen=True)
+class Args:
+    """What the program takes on the command line."""
+
+    folder: Path = Path(__file__).parents[2] / "docs" / "figures"
+    inner_size: int = inner_size
+
+
+class Recomputing(single.SimpleNet):
+    """Its first two layers are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.linear2(self.linear1(x)), x, use_reentrant=False)
+        return self.relu(self.linear3(x))
+
+
+class MixedPrecision(single.SimpleNet):
+    """Its products are made in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def sharded(model: nn.Module) -> torch.optim.Optimizer:
+    """Data parallel, each rank with half of the optimizer's states."""
+    oc.shard_layer(model, data_parallel.world_process_mesh)
+    stage = oc.ShardingStage1("dp", data_parallel.world_process_mesh)
+    return oc.shard_optimizer(plain(model), stage)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    """The seed's."""
+    return optimizer_setting(list(model.parameters()))
+
+
+# name, ranks, the network, its optimizer
+GRAPHS: dict[str, tuple[int, type[nn.Module], Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "single_card": (1, single.SimpleNet, plain),
+    "data_parallel": (2, data_parallel.SimpleNet, plain),
+    "model_parallel": (2, model_parallel.SimpleNet, plain),
+    "sharding": (2, data_parallel.SimpleNet, sharded),
+    "recompute": (1, Recomputing, plain),
+    "amp": (1, MixedPrecision, plain),
+}
+
+
+def recorded(name: str, inner_size: int) -> oc.Recording:
+    """The second step: the optimizer has its states."""
+    ranks, net, optimizer_of = GRAPHS[name]
+    with oc.pretend(world_size=ranks, rank=0, fake=True):
+        model = net(input_size, inner_size, class_dim)
+        optimizer, loss_of = optimizer_of(model), nn.CrossEntropyLoss()
+        image, label = torch.rand(batch_size, input_size), torch.zeros(batch_size, dtype=torch.long)
+
+        def step(image: Tensor, label: Tensor) -> Tensor:
+            loss = loss_of(model(image), label)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            return loss.detach()
+
+        step(image, label)
+        step.__name__ = name.replace("_", " ")
+        return oc.record(step)(image, label)
+
+
+def main(args: Args) -> None:
+    """Draw all of them."""
+    for name in GRAPHS:
+        path = args.folder / f"graph_003_{name}.svg"
+        recorded(name, args.inner_size).draw(path)
+        print(path.name)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,147 @@
+"""Families of operators that take alike long at a size: how a measured machine (``measure.py``) tells any operator's time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from onecard._torch import OpOverload
+from onecard.cost import Curve, read
+from onecard.graph.live import is_name
+
+_MEMBERS = {
+    "softmax": "_softmax _log_softmax _safe_softmax logsumexp",
+    "softmax backward": "_softmax_backward_data _log_softmax_backward_data",
+    "norm": "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm _native_batch_norm_legit",
+    "norm backward": "native_layer_norm_backward native_batch_norm_backward native_group_norm_backward",
+    "gelu": "gelu silu tanh sigmoid exp log sin cos erf mish softplus pow",
+    "gelu backward": "gelu_backward silu_backward tanh_backward",
+    "sum": "sum mean amax amin all any norm linalg_vector_norm _foreach_norm argmax topk var var_mean",
+    "fill": "zeros ones full new_full new_zeros zeros_like ones_like full_like fill_ zero_ arange _foreach_zero_",
+    "adamw": "_fused_adamw_ _fused_adam_ _fused_sgd_",
+    "embedding": "embedding gather index index_select nll_loss_forward",
+    "embedding backward": "embedding_dense_backward scatter_ scatter_add index_put_ nll_loss_backward scatter",
+}
+FAMILY = {name: family for family, names in _MEMBERS.items() for name in names.split()}
+"""Of operators by their names; others are "pointwise", or "in place" where they write to what is there."""
+
+THIN = ("rows", "inner", "columns")
+"""Which of a product's three sizes is the smallest: of the first factor's rows, what is summed over, the second's columns."""
+SIZES = (1, 8, 64, 256)
+
+
+def seconds(node: fx.Node, curves: Mapping[str, Curve], products: int, touched: int) -> float | None:
+    """Seconds of a node by what was measured; None if nothing fits."""
+    exact = curves.get(f"={signature(node)}")
+    if exact is not None:
+        return exact[0][1]
+    if not isinstance(node.target, OpOverload):  # numbers
+        return read(curves["number"], 1) if "number" in curves else None
+    if is_name(node):
+        return read(curves["name"], 1) if "name" in curves else None
+    if products:
+        return _product(node, curves, products)
+    curve = curves.get(family(node))
+    return None if curve is None else read(curve, touched)
+
+
+def family(node: fx.Node) -> str:
+    """The family of an operator that makes no product."""
+    target: Any = node.target
+    found = FAMILY.get(target._schema.name.removeprefix("aten::"))
+    if node.kwargs.get("approximate") == "tanh":
+        return f"{found} tanh"
+    return found or ("in place" if target._schema.is_mutable else "pointwise")
+
+
+def _product(node: fx.Node, curves: Mapping[str, Curve], products: int) -> float | None:
+    """Seconds of a product: by the curves of the two measured thin sizes around its own."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if "attention" in name:
+        curve = curves.get("attention backward" if "backward" in name else "attention")
+        return None if curve is None else read(curve, products)
+    parts = _sizes(node)
+    if not parts:
+        return None
+    found = [_one(curves, *sizes) for sizes in parts]
+    return None if None in found else sum(found)  # type: ignore[arg-type]
+
+
+def _one(curves: Mapping[str, Curve], rows: int, inner: int, columns: int, batch: int) -> float | None:
+    sizes = (rows, inner, columns)
+    thin = min(sizes)
+    kind = THIN[sizes.index(thin)]
+    known = [(n, curves[f"{kind} {n}"]) for n in SIZES if f"{kind} {n}" in curves]
+    if not known:
+        return None
+    total = prod(sizes)
+    below = [(n, c) for n, c in known if n <= thin] or known[:1]
+    above = [(n, c) for n, c in known if n >= thin] or known[-1:]
+    (a, low), (b, high) = below[-1], above[0]
+    one, other = _within(low, total), _within(high, total)
+    part = 0.0 if a == b else (thin.bit_length() - a.bit_length()) / (b.bit_length() - a.bit_length())
+    return batch * float(one ** (1 - part) * other**part)
+
+
+def _within(curve: Curve, total: int) -> float:
+    """Seconds on a curve; below its first size in proportion, as its first product has all of its sizes alike."""
+    return curve[0][1] * total / curve[0][0] if total < curve[0][0] else read(curve, total)
+
+
+def _sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
+    """Rows, inner, columns and batch of each product that an operator makes."""
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    if name == "linear":
+        x, w = _shape(node.args[0]), _shape(node.args[1])
+        return [(prod(x[:-1]), x[-1], w[0], 1)]
+    if name == "linear_backward":
+        x, _, w = (_shape(a) for a in node.args[:3])
+        rows, wanted = prod(x[:-1]), node.args[3]
+        made = [(rows, w[0], w[1], 1)] if wanted[0] else []  # type: ignore[index]
+        return made + ([(w[0], rows, w[1], 1)] if wanted[1] else [])  # type: ignore[index]
+    first = {"addmm": 1, "baddbmm": 1, "addmv": 1}.get(name, 0)
+    given = [_shape(a) for a in node.args[first : first + 2] if isinstance(a, fx.Node)]
+    if len(given) < 2 or len(given[0]) < 2:
+        return []
+    a, b = given
+    columns = b[-1] if len(b) > 1 else 1
+    return [(a[-2], a[-1], columns, prod(a[:-2]))]
+
+
+def attention_products(node: fx.Node) -> int:
+    """Multiply-adds of a fused attention: two products forward, five backward (torch's own count of them)."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if "scaled_dot_product" not in name and "flash_attention" not in name:
+        return 0
+    back = "backward" in name
+    given = [a for a in node.args if isinstance(a, fx.Node) and "tensor" in a.meta][back : back + 3]
+    q, k, v = (_shape(a) for a in given)
+    return int(prod(q[:-1]) * k[-2] * ((3 * q[-1] + 2 * v[-1]) if back else (q[-1] + v[-1])))
+
+
+def signature(node: fx.Node) -> str:
+    """What an operator's time depends on: its name, its operands' shapes, strides and dtypes, its other arguments."""
+
+    def words(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            facts = value.meta.get("tensor")
+            return f"{list(facts[0])}{list(facts[1])}{str(facts[2])[6:]}" if facts else "number"
+        if isinstance(value, list | tuple):
+            return [words(v) for v in value]
+        return "number" if isinstance(value, float) else str(value)
+
+    name = node.target if isinstance(node.target, OpOverload) else node.target.__name__  # type: ignore[union-attr]
+    return f"{name}({', '.join(map(str, [*map(words, node.args), *map(words, node.kwargs.values())]))})"
+
+
+def dtype_of(node: fx.Node) -> str:
+    """The dtype in which an operator computes: of its first tensor."""
+    facts = next((n.meta["tensor"] for n in (*node.all_input_nodes, node) if "tensor" in n.meta), None)
+    return "" if facts is None else str(facts[2]).removeprefix("torch.")
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return node.meta["tensor"][0]
