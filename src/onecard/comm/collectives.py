@@ -233,8 +233,8 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
 def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum") -> Tensor:
     """This rank's part along ``dim`` of the reduction of all ranks' tensors.
 
-    Built on all_to_all (each part travels once, and every rank adds in the order of the ranks), because Gloo has no
-    reduce-scatter of its own that sends less than an all-reduce.
+    Built on all_to_all (each part travels once, and every rank adds in the order of the ranks) where the backend has nothing
+    better: Gloo's own reduce-scatter sends as much as an all-reduce.
     """
     pg = group.process_group
     if op.startswith("norm"):
@@ -242,7 +242,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         return reduce_scatter(local.abs() ** power, group, dim, sizes, "sum") ** (1.0 / power)
     if pg is None:
         return local
-    if local.is_cuda and op in ("sum", "avg") and len(set(sizes)) == 1 and not group.order:
+    if scatters(local, group, sizes, op):
         return _reduce_scatter_base(local, group, dim, sizes, op)
     parts = all_to_all_parts(local, group, dim, sizes)
     stacked = torch.stack(parts)
@@ -257,6 +257,14 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
     return reduce[_OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
+
+
+def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:
+    """Whether the backend's own reduce-scatter is taken: NCCL's, and that of shared memory, which adds as it reads."""
+    if op not in ("sum", "avg") or len(set(sizes)) > 1 or group.order or local.is_meta or not local.numel():
+        return False
+    shared = hasattr(group.process_group, "stamp") and local.is_floating_point() and not trace.tracing()
+    return local.is_cuda or shared
 
 
 def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
