@@ -8,7 +8,7 @@ from onecard.comm import world
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import meta_parallel, names, recomputing, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
-from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync, token_mean
+from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync
 from onecard.fleet.initial import (
     Assign,
     Constant,
@@ -26,6 +26,7 @@ from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_ran
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
 from onecard.fleet.splitting import split_parameters
 from onecard.fleet.strategy import DistributedStrategy, FleetError
+from onecard.fleet.tokens import token_mean
 from onecard.fleet.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
 from onecard.fleet.training import GradScaler, distributed_model, distributed_optimizer, distributed_scaler
 

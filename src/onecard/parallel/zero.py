@@ -14,20 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-from onecard import _torch
 from onecard.comm.groups import group
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
 from onecard.parts import chunk
 from onecard.tensor import DistTensor, memory, strides
-from onecard.tensor.buckets import Cut, fill, gather_all, scatter_all, settle_all
-from onecard.tensor.dist_tensor import wrap
-from onecard.tensor.spec import OWN, Spec, contiguous_stride
+from onecard.tensor.buckets import Cut, gather_all, settle_all
+from onecard.tensor.spec import OWN, Spec
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,8 @@ class ShardingStage1:
     Args:
         axis: the mesh axis along which the data are divided, "dp" or its number; left out on a mesh of one axis.
         mesh: the mesh; parameters on other meshes are left alone. Left out: every parameter whose mesh has the axis.
+        overlap: whether gradients are summed while ``backward`` runs; left out: on a GPU they are. The same numbers, bit for
+            bit. With accumulation stage 1 sums in the last ``backward`` of a step; it takes as many as the step before had.
 
     A step sends what data parallelism sends: a reduce-scatter of the gradients and an all-gather of the updated parameters.
 
@@ -55,6 +55,7 @@ class ShardingStage1:
 
     axis: str | int | None = None
     mesh: ProcessMesh | None = None
+    overlap: bool | None = None
     stage = 1
 
     def __post_init__(self) -> None:
@@ -136,16 +137,15 @@ class ShardedUpdate:
     def __init__(self, optimizer: Optimizer, stage: ShardingStage1) -> None:
         self.stage = stage
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
+        params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
-        params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         if stage.stage == 3:
             for cut in filter(None, map(stage.cut, params)):
                 if cut.layout is not cut.x._spec.layout:
                     _take_part(cut)
                     cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
-        if stage.stage > 1:
-            Reducer(params, stage)
+        self._reducer = Reducer(params, stage.cut, stage.stage > 1, overlaps(stage.overlap, params))
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""
@@ -154,6 +154,7 @@ class ShardedUpdate:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        self._reducer.before_step()
         cuts, others = [], []
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
@@ -180,78 +181,11 @@ def _take_part(cut: Cut) -> None:
     cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
 
 
+def overlaps(asked: bool | None, params: Sequence[DistTensor]) -> bool:
+    """Whether sums run while backward does: as asked, or else where a message does not take the processor beside it."""
+    return any(p._spec.device.type != "cpu" for p in params) if asked is None else asked
+
+
 def params_of(optimizer: Optimizer) -> Iterable[Any]:
     """An optimizer's parameters, in order."""
     return (param for each in optimizer.param_groups for param in each["params"])
-
-
-def reduce_gradients(cuts: Sequence[Cut]) -> None:
-    """Give the gradients of parameters the layouts with the cut, those that are pending in few large messages."""
-    due = [cut for cut in cuts if cut.x.grad._spec.layout is not cut.layout]  # type: ignore[union-attr]
-    grads: list[Any] = [cut.x.grad for cut in due]
-    given = [Cut(g, g._local, cut.layout, cut.axis, cut.dim) for g, cut in zip(grads, due, strict=True)]
-    for cut, grad, part in zip(due, grads, scatter_all(given, "gradients"), strict=True):
-        spec = grad._spec
-        made = Spec.make(cut.layout, spec.shape, contiguous_stride(spec.shape), spec.dtype, spec.device)
-        cut.x.grad = wrap(part.contiguous(), made)
-
-
-class Reducer:
-    """Cuts gradients while ``backward`` runs: a bucket's, as soon as it has the last of them.
-
-    What a parameter has from earlier backwards is put aside until this one's part can be added to it.
-    """
-
-    def __init__(self, params: Sequence[DistTensor], stage: ShardingStage1) -> None:
-        self._stage = stage
-        self._kept: dict[DistTensor, DistTensor] = {}
-        self._bucket_of: dict[DistTensor, int] = {}
-        self._left: list[set[DistTensor]] = []
-        self._ready: list[list[DistTensor]] = []
-        self._called = False
-        # backward comes to the last parameters first
-        trained = [p for p in reversed(params) if p.requires_grad]
-        for number, bucket in enumerate(fill(trained, lambda p: p.numel() * p.element_size())):
-            self._bucket_of |= dict.fromkeys(bucket, number)
-            self._left.append(set(bucket))
-            self._ready.append([])
-            for param in bucket:
-                param.register_hook(lambda grad, param=param: self._before(param))
-                param.register_post_accumulate_grad_hook(self._after)
-
-    def _before(self, param: DistTensor) -> None:
-        self._call_at_the_end()
-        if isinstance(param.grad, DistTensor) and not param.grad._spec.layout.pending:
-            self._kept[param], param.grad = param.grad, None
-
-    def _after(self, param: Any) -> None:
-        number = self._bucket_of[param]
-        self._ready[number].append(param)
-        self._left[number].discard(param)
-        if not self._left[number]:
-            self._reduce(number)
-
-    def _call_at_the_end(self) -> None:
-        if not self._called:
-            self._called = True
-            _torch.queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        """The end of a backward: buckets of which it had not all gradients."""
-        self._called = False
-        for number in range(len(self._ready)):
-            if self._ready[number]:
-                self._reduce(number)
-        for param, kept in self._kept.items():  # whose gradient was asked for by torch.autograd.grad
-            param.grad = kept
-        self._kept.clear()
-
-    def _reduce(self, number: int) -> None:
-        params, self._ready[number] = self._ready[number], []
-        self._left[number] |= set(params)
-        with torch.no_grad():
-            reduce_gradients([cut for p in params if (cut := self._stage.cut(p)) is not None])
-            for param in params:
-                kept = self._kept.pop(param, None)
-                if kept is not None:
-                    param.grad = kept.add_(param.grad)  # type: ignore[arg-type]

@@ -113,6 +113,27 @@ class Copy(Memory):
         return made
 
 
+class UnderWay(Memory):
+    """Memory of a pending tensor whose sum has been started. Whoever reads or writes it first awaits that: ``arrive``."""
+
+    __slots__ = ("arrive", "before")
+
+    def __init__(self, x: DistTensor, arrive: Callable[[], None]) -> None:
+        super().__init__()
+        self.arrive = arrive
+        self.before = [(member, member._spec, member._memory) for member in _same(x)]
+        for member, spec, _ in self.before:
+            self.add(member)
+            member._spec = spec.with_alias(STALE)
+
+    def end(self) -> None:
+        """Its tensors are what they were."""
+        for member, spec, known in self.before:
+            if member._memory is self:
+                member._spec, member._memory = spec, known
+        self.before.clear()
+
+
 def view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any, copied: bool) -> None:
     """Note what a view operator gave: one or several views of its first argument, or copies that stand for them."""
     several = isinstance(made, list | tuple)
@@ -176,8 +197,11 @@ def _outdate(key: int, but: Copy | None) -> None:
 
 
 def refresh(x: DistTensor) -> None:
-    """Take a stale copy again."""
+    """Take a stale copy again; await a sum that is under way."""
     copy: Any = x._memory
+    if isinstance(copy, UnderWay):
+        copy.arrive()
+        return
     made, whole = copy.take(copy.base), copy.name_of_whole()
     copy.mark(copy.kind)
     layout = whole._spec.layout
@@ -285,6 +309,11 @@ def _relabel(x: DistTensor, same: list[DistTensor]) -> None:
         member._spec = spec.with_layout(spec.layout.settled()).with_alias(spec.alias)
         if done:
             member._memory = None
+
+
+def alone(x: DistTensor) -> bool:
+    """Whether nobody else sees a tensor's memory, as far as this rank knows: it may be overwritten."""
+    return len(_same(x)) == 1 and _users(x._local) == 1 and x._local.untyped_storage().nbytes() == x._local.nbytes
 
 
 def _same(x: DistTensor) -> list[DistTensor]:
