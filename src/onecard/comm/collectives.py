@@ -206,8 +206,11 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
     return (joined if op == "max" else joined.neg()).to(local.dtype)
 
 
-def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
+def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into: Tensor | None = None) -> Tensor:
+    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it.
+
+    ``into``: where to, if lengths are equal, ``dim`` is 0 and the group counts as its ranks do; ``local`` may be its part of it.
+    """
     pg, largest = group.process_group, max(sizes)
     if pg is None or not largest:
         return local
@@ -215,7 +218,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     if turned.shape[0] < largest:
         turned = torch.cat([turned, turned.new_zeros((largest - turned.shape[0], *turned.shape[1:]))])
     send = _dense(turned)
-    gathered = send.new_empty((group.size * largest, *send.shape[1:]))
+    gathered = send.new_empty((group.size * largest, *send.shape[1:])) if into is None else into
     if send.numel():
         _wait(
             "all_gather",

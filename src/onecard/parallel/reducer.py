@@ -45,9 +45,12 @@ class Reducer:
             once: when somebody reads them, or in the last ``backward`` before a step, if sums overlap with it.
         overlap: start a bucket's sum when ``backward`` has the last of its gradients, and go on. Which ``backward`` is the
             last is known from the step before.
+        watch: the parameters are autograd's; else ``before`` and ``after`` are called around each gradient.
     """
 
-    def __init__(self, params: Sequence[DistTensor], cut: Cutter | None, every: bool, overlap: bool) -> None:
+    def __init__(
+        self, params: Sequence[DistTensor], cut: Cutter | None, every: bool, overlap: bool, watch: bool = True
+    ) -> None:
         self._cut, self._every, self._overlap = cut, every, overlap
         self._kept: dict[DistTensor, DistTensor] = {}
         self._guards: dict[DistTensor, memory.UnderWay] = {}  # of gradients that lack what was put aside
@@ -64,9 +67,9 @@ class Reducer:
             self._bucket_of |= dict.fromkeys(bucket, number)
             self._left.append(set(bucket))
             self._ready.append({})
-            for param in bucket:
-                param.register_hook(lambda grad, param=param: self._before(param))
-                param.register_post_accumulate_grad_hook(self._after)
+            for param in bucket if watch else ():
+                param.register_hook(lambda grad, param=param: self.before(param))
+                param.register_post_accumulate_grad_hook(self.after)
 
     def settle(self) -> None:
         """Sum now what is pending."""
@@ -82,7 +85,7 @@ class Reducer:
 
     # -- what autograd calls -------------------------------------------------------------------------------------------
 
-    def _before(self, param: DistTensor) -> None:
+    def before(self, param: DistTensor) -> None:
         """A gradient is about to be added."""
         self._enter()
         if isinstance(param.grad, DistTensor):
@@ -90,7 +93,7 @@ class Reducer:
             if not param.grad._spec.layout.pending:
                 self._kept[param], param.grad = param.grad, None
 
-    def _after(self, param: Any) -> None:
+    def after(self, param: Any) -> None:
         """A gradient has been added."""
         if not isinstance(param.grad, DistTensor):
             return

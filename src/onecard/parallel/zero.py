@@ -14,12 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from onecard.comm.groups import group
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parallel.blocks import Blocks, Policy, of_marks
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
 from onecard.parts import chunk
@@ -116,12 +118,29 @@ class ShardingStage2(ShardingStage1):
 
 @dataclass(frozen=True)
 class ShardingStage3(ShardingStage2):
-    """ZeRO stage 3 for ``shard_optimizer``: parameters are cut too, from now on. An operator gathers what it needs of them.
+    """ZeRO stage 3 for ``shard_optimizer``: parameters are cut too, from now on.
 
     Args, and source: see ``ShardingStage1``. A step sends an all-gather of the parameters for forward, one for backward, and the
-    reduce-scatter of the gradients; by operator, not ahead of it.
+    reduce-scatter of the gradients. Without ``model`` an operator gathers what it needs, when it comes to it.
+
+    Args:
+        model: gathers the parameters of each block (the modules below it that are no mere lists) in one message, before the
+            block's forward and backward; with ``overlap`` those of the next block while one computes.
+        reshard_after_forward: whether a block gives the whole parameters up after its forward: always (True), never, or
+            by ``fn(name, block)``. Where it does not, backward needs no all-gather.
+
+    Example:
+        >>> from onecard import ProcessMesh, shard_layer, shard_optimizer
+        >>> mesh = ProcessMesh([0], ["dp"])
+        >>> model = shard_layer(torch.nn.Sequential(torch.nn.Linear(4, 2)), mesh)
+        >>> stage = ShardingStage3("dp", mesh, model=model, reshard_after_forward=lambda name, block: name != "0")
+        >>> _ = shard_optimizer(torch.optim.AdamW(model.parameters()), stage)
+        >>> model[0].weight.placements
+        (Shard(dim=0),)
     """
 
+    model: nn.Module | None = None
+    reshard_after_forward: Policy = True
     stage = 3
 
 
@@ -134,18 +153,23 @@ def _best_dim(shape: Sequence[int], ranks: int) -> int:
 class ShardedUpdate:
     """Runs an optimizer's step on the parts that this rank updates."""
 
-    def __init__(self, optimizer: Optimizer, stage: ShardingStage1) -> None:
+    def __init__(self, optimizer: Optimizer, stage: ShardingStage1, watch: bool = True) -> None:
         self.stage = stage
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
-        if stage.stage == 3:
-            for cut in filter(None, map(stage.cut, params)):
-                if cut.layout is not cut.x._spec.layout:
-                    _take_part(cut)
-                    cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
-        self._reducer = Reducer(params, stage.cut, stage.stage > 1, overlaps(stage.overlap, params))
+        overlap = overlaps(stage.overlap, params)
+        self.blocks: Blocks | None = None
+        if isinstance(stage, ShardingStage3):
+            taken = [(cut.x, cut.x._spec, cut) for cut in map(stage.cut, params) if cut is not None]
+            taken = [each for each in taken if each[2].layout is not each[1].layout]
+            for x, _, cut in taken:
+                _take_part(cut)
+                x._local = x._local.clone()  # the rest of the memory is free then
+            if stage.model is not None:
+                self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
+        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, watch)
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""
@@ -154,7 +178,9 @@ class ShardedUpdate:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
-        self._reducer.before_step()
+        if self.blocks is not None:
+            self.blocks.release()
+        self.reducer.before_step()
         cuts, others = [], []
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None

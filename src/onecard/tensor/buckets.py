@@ -49,7 +49,7 @@ def start_settle(
     buckets: dict[Any, list[DistTensor]] = {}
     for x in tensors:
         layout = x._spec.layout
-        if layout.pending and not x._spec.here:
+        if layout.pending and (not x._spec.here or all(layout.mesh.shape[axis] == 1 for axis, _ in layout.pending)):
             memory.adopt(x, x._local)
         elif layout.pending:
             buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
@@ -216,6 +216,8 @@ def _scatter_bucket(
 ) -> Callable[[], dict[int, Tensor]]:
     op, others = pending[axis], [(a, o) for a, o in pending.items() if a != axis]
     line = groups.group(bucket[0].mesh, axis)
+    if line.process_group is None and not others:
+        return lambda: {id(cut): cut.whole for cut in bucket}
     by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
     counts = [sum(part.numel() for part in parts) for parts in by_rank]
     one = bucket[0].whole
@@ -239,23 +241,52 @@ def _scatter_bucket(
 
 def gather_all(cuts: Sequence[Cut], name: str) -> None:
     """Fill the memory of tensors without the cut from the ranks' parts: one message for many of them."""
+    start_gather(cuts, name, later=False)()
+
+
+def start_gather(cuts: Sequence[Cut], name: str, later: bool = True) -> Callable[[], None]:
+    """Start ``gather_all``; what it gives waits for it."""
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
         buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
-    for (mesh, axis, _, _), members in buckets.items():
-        for bucket in fill(members, lambda cut: cut.whole.nbytes):
-            _gather_bucket(bucket, groups.group(mesh, axis), name)
+    ends = [
+        _gather_bucket(bucket, groups.group(mesh, axis), name, later)
+        for (mesh, axis, _, _), members in buckets.items()
+        for bucket in fill(members, lambda cut: cut.whole.nbytes)
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
 
 
-def _gather_bucket(bucket: list[Cut], line: Group, name: str) -> None:
+def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool) -> Callable[[], None]:
+    own = [cut.x._local for cut in bucket]
+    if line.process_group is None:
+        for cut, mine in zip(bucket, own, strict=True):
+            if cut.whole.data_ptr() != mine.data_ptr():
+                cut.whole.copy_(mine)
+        return _nothing
     by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
     counts = [sum(part.numel() for part in parts) for parts in by_rank]
-    own = [cut.x._local for cut in bucket]
     flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([part.reshape(-1) for part in own])
     _tell(bucket, flat, "all_gather", "", name)
     if not sum(counts):
-        return
-    for parts, given in zip(by_rank, collectives.all_gather(flat, line, 0, counts).split(counts), strict=True):
+        return _nothing
+    whole, even = bucket[0].whole, len({*counts}) == 1 and not line.order
+    in_place = even and len(bucket) == 1 and bucket[0].dim == 0 and whole.is_contiguous()
+    into = whole.view(-1) if in_place else None
+    if later and even and started.can_wait(flat, line):
+        coming = started.gathered(flat, flat.new_empty(sum(counts)) if into is None else into, line)
+        return lambda: _fill_parts(by_rank, counts, coming.wait(), in_place)
+    _fill_parts(by_rank, counts, collectives.all_gather(flat, line, 0, counts, into), in_place)
+    return _nothing
+
+
+def _fill_parts(by_rank: list[tuple[Tensor, ...]], counts: list[int], joined: Tensor, there: bool) -> None:
+    for parts, given in zip(by_rank, joined.split(counts), strict=True) if not there else ():
         pieces = given.split([part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
             part.copy_(piece.view(part.shape))
