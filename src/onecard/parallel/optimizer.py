@@ -58,7 +58,7 @@ def shard_optimizer(
     _check_current(optimizer)
     if isinstance(shard_fn, ShardingStage1):
         stage = shard_fn if overlap is None else replace(shard_fn, overlap=overlap)
-        _keep_laid_out(optimizer, ShardedUpdate(optimizer, stage).lay_out)
+        keep_laid_out(optimizer, ShardedUpdate(optimizer, stage).lay_out)
         return optimizer
     params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
     reducer = Reducer(params, None, every=False, overlap=True) if overlaps(overlap, params) else None
@@ -76,11 +76,12 @@ def shard_optimizer(
     sharder = None if shard_fn is None else _StateSharder(shard_fn)
     if sharder is not None:
         optimizer.register_step_post_hook(sharder)
-    _keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
+    keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
     return optimizer
 
 
-def _keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
+def keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
+    """Have states that are loaded take the layouts that new ones have."""
     if lay_out is not None:
         sharders[optimizer] = lay_out
     optimizer.register_load_state_dict_post_hook(lambda opt: lay_out_states(opt, lay_out))

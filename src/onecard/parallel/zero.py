@@ -164,9 +164,8 @@ class ShardedUpdate:
         if isinstance(stage, ShardingStage3):
             taken = [(cut.x, cut.x._spec, cut) for cut in map(stage.cut, params) if cut is not None]
             taken = [each for each in taken if each[2].layout is not each[1].layout]
-            for x, _, cut in taken:
-                _take_part(cut)
-                x._local = x._local.clone()  # the rest of the memory is free then
+            for _, _, cut in taken:
+                own_part(cut)  # the rest of the memory is free then
             if stage.model is not None:
                 self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
         self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, watch)
@@ -205,6 +204,13 @@ def _take_part(cut: Cut) -> None:
     spec = cut.x._spec
     part = cut.parts()[group(cut.mesh, cut.axis).index]
     cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
+
+
+def own_part(cut: Cut) -> Cut:
+    """Make a tensor its part, in memory of its own; what it was is in the cut."""
+    _take_part(cut)
+    cut.x._local = cut.x._local.clone()
+    return cut
 
 
 def overlaps(asked: bool | None, params: Sequence[DistTensor]) -> bool:
