@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
 from onecard import fleet
+from onecard.errors import CommunicationError
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
@@ -106,6 +107,66 @@ def check_kept(net: Any, optimizer: Any, level: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_levels_are_one_card(ranks):
     run_ranks(levels, ranks, timeout=120)
+
+
+class Branching(nn.Module):
+    """Two of three layers, by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.layers[0](x[:0]).sum()
+        for row in x:
+            number = int(row[0] > 0)
+            total = total + self.layers[number](row).square().mean()
+        return total / len(x)
+
+
+def branches() -> None:
+    """Ranks take other branches: the gradients of one card."""
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    fleet.init(is_collective=True)
+    rows = torch.tensor([[-1.0, 2, 3, 4], [1.0, 2, 3, 4], [-2.0, 1, 0, 1], [3.0, 0, 1, 1]])
+    for level in LEVELS[:2]:
+        alone, net = Branching(), Branching()
+        one = torch.optim.AdamW(alone.parameters(), 0.1)
+        made: Any = torch.optim.AdamW(net.parameters(), 0.1)
+        model, optimizer, _ = fleet.group_sharded_parallel(net, made, level, overlap=False)
+        for step in range(4):
+            for micro in range(2):
+                here = rows if (step + micro) % 2 else rows.flip(0)
+                here = here[[0, 2, 1, 3]]  # the ranks' rows go to different layers
+                (alone(here) / 2).backward()
+                (model(here.chunk(ranks)[rank]) / 2).backward()
+            one.step(), one.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
+        for (n, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert_close(oc.unshard(p.detach()), q.detach(), rtol=1e-5, atol=1e-6)
+            assert (p in optimizer.state) == (q in one.state), n
+
+
+def crossed(level: str, overlap: bool) -> str:
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    net = Branching()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    made, optimizer, _ = fleet.group_sharded_parallel(net, optimizer, level, overlap=overlap)
+    rows = torch.tensor([[-1.0, 2, 3, 4], [-2.0, 1, 0, 1], [1.0, 2, 3, 4], [3.0, 0, 1, 1]])
+    try:
+        made(rows.chunk(ranks)[rank]).backward()
+        optimizer.step()
+    except CommunicationError as fault:
+        return str(fault)
+    return "no error"
+
+
+def test_a_rank_whose_branch_leaves_a_parameter_out():
+    run_ranks(branches, 2, timeout=60)
+    for level, overlap in (("os_g", True), ("p_g_os", False)):  # of one size: nothing but their names tells them apart
+        for found in run_ranks(crossed, 2, level, overlap, timeout=60):
+            assert "but not for the same" in found or "different collectives" in found, (level, found)
 
 
 def saved(folder: str) -> None:

@@ -146,7 +146,7 @@ def group_sharded_parallel(
     running = False if sync_comm else overlap
     stage: Any = LEVELS[level](AXIS, mesh, overlap=running)
     pieces = {p: (t, t._spec, stage.cut(t)) for p, t in twins.items()} if level == "p_g_os" else {}
-    update = ShardedUpdate(optimizer, stage, watch=False)
+    update = ShardedUpdate(optimizer, stage, _no_gradient)
     if level == "p_g_os":
         cuts = {p: Piece(cut, spec, p) for p, (t, spec, cut) in pieces.items() if cut is not None}
         ahead = overlaps(running, [*twins.values()])
@@ -196,8 +196,6 @@ def _twin(p: nn.Parameter, mesh: Any) -> Any:
 
 def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
     """The gradient of a plain parameter becomes the distributed one's: a summand of an average."""
-    mesh = twin.mesh
-    layout = Layout.make(mesh, ((),) * twin.dim(), ((0, "avg"),))
 
     def run(p: Any) -> None:
         grad, p.grad = p.grad, None
@@ -205,13 +203,21 @@ def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
             plain.all_reduce(grad, line, inplace=True, call="gradients")
         update.reducer.before(twin)
         if twin.grad is None:
-            spec = Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device)
-            twin.grad = wrap(grad, spec)
+            twin.grad = _summand(twin, grad)
         else:
             twin.grad._local.add_(grad)
         update.reducer.after(twin)
 
     return run
+
+
+def _summand(twin: Any, grad: Tensor) -> DistTensor:
+    layout = Layout.make(twin.mesh, ((),) * twin.dim(), ((0, "avg"),))
+    return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
+
+
+def _no_gradient(twin: Any) -> DistTensor:
+    return _summand(twin, torch.zeros(twin.shape, dtype=twin.dtype, device=twin._spec.device))
 
 
 def _scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:

@@ -69,8 +69,8 @@ class Piece:
 class Unit:
     """The pieces of a block, gathered and given up together."""
 
-    def __init__(self, pieces: Sequence[Piece], gives_up: bool) -> None:
-        self.pieces, self.gives_up = pieces, gives_up
+    def __init__(self, name: str, pieces: Sequence[Piece], gives_up: bool) -> None:
+        self.name, self.pieces, self.gives_up = name, pieces, gives_up
         self.shown = False
         self.inputs, self.waiting = 0, set[int]()  # gradients that its backward is still to make
         self._end: Callable[[], None] | None = None
@@ -82,7 +82,7 @@ class Unit:
         with torch.no_grad():
             for piece in self.pieces:
                 piece.allocate()
-            self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later)
+            self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later, f"block {self.name}")
 
     def ready(self) -> None:
         """Whole now."""
@@ -126,7 +126,7 @@ class Blocks:
         self._tasks: set[int] = set()
         for name, module, parameters in blocks_of(model, pieces):
             gives_up = policy(name, module) if callable(policy) else policy
-            unit = Unit([pieces[p] for p in parameters], gives_up)
+            unit = Unit(name, [pieces[p] for p in parameters], gives_up)
             self.units.append(unit)
             module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._after(unit), always_call=False)

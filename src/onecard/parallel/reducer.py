@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from onecard import _torch
+from onecard.comm import collectives, record
+from onecard.comm.groups import group
 from onecard.tensor import DistTensor, memory, strides
 from onecard.tensor.buckets import Cut, fill, start_scatter, start_settle
 from onecard.tensor.dist_tensor import wrap
@@ -45,12 +47,20 @@ class Reducer:
             once: when somebody reads them, or in the last ``backward`` before a step, if sums overlap with it.
         overlap: start a bucket's sum when ``backward`` has the last of its gradients, and go on. Which ``backward`` is the
             last is known from the step before.
-        watch: the parameters are autograd's; else ``before`` and ``after`` are called around each gradient.
+        zero: the parameters are not autograd's: ``before`` and ``after`` are called around each gradient. Ranks then run
+            programs of their own, in which a branch may leave a parameter out: without overlap they ask each other, and it
+            gets this gradient. None: one program, in which a gradient is there on all ranks or on none.
     """
 
     def __init__(
-        self, params: Sequence[DistTensor], cut: Cutter | None, every: bool, overlap: bool, watch: bool = True
+        self,
+        params: Sequence[DistTensor],
+        cut: Cutter | None,
+        every: bool,
+        overlap: bool,
+        zero: Callable[[DistTensor], DistTensor] | None = None,
     ) -> None:
+        self._zero = zero
         self._cut, self._every, self._overlap = cut, every, overlap
         self._kept: dict[DistTensor, DistTensor] = {}
         self._guards: dict[DistTensor, memory.UnderWay] = {}  # of gradients that lack what was put aside
@@ -67,15 +77,16 @@ class Reducer:
             self._bucket_of |= dict.fromkeys(bucket, number)
             self._left.append(set(bucket))
             self._ready.append({})
-            for param in bucket if watch else ():
+            for param in bucket if zero is None else ():
                 param.register_hook(lambda grad, param=param: self.before(param))
                 param.register_post_accumulate_grad_hook(self.after)
 
     def settle(self) -> None:
         """Sum now what is pending."""
         self._await()
+        self._fill()
         for number in range(len(self._left)):
-            self._sum([p for p in self._members(number) if _pending(p.grad)], later=False)
+            self._sum(number, [p for p in self._members(number) if _pending(p.grad)], later=False)
 
     def before_step(self) -> None:
         """The optimizer is about to read the gradients."""
@@ -104,7 +115,7 @@ class Reducer:
         if param in self._kept:
             self._guards[param] = memory.UnderWay(param.grad, partial(self._start, number, False))
         self._left[number].discard(param)
-        if self._now and not self._left[number]:
+        if self._now and not self._left[number] and (self._zero is None or self._overlap):
             self._start(number)
 
     def _enter(self) -> None:
@@ -121,6 +132,8 @@ class Reducer:
     def _finish(self, task: int) -> None:
         """The end of a backward: buckets of which it had not all gradients, and what is under way."""
         self._tasks.discard(task)
+        if self._now:
+            self._fill()
         for number in range(len(self._ready)):
             self._start(number)
         self._await()
@@ -128,18 +141,34 @@ class Reducer:
             param.grad = kept
         self._kept.clear()
 
+    def _fill(self) -> None:
+        """Zeros for gradients that only other ranks have."""
+        params = [*self._bucket_of]
+        if self._zero is None or self._overlap or not params:
+            return
+        there = torch.tensor([_pending(p.grad) for p in params], dtype=torch.uint8, device=params[0].device)
+        record.serving.here = ("gradients", "which there are", (len(params),))
+        anywhere = collectives.all_reduce(there, group(params[0].mesh, 0), "max").tolist()
+        for param, used in zip(params, anywhere, strict=True):
+            if used and not _pending(param.grad):
+                if param.grad is not None:
+                    self._kept[param] = param.grad  # type: ignore[assignment]
+                param.grad = self._zero(param)
+                self._ready[self._bucket_of[param]][param] = None
+
     # -- sums ----------------------------------------------------------------------------------------------------------
 
     def _members(self, number: int) -> list[DistTensor]:
         return [p for p, bucket in self._bucket_of.items() if bucket == number]
 
     def _start(self, number: int, later: bool = True) -> None:
-        params, self._ready[number] = [*self._ready[number]], {}
-        self._left[number] = set(self._members(number))
+        members, ready = self._members(number), self._ready[number]
+        params = [p for p in members if p in ready]  # in one order, whatever came first on this rank
+        self._ready[number], self._left[number] = {}, set(members)
         for param in params:
             if param in self._guards:
                 self._guards.pop(param).end()
-        self._sum([p for p in params if self._is_due(p)], later and self._overlap)
+        self._sum(number, [p for p in params if self._is_due(p)], later and self._overlap)
 
     def _is_due(self, param: DistTensor) -> bool:
         if param in self._kept or _pending(param.grad):
@@ -147,11 +176,11 @@ class Reducer:
         cut = self._cut(param) if self._cut is not None and isinstance(param.grad, DistTensor) else None
         return cut is not None and param.grad._spec.layout is not cut.layout  # type: ignore[union-attr]
 
-    def _sum(self, params: list[DistTensor], later: bool) -> None:
+    def _sum(self, number: int, params: list[DistTensor], later: bool) -> None:
         if not params:
             return
         with torch.no_grad():
-            started = _Sum(self._begin(params, later), params)
+            started = _Sum(self._begin(params, later, f"bucket {number}"), params)
         if not later:
             self._end(started)
             return
@@ -168,14 +197,14 @@ class Reducer:
                 if kept is not None:
                     param.grad.add_(kept)  # type: ignore[union-attr]
 
-    def _begin(self, params: list[DistTensor], later: bool) -> Callable[[], None]:
+    def _begin(self, params: list[DistTensor], later: bool, label: str) -> Callable[[], None]:
         """Start the sums of these parameters' gradients; what it gives awaits them."""
         cuts = [(p, self._cut(p) if self._cut is not None else None) for p in params]
         whole: list[Any] = [p.grad for p, cut in cuts if cut is None]
         given = [_of_gradient(p, cut) for p, cut in cuts if cut is not None]
         due = [p for p, cut in cuts if cut is not None]
-        parts = start_scatter(given, "gradients", later)
-        summed = start_settle(whole, "gradients", later=later)
+        parts = start_scatter(given, "gradients", later, label)
+        summed = start_settle(whole, "gradients", later=later, label=label)
 
         def end() -> None:
             for param, cut, part in zip(due, given, parts(), strict=True):

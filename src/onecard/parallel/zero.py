@@ -153,7 +153,7 @@ def _best_dim(shape: Sequence[int], ranks: int) -> int:
 class ShardedUpdate:
     """Runs an optimizer's step on the parts that this rank updates."""
 
-    def __init__(self, optimizer: Optimizer, stage: ShardingStage1, watch: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, stage: ShardingStage1, zero: Any = None) -> None:
         self.stage = stage
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
@@ -168,7 +168,7 @@ class ShardedUpdate:
                 own_part(cut)  # the rest of the memory is free then
             if stage.model is not None:
                 self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
-        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, watch)
+        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero)
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""

@@ -40,11 +40,12 @@ def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = Tr
 
 
 def start_settle(
-    tensors: Sequence[DistTensor], name: str, explicit: bool = False, later: bool = True
+    tensors: Sequence[DistTensor], name: str, explicit: bool = False, later: bool = True, label: str = "self"
 ) -> Callable[[], None]:
     """Start the sums of pending tensors, in buckets; what it gives waits for them, and makes the tensors whole.
 
-    ``later``: whether they are left under way; the tensors may not be read before the end then.
+    ``later``: whether they are left under way; the tensors may not be read before the end then. ``label``: which of several such
+    calls this is: ranks that make them in another order learn of it.
     """
     buckets: dict[Any, list[DistTensor]] = {}
     for x in tensors:
@@ -54,7 +55,7 @@ def start_settle(
         elif layout.pending:
             buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
     ends = [
-        _start_bucket(bucket, name, explicit, later)
+        _start_bucket(bucket, name, explicit, later, label)
         for members in buckets.values()
         for bucket in fill(members, lambda x: x._local.nbytes)
     ]
@@ -79,7 +80,7 @@ def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[It
     return buckets
 
 
-def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool) -> Callable[[], None]:
+def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool, label: str) -> Callable[[], None]:
     x, layout = bucket[0], bucket[0]._spec.layout
     if len(bucket) == 1 and not later:
         x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
@@ -91,7 +92,7 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
         steps = planner.plan(shape, flat.element_size(), one_dim, one_dim.settled(), machine.here)
         announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
-    record.serving.here = (name, "self", shape)
+    record.serving.here = (name, label, shape)
     (axis, op), *others = layout.pending
     line = groups.group(layout.mesh, axis)
     coming = started.reduced(flat, line, op, inplace=True) if later else None
@@ -100,7 +101,7 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
 
     def end() -> None:
         total = flat if coming is None else coming.wait()
-        record.serving.here = (name, "self", shape)
+        record.serving.here = (name, label, shape)
         parts = _along(others, layout, total).split([x._local.numel() for x in bucket])
         for x, part in zip(bucket, parts, strict=True):
             memory.adopt(x, part.view(x._local.shape))
@@ -171,8 +172,13 @@ def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
     return start_scatter(cuts, name, later=False)()
 
 
-def start_scatter(cuts: Sequence[Cut], name: str, later: bool = True) -> Callable[[], list[Tensor]]:
-    """Start ``scatter_all``; what it gives waits for it, and gives the parts. What is more than a sum runs at once."""
+def start_scatter(
+    cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self"
+) -> Callable[[], list[Tensor]]:
+    """Start ``scatter_all``; what it gives waits for it, and gives the parts. What is more than a sum runs at once.
+
+    ``label``: as of ``start_settle``.
+    """
     found: dict[int, Tensor] = {}
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
@@ -183,7 +189,7 @@ def start_scatter(cuts: Sequence[Cut], name: str, later: bool = True) -> Callabl
         else:
             found[id(cut)] = cut.x._become(cut.layout, name, "grad", "each rank updates its part", explicit=False)
     ends = [
-        _scatter_bucket(bucket, dict(pending), axis, name, later)
+        _scatter_bucket(bucket, dict(pending), axis, name, later, label)
         for (axis, pending, *_), members in buckets.items()
         for bucket in fill(members, lambda cut: cut.whole.nbytes)
     ]
@@ -212,7 +218,7 @@ def _without(layout: Layout, dim: int, axis: int) -> tuple[Any, ...]:
 
 
 def _scatter_bucket(
-    bucket: list[Cut], pending: dict[int, str], axis: int, name: str, later: bool
+    bucket: list[Cut], pending: dict[int, str], axis: int, name: str, later: bool, label: str
 ) -> Callable[[], dict[int, Tensor]]:
     op, others = pending[axis], [(a, o) for a, o in pending.items() if a != axis]
     line = groups.group(bucket[0].mesh, axis)
@@ -223,15 +229,15 @@ def _scatter_bucket(
     one = bucket[0].whole
     alone = len(bucket) == 1 and bucket[0].dim == 0 and one.is_contiguous()
     flat = one.view(-1) if alone else torch.cat([part.reshape(-1) for parts in by_rank for part in parts])
-    _tell(bucket, flat, "reduce_scatter", op, name)
+    _tell(bucket, flat, "reduce_scatter", op, name, label)
     for other, also in others:
-        _tell(bucket, flat, "all_reduce", also, name, other)
+        _tell(bucket, flat, "all_reduce", also, name, label, other)
     own = by_rank[line.index]
     coming = started.scattered(flat, line, 0, counts, op) if later else None
     mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op)
 
     def end() -> dict[int, Tensor]:
-        record.serving.here = (name, "self", (sum(counts),))
+        record.serving.here = (name, label, (sum(counts),))
         part = _along(others, bucket[0].layout, coming.wait() if mine is None else mine)  # type: ignore[union-attr]
         pieces = part.split([each.numel() for each in own])
         return {id(cut): piece.view(each.shape) for cut, piece, each in zip(bucket, pieces, own, strict=True)}
@@ -244,13 +250,13 @@ def gather_all(cuts: Sequence[Cut], name: str) -> None:
     start_gather(cuts, name, later=False)()
 
 
-def start_gather(cuts: Sequence[Cut], name: str, later: bool = True) -> Callable[[], None]:
-    """Start ``gather_all``; what it gives waits for it."""
+def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self") -> Callable[[], None]:
+    """Start ``gather_all``; what it gives waits for it. ``label``: as of ``start_settle``."""
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
         buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
     ends = [
-        _gather_bucket(bucket, groups.group(mesh, axis), name, later)
+        _gather_bucket(bucket, groups.group(mesh, axis), name, later, label)
         for (mesh, axis, _, _), members in buckets.items()
         for bucket in fill(members, lambda cut: cut.whole.nbytes)
     ]
@@ -262,7 +268,7 @@ def start_gather(cuts: Sequence[Cut], name: str, later: bool = True) -> Callable
     return end
 
 
-def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool) -> Callable[[], None]:
+def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label: str) -> Callable[[], None]:
     own = [cut.x._local for cut in bucket]
     if line.process_group is None:
         for cut, mine in zip(bucket, own, strict=True):
@@ -272,7 +278,7 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool) -> Ca
     by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
     counts = [sum(part.numel() for part in parts) for parts in by_rank]
     flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([part.reshape(-1) for part in own])
-    _tell(bucket, flat, "all_gather", "", name)
+    _tell(bucket, flat, "all_gather", "", name, label)
     if not sum(counts):
         return _nothing
     whole, even = bucket[0].whole, len({*counts}) == 1 and not line.order
@@ -292,12 +298,12 @@ def _fill_parts(by_rank: list[tuple[Tensor, ...]], counts: list[int], joined: Te
             part.copy_(piece.view(part.shape))
 
 
-def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, other: int | None = None) -> None:
+def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label: str, other: int | None = None) -> None:
     """Announce the message of a bucket, as that of one tensor of one dim; ``other``: the axis of a sum of the parts."""
     cut = bucket[0]
     shape = (sum(c.whole.numel() for c in bucket),)
     if other is None:
-        record.serving.here = (name, "self", shape)
+        record.serving.here = (name, label, shape)
     if not record.observers.here:
         return
     cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
