@@ -104,6 +104,8 @@ def group_sharded_parallel(
     sync_comm: bool = False,
     overlap: bool | None = None,
     reshard_after_forward: Policy = True,
+    master_weights: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[GroupShardedModel, torch.optim.Optimizer, torch.amp.GradScaler | None]:
     """Divide a local model's optimizer states, gradients and parameters over the ranks that see other data (ZeRO).
 
@@ -118,13 +120,13 @@ def group_sharded_parallel(
         sync_buffers: give the buffers the first rank's values now.
         buffer_max_size, segment_size: of Paddle, which this does not need: buckets are of 25 MiB.
         sync_comm: nothing is under way while something else runs: ``overlap=False``.
-        overlap, reshard_after_forward: as of ``oc.ShardingStage3``.
+        offload, overlap, reshard_after_forward, master_weights, reduce_dtype: as of ``oc.ShardingStage3``.
 
     Returns:
         The model, wrapped; the optimizer; the scaler.
 
     Raises:
-        FleetError: a level that there is not, ``offload`` (not there), an optimizer with states or of other parameters.
+        FleetError: a level that there is not, an optimizer with states or of other parameters.
 
     Source: ``paddle.distributed.sharding.group_sharded_parallel``.
 
@@ -135,7 +137,7 @@ def group_sharded_parallel(
         >>> optimizer.step()
     """
     group = of_ranks(name="world") if group is None else group
-    _check(model, optimizer, level, group, offload)
+    _check(model, optimizer, level, group)
     mesh = Ranks.mesh(group) if group.name == AXIS else of_ranks(group.ranks, AXIS).mesh()
     named = dict(model.named_parameters())
     for p in [*model.parameters(), *(model.buffers() if sync_buffers else ())]:
@@ -144,7 +146,7 @@ def group_sharded_parallel(
     for each in optimizer.param_groups:
         each["params"] = [twins[p] for p in each["params"]]
     running = False if sync_comm else overlap
-    stage: Any = LEVELS[level](AXIS, mesh, overlap=running)
+    stage: Any = LEVELS[level](AXIS, mesh, running, master_weights, reduce_dtype, offload)
     pieces = {p: (t, t._spec, stage.cut(t)) for p, t in twins.items()} if level == "p_g_os" else {}
     update = ShardedUpdate(optimizer, stage, _no_gradient)
     if level == "p_g_os":
@@ -158,14 +160,10 @@ def group_sharded_parallel(
     return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else _scaler(scaler)
 
 
-def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks, offload: bool) -> None:
+def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
     call = "group_sharded_parallel"
     if level not in LEVELS:
         raise FleetError(f"{call}: level is {level!r}; there are {', '.join(map(repr, LEVELS))}")
-    if offload:
-        raise FleetError(
-            f"{call}(offload=True): states stay on the device; level 'os' divides them by the number of ranks"
-        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise FleetError(f"{call} takes a torch optimizer, not {type(optimizer).__name__}")
     if not group.is_member():

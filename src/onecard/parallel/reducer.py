@@ -6,7 +6,7 @@ What is started is awaited at the end of ``backward``, or by whoever reads one o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -50,6 +50,7 @@ class Reducer:
         zero: the parameters are not autograd's: ``before`` and ``after`` are called around each gradient. Ranks then run
             programs of their own, in which a branch may leave a parameter out: without overlap they ask each other, and it
             gets this gradient. None: one program, in which a gradient is there on all ranks or on none.
+        dtype: in which the sums are made; the gradients' own if left out.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Reducer:
         every: bool,
         overlap: bool,
         zero: Callable[[DistTensor], DistTensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._zero = zero
+        self._zero, self._dtype = zero, dtype
         self._cut, self._every, self._overlap = cut, every, overlap
         self._kept: dict[DistTensor, DistTensor] = {}
         self._guards: dict[DistTensor, memory.UnderWay] = {}  # of gradients that lack what was put aside
@@ -201,17 +203,20 @@ class Reducer:
         """Start the sums of these parameters' gradients; what it gives awaits them."""
         cuts = [(p, self._cut(p) if self._cut is not None else None) for p in params]
         whole: list[Any] = [p.grad for p, cut in cuts if cut is None]
-        given = [_of_gradient(p, cut) for p, cut in cuts if cut is not None]
+        given = [self._widened(_of_gradient(p, cut)) for p, cut in cuts if cut is not None]
         due = [p for p, cut in cuts if cut is not None]
         parts = start_scatter(given, "gradients", later, label)
         summed = start_settle(whole, "gradients", later=later, label=label)
 
         def end() -> None:
             for param, cut, part in zip(due, given, parts(), strict=True):
-                take(param, cut, part)
+                take(param, cut, part.to(cut.x.dtype))
             summed()
 
         return end
+
+    def _widened(self, cut: Cut) -> Cut:
+        return cut if self._dtype is None else replace(cut, whole=cut.whole.to(self._dtype))
 
     def _arrive(self, started: _Sum) -> None:
         if started in self._started:

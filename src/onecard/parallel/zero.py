@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parallel.blocks import Blocks, Policy, of_marks
+from onecard.parallel.master import Masters
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
 from onecard.parts import chunk
@@ -39,6 +41,9 @@ class ShardingStage1:
         mesh: the mesh; parameters on other meshes are left alone. Left out: every parameter whose mesh has the axis.
         overlap: whether gradients are summed while ``backward`` runs; left out: on a GPU they are. The same numbers, bit for
             bit. With accumulation stage 1 sums in the last ``backward`` of a step; it takes as many as the step before had.
+        master_weights: update 32-bit copies of 16-bit parameters, which are states too ("master_weight").
+        reduce_dtype: in which gradients travel and are summed, ``torch.float32`` for 16-bit ones; their own if left out.
+        offload: states live on the CPU, and the update runs there.
 
     A step sends what data parallelism sends: a reduce-scatter of the gradients and an all-gather of the updated parameters.
 
@@ -58,6 +63,9 @@ class ShardingStage1:
     axis: str | int | None = None
     mesh: ProcessMesh | None = None
     overlap: bool | None = None
+    master_weights: bool = False
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
     stage = 1
 
     def __post_init__(self) -> None:
@@ -168,7 +176,11 @@ class ShardedUpdate:
                 own_part(cut)  # the rest of the memory is free then
             if stage.model is not None:
                 self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
-        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero)
+        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero, stage.reduce_dtype)
+        self._masters: Masters | None = None
+        if stage.master_weights or stage.offload:
+            cuts = [(p, stage.cut(p)) for p in params]
+            self._masters = Masters(optimizer, [(p, cut, _own(p, cut)) for p, cut in cuts], stage.offload)
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""
@@ -177,6 +189,11 @@ class ShardedUpdate:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        if self._masters is not None and (kwargs.get("closure") or len(args) > 1):
+            raise LayoutError(
+                "step(closure) makes gradients while the optimizer holds master weights: call closure() before step(), or leave "
+                "master_weights and offload out"
+            )
         if self.blocks is not None:
             self.blocks.release()
         self.reducer.before_step()
@@ -190,8 +207,12 @@ class ShardedUpdate:
             if cut.layout is not cut.x._spec.layout:
                 self._during.append((cut, cut.x._spec))
                 _take_part(cut)
+        if self._masters is not None:
+            self._masters.begin(optimizer)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._masters is not None:
+            self._masters.end(optimizer)
         during, self._during = self._during, []
         gather_all([cut for cut, _ in during], "parameters")
         for cut, spec in during:
@@ -206,6 +227,13 @@ def _take_part(cut: Cut) -> None:
     cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
 
 
+def _own(param: DistTensor, cut: Cut | None) -> Any:
+    """This rank's part of a parameter that is cut, or is to be."""
+    if cut is None or cut.layout is param._spec.layout:
+        return param._local
+    return cut.parts()[group(cut.mesh, cut.axis).index]
+
+
 def own_part(cut: Cut) -> Cut:
     """Make a tensor its part, in memory of its own; what it was is in the cut."""
     _take_part(cut)
@@ -215,7 +243,7 @@ def own_part(cut: Cut) -> Cut:
 
 def overlaps(asked: bool | None, params: Sequence[DistTensor]) -> bool:
     """Whether sums run while backward does: as asked, or else where a message does not take the processor beside it."""
-    return any(p._spec.device.type != "cpu" for p in params) if asked is None else asked
+    return any(p._spec.device.type not in ("cpu", "meta") for p in params) if asked is None else asked
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Any]:
