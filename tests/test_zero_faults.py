@@ -196,13 +196,15 @@ def test_kill_of_one_rank_ends_the_others_with_its_name(stage, capfd):
 def recorded() -> None:
     buckets.BUCKET_BYTES = 128
     mesh = oc.ProcessMesh([0, 1], ["dp"])
-    for stage in (0, *STAGES):
+    for stage in (0, *STAGES, "blocks"):
         found = []
         for static, overlap in ((False, False), (False, True), (True, True)):
             torch.manual_seed(0)
             net = oc.shard_layer(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7)), mesh)
             made = torch.optim.AdamW(net.parameters(), 0.05, fused=True)
-            optimizer = oc.shard_optimizer(made, STAGES[stage]("dp", mesh) if stage else None, overlap=overlap)
+            made_of: Any = STAGES[stage]("dp", mesh) if stage in STAGES else None  # type: ignore[index]
+            made_of = oc.ShardingStage3("dp", mesh, model=net) if stage == "blocks" else made_of
+            optimizer = oc.shard_optimizer(made, made_of, overlap=overlap)
 
             def step(x: Tensor, y: Tensor, net: nn.Module = net, optimizer: Any = optimizer) -> Tensor:
                 optimizer.zero_grad()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecard import _torch
+from onecard import _torch, recorded
 from onecard._torch import tree_leaves
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
@@ -36,7 +36,8 @@ class Piece:
         self.x, self.seen, self.layout, self.axis, self.dim = cut.x, seen, cut.layout, cut.axis, cut.dim
         self.part, self.cut_spec, self.whole_spec = cut.x._local, cut.x._spec, spec
         like = cut.whole
-        self.whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        self._facts = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": like.device}
+        self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
         self._nbytes = self.whole.untyped_storage().nbytes()
         self.forget()
 
@@ -45,8 +46,11 @@ class Piece:
         return Cut(self.x, self.whole, self.layout, self.axis, self.dim)
 
     def allocate(self) -> None:
-        """Memory for the whole."""
-        self.whole.untyped_storage().resize_(self._nbytes)
+        """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
+        if recorded.recorder is not None:
+            self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+        else:
+            self._buffer.untyped_storage().resize_(self._nbytes)
 
     def show(self) -> None:
         """The module sees the whole."""
@@ -62,8 +66,9 @@ class Piece:
             if self.x._spec is self.whole_spec:
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
-            self.seen.data = self.whole.new_empty(0)
-        self.whole.untyped_storage().resize_(0)
+            self.seen.data = self._buffer.new_empty(0)
+        self.whole = self._buffer
+        self._buffer.untyped_storage().resize_(0)
 
 
 class Unit:
