@@ -41,7 +41,7 @@ class GroupShardedModel(nn.Module):
     def __init__(self, module: nn.Module, twins: dict[nn.Parameter, Any], level: str) -> None:
         super().__init__()
         self.module, self.level = module, level
-        self.__dict__["_twins"] = twins
+        self._twins = twins
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model."""
