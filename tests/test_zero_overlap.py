@@ -25,15 +25,16 @@ def optimizer_of(stage: int, net: nn.Module, mesh: oc.ProcessMesh, overlap: bool
 
 
 def small_buckets() -> None:
-    """So that a small net has several: the first ones travel while backward goes on."""
-    buckets.BUCKET_BYTES = 512
+    """So that a small net has several: the first ones travel while backward goes on. Results take the memory of old ones."""
+    buckets.BUCKET_BYTES, buckets.Room.LEAST = 512, 0
 
 
 def on_and_off(tp: bool) -> None:
     small_buckets()
     begun = counted()
     for stage in (0, *STAGES):
-        for name, accumulate, clip in (("foreach", 1, True), ("fused", 3, False), ("momentum", 2, True)):
+        settings = (("foreach", 1, True), ("fused", 3, False), ("momentum", 2, True))
+        for name, accumulate, clip in settings[1:] if tp else settings[:2]:
             found = []
             for overlap in (False, True):
                 net, mesh = distributed(tp)

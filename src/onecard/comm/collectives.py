@@ -207,10 +207,8 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
 
 
 def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into: Tensor | None = None) -> Tensor:
-    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it.
-
-    ``into``: where to, if lengths are equal, ``dim`` is 0 and the group counts as its ranks do; ``local`` may be its part of it.
-    """
+    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it. ``into``: where to, if lengths are equal,
+    ``dim`` is 0 and the group counts as its ranks do; ``local`` may be its part of it."""
     pg, largest = group.process_group, max(sizes)
     if pg is None or not largest:
         return local
@@ -233,8 +231,10 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into
     return gathered.movedim(0, dim).contiguous() if dim else gathered
 
 
-def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum") -> Tensor:
-    """This rank's part along ``dim`` of the reduction of all ranks' tensors.
+def reduce_scatter(
+    local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum", into: Tensor | None = None
+) -> Tensor:
+    """This rank's part along ``dim`` of the reduction of all ranks' tensors. ``into``: memory that the result may take.
 
     Built on all_to_all (each part travels once, and every rank adds in the order of the ranks) where the backend has nothing
     better: Gloo's own reduce-scatter sends as much as an all-reduce.
@@ -246,7 +246,7 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
     if pg is None:
         return local
     if scatters(local, group, sizes, op):
-        return _reduce_scatter_base(local, group, dim, sizes, op)
+        return _reduce_scatter_base(local, group, dim, sizes, op, into)
     parts = all_to_all_parts(local, group, dim, sizes)
     stacked = torch.stack(parts)
     reduce = {
@@ -270,9 +270,12 @@ def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool
     return local.is_cuda or shared
 
 
-def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
+def _reduce_scatter_base(
+    local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str, into: Tensor | None = None
+) -> Tensor:
     send = local.movedim(dim, 0).contiguous()
-    result = send.new_empty((sizes[0], *send.shape[1:]))
+    shape = (sizes[0], *send.shape[1:])
+    result = send.new_empty(shape) if into is None else into.view(shape)
     options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group

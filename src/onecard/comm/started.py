@@ -183,10 +183,12 @@ def reduce_scatter(
     return scattered(x, group, dim, lengths)
 
 
-def scattered(x: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum") -> Started:
+def scattered(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum", into: Tensor | None = None
+) -> Started:
     """Start ``collectives.reduce_scatter``; nobody who watches is told."""
     if op not in ("sum", "avg") or x.dtype not in collectives._NATIVE or not x.numel() or not can_wait(x, group):
-        return Started.complete(collectives.reduce_scatter(x, group, dim, sizes, op))
+        return Started.complete(collectives.reduce_scatter(x, group, dim, sizes, op, into))
 
     def whole(total: Tensor) -> Tensor:
         result = total.movedim(0, dim).contiguous()
@@ -194,7 +196,8 @@ def scattered(x: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str =
 
     if collectives.scatters(x, group, sizes, op):
         send = x.movedim(dim, 0).contiguous()
-        result = send.new_empty((sizes[0], *send.shape[1:]))
+        shape = (sizes[0], *send.shape[1:])
+        result = send.new_empty(shape) if into is None else into.view(shape)
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         work = _begun("reduce_scatter", group, send, lambda pg: pg._reduce_scatter_base(result, send, options))

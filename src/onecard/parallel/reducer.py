@@ -18,7 +18,7 @@ from onecard import _torch
 from onecard.comm import collectives, record
 from onecard.comm.groups import group
 from onecard.tensor import DistTensor, memory, strides
-from onecard.tensor.buckets import Cut, fill, start_scatter, start_settle
+from onecard.tensor.buckets import Cut, Room, fill, start_scatter, start_settle
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -62,7 +62,7 @@ class Reducer:
         zero: Callable[[DistTensor], DistTensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._zero, self._dtype = zero, dtype
+        self._zero, self._dtype, self._room = zero, dtype, Room()
         self._cut, self._every, self._overlap = cut, every, overlap
         self._kept: dict[DistTensor, DistTensor] = {}
         self._guards: dict[DistTensor, memory.UnderWay] = {}  # of gradients that lack what was put aside
@@ -205,7 +205,7 @@ class Reducer:
         whole: list[Any] = [p.grad for p, cut in cuts if cut is None]
         given = [self._widened(_of_gradient(p, cut)) for p, cut in cuts if cut is not None]
         due = [p for p, cut in cuts if cut is not None]
-        parts = start_scatter(given, "gradients", later, label)
+        parts = start_scatter(given, "gradients", later, label, self._room)
         summed = start_settle(whole, "gradients", later=later, label=label)
 
         def end() -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard import resharding as planner
 from onecard.comm import collectives, groups, record, started
 from onecard.comm.groups import Group
@@ -172,8 +173,29 @@ def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
     return start_scatter(cuts, name, later=False)()
 
 
+class Room:
+    """Memory of large results from step to step: fresh pages cost more than what is written to them.
+
+    A result is taken again when nobody else has it any more.
+    """
+
+    LEAST = 16 * 2**20  # bytes; what is smaller the allocator keeps itself
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+
+    def take(self, key: Any, numel: int, like: Tensor) -> Tensor | None:
+        """Memory for a result; None where there is nothing to gain."""
+        if like.device.type != "cpu" or numel * like.element_size() < self.LEAST or recorded.recorder is not None:
+            return None
+        found = self._known.get(key)
+        if found is None or found.numel() != numel or found.dtype != like.dtype:
+            found = self._known[key] = like.new_empty(numel)
+        return found if memory.users(found) == 1 else None
+
+
 def start_scatter(
-    cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self"
+    cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self", room: Room | None = None
 ) -> Callable[[], list[Tensor]]:
     """Start ``scatter_all``; what it gives waits for it, and gives the parts. What is more than a sum runs at once.
 
@@ -189,7 +211,7 @@ def start_scatter(
         else:
             found[id(cut)] = cut.x._become(cut.layout, name, "grad", "each rank updates its part", explicit=False)
     ends = [
-        _scatter_bucket(bucket, dict(pending), axis, name, later, label)
+        _scatter_bucket(bucket, dict(pending), axis, name, later, label, room)
         for (axis, pending, *_), members in buckets.items()
         for bucket in fill(members, lambda cut: cut.whole.nbytes)
     ]
@@ -218,7 +240,7 @@ def _without(layout: Layout, dim: int, axis: int) -> tuple[Any, ...]:
 
 
 def _scatter_bucket(
-    bucket: list[Cut], pending: dict[int, str], axis: int, name: str, later: bool, label: str
+    bucket: list[Cut], pending: dict[int, str], axis: int, name: str, later: bool, label: str, room: Room | None
 ) -> Callable[[], dict[int, Tensor]]:
     op, others = pending[axis], [(a, o) for a, o in pending.items() if a != axis]
     line = groups.group(bucket[0].mesh, axis)
@@ -233,8 +255,9 @@ def _scatter_bucket(
     for other, also in others:
         _tell(bucket, flat, "all_reduce", also, name, label, other)
     own = by_rank[line.index]
-    coming = started.scattered(flat, line, 0, counts, op) if later else None
-    mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op)
+    into = None if room is None or len({*counts}) > 1 else room.take((label, len(flat)), counts[0], flat)
+    coming = started.scattered(flat, line, 0, counts, op, into) if later else None
+    mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op, into)
 
     def end() -> dict[int, Tensor]:
         record.serving.here = (name, label, (sum(counts),))

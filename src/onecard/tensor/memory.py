@@ -272,7 +272,7 @@ def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
         reduce(x._local.as_strided((x._local.numel(),), (1,), 0), True)
         _relabel(x, same)
     else:
-        adopt(x, reduce(x._local, len(same) == 1 and _users(x._local) == 1))
+        adopt(x, reduce(x._local, len(same) == 1 and users(x._local) == 1))
 
 
 def adopt(x: DistTensor, total: Tensor) -> None:
@@ -313,7 +313,7 @@ def _relabel(x: DistTensor, same: list[DistTensor]) -> None:
 
 def alone(x: DistTensor) -> bool:
     """Whether nobody else sees a tensor's memory, as far as this rank knows: it may be overwritten."""
-    return len(_same(x)) == 1 and _users(x._local) == 1 and x._local.untyped_storage().nbytes() == x._local.nbytes
+    return len(_same(x)) == 1 and users(x._local) == 1 and x._local.untyped_storage().nbytes() == x._local.nbytes
 
 
 def _same(x: DistTensor) -> list[DistTensor]:
@@ -322,11 +322,11 @@ def _same(x: DistTensor) -> list[DistTensor]:
 
 def _holds_all(local: Tensor, same: list[DistTensor]) -> bool:
     """Whether these tensors, and nobody else, see a memory that holds nothing else."""
-    alone = len({id(member._local) for member in same}) == _users(local)
+    alone = len({id(member._local) for member in same}) == users(local)
     return alone and local.untyped_storage().nbytes() == local.nbytes
 
 
-def _users(local: Tensor) -> int:
+def users(local: Tensor) -> int:
     """How many tensors share this one's memory (the storage handle made here counts as one more)."""
     storage = local.untyped_storage()
     return _torch.storage_users(storage._cdata) - 1
