@@ -1,13 +1,17 @@
-"""A training step, data parallel on 2 ranks (CPU): onecard's marks and stages of ZeRO, DDP, ZeroRedundancyOptimizer, FSDP2.
+"""A training step, data parallel on 2 or 4 ranks (CPU): onecard's marks and stages of ZeRO, DDP, ZeroRedundancyOptimizer, FSDP2.
 
     python benchmarks/zero.py                      # some minutes on 2 cores
     python benchmarks/zero.py --model network      # seed 003's 256-102400-256-10, with Momentum
     python benchmarks/zero.py --small              # seconds: do all variants run and agree?
+    python benchmarks/zero.py --ranks 4 --overlap  # sums while backward runs
     ONECARD_BACKEND=gloo python benchmarks/zero.py # onecard over Gloo too, as its peers (--peers-backend shm: all over shm)
 
-Each level stands beside the best peer of its kind: data parallelism beside DDP, stage 1 beside ZeroRedundancyOptimizer, stage 3
-beside FSDP2. All start from the same weights, must give the losses of one card in the first steps (1e-5 relative), and are then
-timed in turn in the same processes. Peak memory comes from a fresh pair of processes for each variant.
+Each level stands beside the best peer of its kind: data parallelism beside DDP, stage 1 beside ZeroRedundancyOptimizer, stage
+3 beside FSDP2, which reshards after forward as "stage 3" does (by blocks), or keeps. "by hand" is
+``fleet.group_sharded_parallel``. Bytes sent are counted in a step and stand beside theory: 2P (n-1)/n, and 3P (n-1)/n where
+parameters are gathered twice. All start from the same weights, must give the losses of one card in the first steps (1e-5
+relative), and are then timed in turn in the same processes. Peak memory comes from a fresh pair of processes for each
+variant.
 """
 
 from __future__ import annotations
@@ -33,7 +37,11 @@ from gpt_tp import LOSS_TOLERANCE, N_CHECKED, N_RANKS, peak_rss_mb, say, time_st
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
 from onecard.testing import run_ranks  # noqa: E402
 
-PEERS = {"marks": "ddp", "stage 1": "zero redundancy", "stage 2": "zero redundancy", "stage 3": "fsdp"}
+PEERS = {
+    "marks": "ddp", "stage 1": "zero redundancy", "stage 2": "zero redundancy", "stage 3": "fsdp", "stage 3, kept": "fsdp, kept",
+    "by hand, os": "zero redundancy", "by hand, os_g": "zero redundancy", "by hand, p_g_os": "fsdp",
+}  # fmt: skip
+LEVELS = {"by hand, os": "os", "by hand, os_g": "os_g", "by hand, p_g_os": "p_g_os"}
 VARIANTS = (*PEERS, "ddp", "zero redundancy", "fsdp", "fsdp, kept")
 
 
@@ -43,6 +51,10 @@ class BenchArgs:
 
     model: Literal["gpt", "network"] = "gpt"
     """a GPT (d512, 4 layers, 256 tokens, batch 8) with AdamW, or seed 003's network (batch 64) with Momentum"""
+    ranks: int = N_RANKS
+    """how many"""
+    overlap: bool = False
+    """onecard's variants sum while backward runs, and gather ahead"""
     rounds: int = 7
     """rounds; in each, every variant runs one step"""
     variants: tuple[str, ...] = VARIANTS
@@ -128,12 +140,33 @@ def build(args: BenchArgs, name: str, model: nn.Module) -> Variant:
 def _onecard(args: BenchArgs, name: str, model: nn.Module) -> Variant:
     import onecard as oc
 
-    mesh = oc.ProcessMesh(range(N_RANKS), ["dp"])
-    stages = {"stage 1": oc.ShardingStage1, "stage 2": oc.ShardingStage2, "stage 3": oc.ShardingStage3}
+    if name in LEVELS:
+        return _by_hand(args, name, model)
+    mesh = oc.ProcessMesh(range(args.ranks), ["dp"])
     oc.shard_layer(model, mesh)
-    stage = stages[name]("dp", mesh) if name in stages else None
-    optimizer = oc.shard_optimizer(optimizer_of(args, [*model.parameters()]), stage)
+    stages = {
+        "stage 1": oc.ShardingStage1("dp", mesh),
+        "stage 2": oc.ShardingStage2("dp", mesh),
+        "stage 3": oc.ShardingStage3("dp", mesh, model=model),
+        "stage 3, kept": oc.ShardingStage3("dp", mesh, model=model, reshard_after_forward=False),
+    }
+    optimizer = oc.shard_optimizer(optimizer_of(args, [*model.parameters()]), stages.get(name), overlap=args.overlap)
     return Variant(args, model, optimizer, lambda t: oc.shard_tensor(t, mesh, [oc.Shard(0)]), lambda loss: loss.item())
+
+
+def _by_hand(args: BenchArgs, name: str, model: nn.Module) -> Variant:
+    import onecard as oc
+    from onecard import fleet
+
+    optimizer = optimizer_of(args, [*model.parameters()])
+    made, optimizer, _ = fleet.group_sharded_parallel(model, optimizer, LEVELS[name], overlap=args.overlap)
+
+    def whole(loss: Tensor) -> float:
+        total = loss.clone()
+        oc.all_reduce(total, oc.ReduceOp.AVG)
+        return float(total)
+
+    return Variant(args, made, optimizer, lambda t: t.chunk(args.ranks)[dist.get_rank()].contiguous(), whole)
 
 
 def _peer(args: BenchArgs, name: str, model: nn.Module) -> Variant:
@@ -157,9 +190,9 @@ def _peer(args: BenchArgs, name: str, model: nn.Module) -> Variant:
     def whole(loss: Tensor) -> float:
         total = loss.clone()
         dist.all_reduce(total, group=group)
-        return float(total / N_RANKS)
+        return float(total / args.ranks)
 
-    return Variant(args, model, optimizer, lambda t: t.chunk(N_RANKS)[dist.get_rank()].contiguous(), whole)
+    return Variant(args, model, optimizer, lambda t: t.chunk(args.ranks)[dist.get_rank()].contiguous(), whole)
 
 
 def _group(backend: str) -> dist.ProcessGroup:
@@ -171,8 +204,25 @@ def _group(backend: str) -> dist.ProcessGroup:
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
-def time_variants(args: BenchArgs) -> dict[str, tuple[list[float], list[float]]]:
-    """On each rank: losses of the first steps, then seconds of a step in each round, by variant."""
+def sent_by(args: BenchArgs, variant: Variant) -> tuple[int, int]:
+    """Messages of a step of onecard's, and their bytes; those of a few bytes (the loss) are left out."""
+    import onecard as oc
+
+    with oc.explain() as report:
+        variant.step(*make_batch(args, N_CHECKED))
+    large = [m.step.bytes for m in report.messages if m.step.kind != "slice" and m.step.bytes > 64]
+    return len(large), sum(large)
+
+
+def theory(args: BenchArgs, name: str) -> int:
+    """Bytes that a rank sends in a step."""
+    parameters = 4 * sum(p.numel() for p in make_model(args).parameters())
+    gathered_twice = name in ("stage 3", "by hand, p_g_os")
+    return (3 if gathered_twice else 2) * parameters * (args.ranks - 1) // args.ranks
+
+
+def time_variants(args: BenchArgs) -> dict[str, tuple[list[float], list[float], tuple[int, int]]]:
+    """On each rank: losses of the first steps, seconds of a step in each round, and messages, by variant."""
     torch.set_num_threads(1)
     model = make_model(args)
     variants = {name: build(args, name, copy.deepcopy(model)) for name in args.variants}
@@ -180,6 +230,7 @@ def time_variants(args: BenchArgs) -> dict[str, tuple[list[float], list[float]]]
     for name, variant in variants.items():
         say(f"{name}: first {N_CHECKED} steps")
         losses[name] = [variant.whole(variant.step(*make_batch(args, i))) for i in range(N_CHECKED)]
+    messages = {name: sent_by(args, variant) if name in PEERS else (0, 0) for name, variant in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     batch = make_batch(args, N_CHECKED)
     for i in range(args.rounds):
@@ -187,7 +238,7 @@ def time_variants(args: BenchArgs) -> dict[str, tuple[list[float], list[float]]]
         names = list(variants)
         for name in names[i % len(names) :] + names[: i % len(names)]:  # no variant always follows the same one
             seconds[name].append(time_steps(variants[name], batch, 1))  # type: ignore[arg-type]
-    return {name: (losses[name], seconds[name]) for name in variants}
+    return {name: (losses[name], seconds[name], messages[name]) for name in variants}
 
 
 def peak_memory(args: BenchArgs, name: str) -> float:
@@ -201,8 +252,21 @@ def peak_memory(args: BenchArgs, name: str) -> float:
     return peak_rss_mb() - before
 
 
-def table(seconds: dict[str, list[float]], memory: dict[str, float]) -> Table:
-    made = Table("variant", "ms a step, median", "least", "most", "peer", "time / peer's", "peak MB", "peak / peer's")
+def table(
+    args: BenchArgs, seconds: dict[str, list[float]], memory: dict[str, float], sent: dict[str, tuple[int, int]]
+) -> Table:
+    made = Table(
+        "variant",
+        "ms a step, median",
+        "least",
+        "most",
+        "peer",
+        "time / peer's",
+        "peak MB",
+        "peak / peer's",
+        "messages",
+        "bytes / theory",
+    )
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
         peer = PEERS.get(name, "")
@@ -211,7 +275,9 @@ def table(seconds: dict[str, list[float]], memory: dict[str, float]) -> Table:
         ]
         milliseconds = [f"{x * 1e3:.1f}" for x in (middle[name], min(values), max(values))]
         peak = f"{memory[name]:.0f}" if name in memory else "-"
-        made.add_row(name, *milliseconds, peer, ratios[0], peak, ratios[1])
+        number, size = sent[name]
+        bytes_sent = f"{size / theory(args, name):.3f}" if number else "-"
+        made.add_row(name, *milliseconds, peer, ratios[0], peak, ratios[1], str(number or "-"), bytes_sent)
     return made
 
 
@@ -219,11 +285,11 @@ def main(args: BenchArgs) -> int:
     """Run all, print the comparison; returns the exit code."""
     console = Console()
     torch.set_num_threads(1)
-    timed = run_ranks(time_variants, N_RANKS, args, timeout=args.timeout)[0]
+    timed = run_ranks(time_variants, args.ranks, args, timeout=args.timeout)[0]
     model = make_model(args)
     alone = Variant(args, model, optimizer_of(args, [*model.parameters()]), lambda t: t, float)
     expected = [float(alone.step(*make_batch(args, i))) for i in range(N_CHECKED)]
-    for name, (losses, _) in timed.items():
+    for name, (losses, *_) in timed.items():
         for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
             if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
                 console.print(f"[bold red]{name}, step {step}: {loss:.7f} instead of {wanted:.7f}[/]")
@@ -231,8 +297,9 @@ def main(args: BenchArgs) -> int:
     console.print(f"{N_CHECKED} losses of {', '.join(timed)} are those of one card to {LOSS_TOLERANCE:g} relative")
     memory = {}
     for name in args.variants if args.memory else ():
-        memory[name] = max(run_ranks(peak_memory, N_RANKS, args, name, timeout=args.timeout))
-    console.print(table({name: values for name, (_, values) in timed.items()}, memory))
+        memory[name] = max(run_ranks(peak_memory, args.ranks, args, name, timeout=args.timeout))
+    seconds = {name: values for name, (_, values, _) in timed.items()}
+    console.print(table(args, seconds, memory, {name: sent for name, (*_, sent) in timed.items()}))
     return 0
 
 

@@ -152,12 +152,20 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["semi_auto_data_parallel_003", "semi_auto_model_parallel_003", "semi_auto_pipeline_parallel_003"]
+    ("name", "more"),
+    [
+        ("semi_auto_data_parallel_003", {}),
+        ("semi_auto_model_parallel_003", {}),
+        ("semi_auto_pipeline_parallel_003", {}),
+        ("manual_data_parallel_003", {}),
+        *[("manual_group_sharded_003", {"level": level}) for level in ("os", "os_g", "p_g_os")],
+        *[("semi_auto_group_sharded_003", {"stage": stage}) for stage in (1, 2, 3)],
+    ],
 )
-def test_net_of_seed_003(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_net_of_seed_003(name: str, more: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     expected = train_003("single_card_003", SMALL_003)
     printed = capfd.readouterr().out.splitlines()
-    assert_losses(run_ranks(train_003_on_this_rank, 2, name, SMALL_003), expected)
+    assert_losses(run_ranks(train_003_on_this_rank, 2, name, SMALL_003 | more), expected)
     # Accuracies included, which the seed could not compute on a mesh.
     assert [
         line.removeprefix("[rank 1] ") for line in capfd.readouterr().out.splitlines() if "[rank 1]" in line
@@ -232,6 +240,9 @@ MAINS = [
     ("manual_model_parallel_000", 2, ["--program", "static"], "mp_loss: "),
     ("manual_classifier_001", 2, ["--images", "random", "--epochs", "1"], "epoch 0: loss "),
     ("manual_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("manual_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("manual_group_sharded_003", 2, [*options(SMALL_003), "--level", "os_g"], "[Epoch 1, batch 0] loss: "),
+    ("semi_auto_group_sharded_003", 2, [*options(SMALL_003), "--stage", "2"], "[Epoch 1, batch 0] loss: "),
     ("manual_demos_004", 2, [], "self_attention: out and gradients differ by "),
 ]
 

@@ -64,7 +64,10 @@ def strategy_of(**values: object) -> fleet.DistributedStrategy:
         (lambda: strategy_of(hybrid_configs={"order": ["dp", "mp"]}), "must name each of"),
         (lambda: strategy_of(hybrid_configs=3), "is a dict of dp_degree"),
         (lambda: strategy_of(amp="yes"), "is True or False"),
-        (lambda: strategy_of(sharding=True), "ZeRO is not there yet: use dp_degree"),
+        (
+            lambda: strategy_of(sharding=True),
+            r"fleet.group_sharded_parallel\(model, optimizer, level, group=hcg.data\(\)\)",
+        ),
         (
             lambda: strategy_of(hybrid_configs={"mp_degree": 3}).degrees(8),
             "mp_degree 3 = 3 ranks, but this world has 8",

@@ -32,12 +32,14 @@ from onecard.fleet.collective import (
     wait,
 )
 from onecard.fleet.splitting import split
+from onecard.fleet.tokens import token_mean
 from onecard.graph import Recording, Static, load_recording, record, to_static
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.message_report import Report, explain, no_implicit_communication
 from onecard.operator_report import Coverage, coverage
 from onecard.parallel import (
+    DistributedBatchSampler,
     ShardDataloader,
     ShardingStage1,
     ShardingStage2,
@@ -70,12 +72,12 @@ from onecard.tensor import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "Coverage", "DistTensor", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial", "ProcessMesh", "Recording",
-    "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "Static", "coverage",
-    "explain", "from_device_mesh", "from_dtensor", "from_json", "from_local", "get_rank", "get_world_size",
-    "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend", "record", "register_rule",
-    "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer", "shard_tensor",
-    "to_device_mesh", "to_dtensor", "to_json", "to_static", "unshard",
+    "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial",
+    "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
+    "ShardingStage3", "Static", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json", "from_local",
+    "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",
+    "record", "register_rule", "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
+    "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unshard",
     "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
     "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
     "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",

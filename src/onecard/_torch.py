@@ -192,6 +192,11 @@ def queue_callback(done: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(done)
 
 
+def graph_task() -> int:
+    """From within ``backward``: the number of this run of it."""
+    return torch._C._current_graph_task_id()
+
+
 def reads_by_index(loader: Any) -> bool:
     """Whether a loader's dataset is indexed, not iterated over."""
     return not isinstance(loader.dataset, torch.utils.data.IterableDataset)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
-_STAGE_3 = (
-    '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: operators gather parameters as they need them, not ahead'
-)
+_STAGE_3 = '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: with `model=model` block by block, ahead'
 _STATIC = "`oc.to_static(step)`: a function that does a whole step, forward, backward and optimizer"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distributed tensors as well"
@@ -27,7 +25,7 @@ PADDLE = {
     "unshard_dtensor": "`oc.unshard(x)`",
     "DistAttr": 'placements, or for each dim its axis: `oc.shard_tensor(x, mesh, [None, "mp"])`',
     "ReduceType": '`oc.Partial("sum")`, `"avg"`, `"max"`, `"min"`, `"product"`',
-    "group_sharded_parallel": f'{_STAGE_1}; `ShardingStage2` for "os_g", `ShardingStage3` for "p_g_os"',
+    "group_sharded_parallel": f"`onecard.fleet.group_sharded_parallel`; by marks {_STAGE_1}, `ShardingStage2`, `ShardingStage3`",
     "shard_scaler": "nothing: `torch.amp.GradScaler` works as it is, all ranks skip a step together",
     "parallelize": "`oc.shard_layer(model, mesh, shard_fn)`; pipeline stages: a mesh for each, `oc.reshard` between them",
     "ColWiseParallel": _LINEAR,
@@ -73,11 +71,11 @@ FSDP = {
     "fully_shard": _STAGE_3,
     "FullyShardedDataParallel": _STAGE_3,
     "FSDP": _STAGE_3,
-    "HSDP": 'a mesh of two axes, the batch cut along both, `oc.ShardingStage3` of the inner one',
+    "HSDP": "a mesh of two axes, the batch cut along both, `oc.ShardingStage3` of the inner one",
     "ZeroRedundancyOptimizer": _STAGE_1,
-    "MixedPrecisionPolicy": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
-    "MixedPrecision": "not there yet: `torch.autocast`, or `model.to(torch.bfloat16)`",
-    "CPUOffloadPolicy": "not there yet",
+    "MixedPrecisionPolicy": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
+    "MixedPrecision": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
+    "CPUOffloadPolicy": "`offload=True` of a stage: the optimizer's states",
     "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them; stages 2 and 3 of ZeRO sum in each",
     "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
     "init_process_group": "nothing: the first message does it; a group that the program makes itself is used",

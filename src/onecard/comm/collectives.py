@@ -210,8 +210,9 @@ def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
     return (joined if op == "max" else joined.neg()).to(local.dtype)
 
 
-def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it."""
+def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into: Tensor | None = None) -> Tensor:
+    """The ranks' tensors joined along ``dim``; ``sizes`` are their lengths along it. ``into``: where to, if lengths are equal,
+    ``dim`` is 0 and the group counts as its ranks do; ``local`` may be its part of it."""
     pg, largest = group.process_group, max(sizes)
     if pg is None:
         return local
@@ -222,7 +223,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     if turned.shape[0] < largest:
         turned = torch.cat([turned, turned.new_zeros((largest - turned.shape[0], *turned.shape[1:]))])
     send = _dense(turned)
-    gathered = send.new_empty((group.size * largest, *send.shape[1:]))
+    gathered = send.new_empty((group.size * largest, *send.shape[1:])) if into is None else into
     if send.numel():
         _wait(
             "all_gather",
@@ -239,11 +240,13 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> T
     return gathered.movedim(0, dim).contiguous() if dim else gathered
 
 
-def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum") -> Tensor:
-    """This rank's part along ``dim`` of the reduction of all ranks' tensors.
+def reduce_scatter(
+    local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum", into: Tensor | None = None
+) -> Tensor:
+    """This rank's part along ``dim`` of the reduction of all ranks' tensors. ``into``: memory that the result may take.
 
-    Built on all_to_all (each part travels once, and every rank adds in the order of the ranks), because Gloo has no
-    reduce-scatter of its own that sends less than an all-reduce.
+    Built on all_to_all (each part travels once, and every rank adds in the order of the ranks) where the backend has nothing
+    better: Gloo's own reduce-scatter sends as much as an all-reduce.
     """
     pg = group.process_group
     if op.startswith("norm"):
@@ -251,8 +254,8 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
         return reduce_scatter(local.abs() ** power, group, dim, sizes, "sum") ** (1.0 / power)
     if pg is None:
         return local
-    if local.is_cuda and op in ("sum", "avg") and len(set(sizes)) == 1 and not group.order:
-        return _reduce_scatter_base(local, group, dim, sizes, op)
+    if scatters(local, group, sizes, op):
+        return _reduce_scatter_base(local, group, dim, sizes, op, into)
     parts = all_to_all_parts(local, group, dim, sizes)
     stacked = torch.stack(parts)
     reduce = {
@@ -268,9 +271,20 @@ def reduce_scatter(local: Tensor, group: Group, dim: int, sizes: Sequence[int], 
     return reduce[_OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
 
 
-def _reduce_scatter_base(local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str) -> Tensor:
+def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:
+    """Whether the backend's own reduce-scatter is taken: NCCL's, and that of shared memory, which adds as it reads."""
+    if op not in ("sum", "avg") or len(set(sizes)) > 1 or group.order or local.is_meta or not local.numel():
+        return False
+    shared = hasattr(group.process_group, "stamp") and local.is_floating_point() and not trace.tracing()
+    return local.is_cuda or shared
+
+
+def _reduce_scatter_base(
+    local: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str, into: Tensor | None = None
+) -> Tensor:
     send = local.movedim(dim, 0).contiguous()
-    result = send.new_empty((sizes[0], *send.shape[1:]))
+    shape = (sizes[0], *send.shape[1:])
+    result = send.new_empty(shape) if into is None else into.view(shape)
     options = _at_once(dist.ReduceScatterOptions())
     options.reduceOp = dist.ReduceOp(_REDUCE[op])
     pg = group.process_group

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from onecard.comm import collectives, record, trace
+from onecard.comm import collectives, record
 from onecard.comm.ranks import Ranks
 from onecard.comm.state import machine
 from onecard.errors import CommunicationError
@@ -57,15 +57,7 @@ def reduce_scatter(
     dim = _dim(x, dim, "reduce_scatter")
     sizes = cut_sizes(x, group, dim, sizes, "reduce_scatter")
     _begin("reduce_scatter", group, x, call, Partial(op), Shard(dim), dim, op=op)
-    if _scatters(x, group, sizes, op):
-        return collectives._reduce_scatter_base(x, group, dim, sizes, op)
     return collectives.reduce_scatter(x, group, dim, sizes, op)
-
-
-def _scatters(x: Tensor, group: Ranks, sizes: Sequence[int], op: str) -> bool:
-    """Whether the backend has a reduce-scatter that is better than parts sent and added: shared memory adds as it reads."""
-    even = len(set(sizes)) == 1 and not group.order and op == "sum" and x.is_floating_point()
-    return even and hasattr(group.process_group, "stamp") and x.numel() > 0 and not x.is_meta and not trace.tracing()
 
 
 def all_to_all(

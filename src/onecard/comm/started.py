@@ -22,7 +22,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import recorded
 from onecard._torch import AllgatherOptions
-from onecard.comm import collectives, flight, plain, record, trace, world
+from onecard.comm import check, collectives, flight, plain, record, trace, world
+from onecard.comm.groups import Group
 from onecard.comm.ranks import Ranks
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
@@ -106,19 +107,30 @@ def all_reduce(
 
     ``later``: whether to leave it under way; what cannot be runs at once.
     """
-    simple = x.dtype in collectives._NATIVE and op in ("sum", "avg") and x.is_contiguous() and x.numel()
-    if not later or not simple or not _can_wait(x, group):
+    if not later or not _simple(x, op) or not can_wait(x, group):
         return Started.complete(plain.all_reduce(x, group, op, inplace, call))
+    plain._begin("all_reduce", group, x, call, Partial(op), _R, op=op)
+    return reduced(x, group, op, inplace)
+
+
+def reduced(x: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> Started:
+    """Start ``collectives.all_reduce``; nobody who watches is told."""
+    if not _simple(x, op) or not can_wait(x, group):
+        return Started.complete(collectives.all_reduce(x, group, op, inplace))
     result = x if inplace else x.clone()
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    plain._begin("all_reduce", group, x, call, Partial(op), _R, op=op)
     work = _begun("all_reduce", group, result, lambda pg: pg.allreduce([result], options))
 
     def finish() -> Tensor:
         return collectives._averaged(result, group.size) if op == "avg" else result
 
     return Started("all_reduce", _among(group), work, finish, result)
+
+
+def _simple(x: Tensor, op: str) -> bool:
+    known = x.dtype in collectives._NATIVE and x.dtype is not torch.bool
+    return known and op in ("sum", "avg") and x.is_contiguous() and x.numel() > 0
 
 
 def all_gather(
@@ -131,19 +143,28 @@ def all_gather(
 ) -> Started:
     """Start ``plain.all_gather``."""
     even = sizes is None or len(set(sizes)) == 1
-    if not later or not even or group.order or not x.numel() or not _can_wait(x, group):
+    if not later or not even or group.order or not x.numel() or not can_wait(x, group):
         return Started.complete(plain.all_gather(x, group, dim, sizes, call))
     dim = plain._dim(x, dim, "all_gather")
     send = collectives._dense(x.movedim(dim, 0))
-    gathered = send.new_empty((group.size * send.shape[0], *send.shape[1:]))
     plain._begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=group.size * x.shape[dim])
+    joining = gathered(send, send.new_empty((group.size * send.shape[0], *send.shape[1:])), group)
+    return Started("all_gather", _among(group), joining._work, lambda: joining.wait().movedim(0, dim), joining)
+
+
+def gathered(x: Tensor, into: Tensor, group: Group) -> Started:
+    """Start filling ``into`` with the ranks' contiguous tensors, equal in size, one after the other.
+
+    ``x`` may be this rank's part of ``into``; nobody who watches is told.
+    """
+    options = AllgatherOptions()
     work = _begun(
         "all_gather",
         group,
-        send,
-        lambda pg: pg._allgather_base(collectives._moved(gathered), collectives._moved(send), AllgatherOptions()),
+        x,
+        lambda pg: pg._allgather_base(collectives._moved(into), collectives._moved(x), options),
     )
-    return Started("all_gather", _among(group), work, lambda: gathered.movedim(0, dim), (send, gathered))
+    return Started("all_gather", _among(group), work, lambda: into, (x, into))
 
 
 def reduce_scatter(
@@ -154,22 +175,37 @@ def reduce_scatter(
     call: str = "reduce_scatter",
     later: bool = True,
 ) -> Started:
-    """Start a reduce-scatter that sums. On the CPU the parts travel, and ``wait`` adds them (see collectives.py)."""
-    if not later or x.dtype not in collectives._NATIVE or not x.numel() or not _can_wait(x, group):
+    """Start a reduce-scatter that sums. Where the parts travel (see collectives.py), ``wait`` adds them."""
+    if not later or x.dtype not in collectives._NATIVE or not x.numel() or not can_wait(x, group):
         return Started.complete(plain.reduce_scatter(x, group, dim, sizes, call=call))
     dim = plain._dim(x, dim, "reduce_scatter")
     lengths = plain.cut_sizes(x, group, dim, sizes, "reduce_scatter")
     plain._begin("reduce_scatter", group, x, call, Partial("sum"), Shard(dim), dim, op="sum")
-    if x.is_cuda and len(set(lengths)) == 1 and not group.order:
+    return scattered(x, group, dim, lengths)
+
+
+def scattered(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum", into: Tensor | None = None
+) -> Started:
+    """Start ``collectives.reduce_scatter``; nobody who watches is told."""
+    if op not in ("sum", "avg") or x.dtype not in collectives._NATIVE or not x.numel() or not can_wait(x, group):
+        return Started.complete(collectives.reduce_scatter(x, group, dim, sizes, op, into))
+
+    def whole(total: Tensor) -> Tensor:
+        result = total.movedim(0, dim).contiguous()
+        return collectives._averaged(result, group.size) if op == "avg" else result
+
+    if collectives.scatters(x, group, sizes, op):
         send = x.movedim(dim, 0).contiguous()
-        result = send.new_empty((lengths[0], *send.shape[1:]))
+        shape = (sizes[0], *send.shape[1:])
+        result = send.new_empty(shape) if into is None else into.view(shape)
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         work = _begun("reduce_scatter", group, send, lambda pg: pg._reduce_scatter_base(result, send, options))
-        return Started("reduce_scatter", _among(group), work, lambda: result.movedim(0, dim), (send, result))
-    parts = collectives._by_rank(x.movedim(dim, 0).split(lengths), group)
+        return Started("reduce_scatter", _among(group), work, lambda: whole(result), (send, result))
+    parts = collectives._by_rank(x.movedim(dim, 0).split(list(sizes)), group)
     flat = torch.cat([part.reshape(-1) for part in parts])
-    mine = x.movedim(dim, 0)[: lengths[group.index]].shape
+    mine = x.movedim(dim, 0)[: sizes[group.index]].shape
     arrived = flat.new_empty(group.size * mine.numel())
     counts = [part.numel() for part in parts]
     exchange = dist.AllToAllOptions()
@@ -181,7 +217,8 @@ def reduce_scatter(
     )
 
     def finish() -> Tensor:
-        return arrived.view(group.size, *mine).sum(0).movedim(0, dim).contiguous()
+        given = collectives._by_place(list(arrived.view(group.size, *mine)), group)
+        return whole(torch.stack(given).sum(0).to(x.dtype))
 
     return Started("reduce_scatter", _among(group), work, finish, (flat, arrived))
 
@@ -306,16 +343,17 @@ def _place(group: Ranks, place: int) -> int:
     return group.order.index(place) if group.order else place
 
 
-def _can_wait(x: Tensor, group: Ranks) -> bool:
-    drawn = trace.tracing() or trace.faking() or _is_recorded()
-    return group.process_group is not None and not x.is_meta and not drawn
+def can_wait(x: Tensor, group: Group) -> bool:
+    """Whether a message can be left under way: not where it is written down, or compared with the other ranks' first."""
+    seen = trace.tracing() or trace.faking() or check.on or _is_recorded()
+    return group.process_group is not None and not x.is_meta and not seen
 
 
-def _among(group: Ranks) -> str:
+def _among(group: Group) -> str:
     return f"among ranks {list(group.ranks)}"
 
 
-def _begun(name: str, group: Ranks, sent: Tensor, start: Callable[[Any], Any]) -> Any:
+def _begun(name: str, group: Group, sent: Tensor, start: Callable[[Any], Any]) -> Any:
     if group.clock is not None:
         group.clock.tick(name, sent.dtype)
     try:

@@ -8,7 +8,7 @@ from onecard.comm import world
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import as_torch, meta_parallel, names, recomputing, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
-from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync, token_mean
+from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync
 from onecard.fleet.initial import (
     Assign,
     Constant,
@@ -24,18 +24,21 @@ from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
 from onecard.fleet.recomputing import recompute
 from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
+from onecard.fleet.sharding import GroupShardedModel, group_sharded_parallel, save_group_sharded_model
 from onecard.fleet.splitting import split_parameters
 from onecard.fleet.strategy import DistributedStrategy, FleetError
+from onecard.fleet.tokens import token_mean
 from onecard.fleet.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
 from onecard.fleet.training import GradScaler, distributed_model, distributed_optimizer, distributed_scaler
 
 __all__ = [
-    "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "Held",
-    "HybridCommunicateGroup", "KaimingUniform", "Normal", "ParamAttr", "Run", "Uniform", "XavierNormal", "XavierUniform",
-    "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts",
-    "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker", "grad_norm", "held", "init", "is_first_worker", "mark",
-    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
-    "recomputing", "ring_attention", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention",
+    "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "GroupShardedModel",
+    "Held", "HybridCommunicateGroup", "KaimingUniform", "Normal", "ParamAttr", "Run", "Uniform", "XavierNormal",
+    "XavierUniform", "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer", "distributed_scaler",
+    "draw_parts", "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker", "grad_norm", "group_sharded_parallel",
+    "held", "init", "is_first_worker", "mark", "mark_as_sequence_parallel_parameter", "meta_parallel",
+    "model_parallel_random_seed", "names", "part_sizes", "recompute", "recomputing", "ring_attention",
+    "save_group_sharded_model", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention",
     "utils", "worker_index", "worker_num",
 ]  # fmt: skip
 

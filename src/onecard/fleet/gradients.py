@@ -234,35 +234,3 @@ class ClipGradByGlobalNorm:
 
     def __call__(self, parameters: Any) -> Tensor:
         return clip_grad_norm_(parameters, self.clip_norm)
-
-
-def token_mean(losses: Tensor, valid: Tensor | None = None, group: Ranks | None = None) -> Tensor:
-    """The mean of losses over the tokens of *all* ranks that see other data, however many each has.
-
-    Args:
-        losses: of this rank's tokens, in any shape.
-        valid: which of them count; all if left out.
-        group: the ranks that have other tokens; those along dp, sharding and sep if left out.
-
-    Returns:
-        One number, the same on all ranks. Its gradient is such that the mean of the ranks' gradients, which ``sync`` makes,
-        is the gradient of this mean.
-    """
-    from onecard.fleet.topology import get_hybrid_communicate_group
-
-    group = group or get_hybrid_communicate_group().data()
-    kept = losses if valid is None else losses * valid.to(losses.dtype)
-    count = losses.new_tensor(float(losses.numel())) if valid is None else valid.sum().to(losses.dtype)
-    return _TokenMean.apply(kept.sum(), count, group)
-
-
-class _TokenMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, group: Ranks) -> Tensor:
-        both = plain.all_reduce(torch.stack([total.detach(), count]), group, call="token_mean")
-        ctx.scale = group.size / both[1]
-        return both[0] / both[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * ctx.scale, None, None

@@ -7,7 +7,7 @@ from typing import NoReturn
 _STAGES = "the pipeline runtime is not there yet; stages by hand: `onecard.differentiable.send` and `recv`"
 _NO_SERVERS = "nothing: there are no parameter servers"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
-_ZERO = 'ZeRO by hand is not there yet, by marks it is: `oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
+_ZERO = '`fleet.group_sharded_parallel(model, optimizer, level)`: "os", "os_g" or "p_g_os"'
 
 ELSEWHERE = {
     "PipelineLayer": _STAGES,
@@ -18,7 +18,6 @@ ELSEWHERE = {
     "DistributedDataParallel": "`fleet.distributed_model(model)`",
     "GroupShardedStage2": _ZERO,
     "GroupShardedStage3": _ZERO,
-    "group_sharded_parallel": _ZERO,
     "DygraphShardingOptimizer": _ZERO,
     "HybridParallelOptimizer": "`fleet.distributed_optimizer(optimizer)`",
     "is_worker": "nothing: every rank is a worker",

@@ -38,8 +38,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _SWITCHES = ("tensor_parallel", "recompute", "amp", "gradient_merge", "pipeline")
 _PLANNED = {
-    "sharding": "ZeRO is not there yet: use dp_degree; parameters, gradients and states are then whole on each rank",
-    "sharding_configs": "ZeRO is not there yet: use dp_degree",
+    "sharding": "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data()), over the ranks along dp",
+    "sharding_configs": "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data())",
     "dgc": "gradients are not compressed",
     "localsgd": "gradients are summed at every step",
     "lamb": "an optimizer of torch's",

@@ -151,7 +151,8 @@ def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
         )
     if hcg.degrees["sharding"] > 1:
         raise FleetError(
-            "sharding_degree > 1: ZeRO is not there yet. dp_degree has the same numbers, with whole states on each rank"
+            "sharding_degree > 1: ZeRO is a call of its own, over the ranks along dp: "
+            "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data())"
         )
 
 

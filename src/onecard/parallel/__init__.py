@@ -9,6 +9,7 @@ from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
 from onecard.parallel.local_code import local_map
 from onecard.parallel.optimizer import shard_optimizer
+from onecard.parallel.sampler import DistributedBatchSampler
 from onecard.parallel.zero import ShardingStage1, ShardingStage2, ShardingStage3
 from onecard.tensor import DistTensor
 
@@ -18,7 +19,7 @@ for _types in _torch.foreach_types:
         _types.append(DistTensor)
 
 __all__ = [
-    "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "local_map",
+    "DistributedBatchSampler", "ShardDataloader", "ShardingStage1", "ShardingStage2", "ShardingStage3", "local_map",
     "shard_dataloader", "shard_layer", "shard_op",
     "shard_optimizer",
 ]  # fmt: skip

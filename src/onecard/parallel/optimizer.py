@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,13 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
+from onecard.parallel.reducer import Reducer
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
-from onecard.parallel.zero import ShardedUpdate, ShardingStage1
+from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of
+from onecard.tensor import DistTensor
 from onecard.tensor.buckets import settle_all
 
 
 def shard_optimizer(
-    optimizer: Optimizer, shard_fn: ShardingStage1 | Callable[[str, Any, Any], Any] | None = None
+    optimizer: Optimizer,
+    shard_fn: ShardingStage1 | Callable[[str, Any, Any], Any] | None = None,
+    overlap: bool | None = None,
 ) -> Optimizer:
     """Make a torch optimizer ready for distributed parameters, in place.
 
@@ -31,6 +36,9 @@ def shard_optimizer(
         shard_fn: ``shard_fn(key, param, state) -> state``, called once for each state tensor of a parameter's shape
             after the first step ("exp_avg", ...), and for those that are loaded; it returns the state, resharded or not.
             Or a stage of ZeRO, ``ShardingStage1("dp")``, ``ShardingStage2("dp")``: the update runs where the state is.
+        overlap: whether gradients are summed while ``backward`` runs, a bucket as soon as its last gradient is there, in the
+            last ``backward`` of a step (it takes as many as the step before had). Left out: on a GPU they are. The same
+            numbers, bit for bit.
 
     Returns:
         The optimizer.
@@ -49,11 +57,16 @@ def shard_optimizer(
     """
     _check_current(optimizer)
     if isinstance(shard_fn, ShardingStage1):
-        _keep_laid_out(optimizer, ShardedUpdate(optimizer, shard_fn).lay_out)
+        stage = shard_fn if overlap is None else replace(shard_fn, overlap=overlap)
+        keep_laid_out(optimizer, ShardedUpdate(optimizer, stage).lay_out)
         return optimizer
+    params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
+    reducer = Reducer(params, None, every=False, overlap=True) if overlaps(overlap, params) else None
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         def settle() -> None:
+            if reducer is not None:
+                reducer.before_step()
             settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
         settle()
@@ -63,11 +76,12 @@ def shard_optimizer(
     sharder = None if shard_fn is None else _StateSharder(shard_fn)
     if sharder is not None:
         optimizer.register_step_post_hook(sharder)
-    _keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
+    keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
     return optimizer
 
 
-def _keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
+def keep_laid_out(optimizer: Optimizer, lay_out: Callable[[str, Any, Any], Any] | None) -> None:
+    """Have states that are loaded take the layouts that new ones have."""
     if lay_out is not None:
         sharders[optimizer] = lay_out
     optimizer.register_load_state_dict_post_hook(lambda opt: lay_out_states(opt, lay_out))

@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from onecard import _torch
 from onecard.comm.groups import group
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.parallel.blocks import Blocks, Policy, of_marks
+from onecard.parallel.master import Masters
+from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
 from onecard.parts import chunk
 from onecard.tensor import DistTensor, memory, strides
-from onecard.tensor.buckets import Cut, fill, gather_all, scatter_all, settle_all
-from onecard.tensor.dist_tensor import wrap
-from onecard.tensor.spec import OWN, Spec, contiguous_stride
+from onecard.tensor.buckets import Cut, gather_all, settle_all
+from onecard.tensor.spec import OWN, Spec
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class ShardingStage1:
     Args:
         axis: the mesh axis along which the data are divided, "dp" or its number; left out on a mesh of one axis.
         mesh: the mesh; parameters on other meshes are left alone. Left out: every parameter whose mesh has the axis.
+        overlap: whether gradients are summed while ``backward`` runs; left out: on a GPU they are. The same numbers, bit for
+            bit. With accumulation stage 1 sums in the last ``backward`` of a step; it takes as many as the step before had.
+        master_weights: update 32-bit copies of 16-bit parameters, which are states too ("master_weight").
+        reduce_dtype: in which gradients travel and are summed, ``torch.float32`` for 16-bit ones; their own if left out.
+        offload: states live on the CPU, and the update runs there.
 
     A step sends what data parallelism sends: a reduce-scatter of the gradients and an all-gather of the updated parameters.
 
@@ -55,6 +62,10 @@ class ShardingStage1:
 
     axis: str | int | None = None
     mesh: ProcessMesh | None = None
+    overlap: bool | None = None
+    master_weights: bool = False
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
     stage = 1
 
     def __post_init__(self) -> None:
@@ -115,12 +126,29 @@ class ShardingStage2(ShardingStage1):
 
 @dataclass(frozen=True)
 class ShardingStage3(ShardingStage2):
-    """ZeRO stage 3 for ``shard_optimizer``: parameters are cut too, from now on. An operator gathers what it needs of them.
+    """ZeRO stage 3 for ``shard_optimizer``: parameters are cut too, from now on.
 
     Args, and source: see ``ShardingStage1``. A step sends an all-gather of the parameters for forward, one for backward, and the
-    reduce-scatter of the gradients; by operator, not ahead of it.
+    reduce-scatter of the gradients. Without ``model`` an operator gathers what it needs, when it comes to it.
+
+    Args:
+        model: gathers the parameters of each block (the modules below it that are no mere lists) in one message, before the
+            block's forward and backward; with ``overlap`` those of the next block while one computes.
+        reshard_after_forward: whether a block gives the whole parameters up after its forward: always (True), never, or
+            by ``fn(name, block)``. Where it does not, backward needs no all-gather.
+
+    Example:
+        >>> from onecard import ProcessMesh, shard_layer, shard_optimizer
+        >>> mesh = ProcessMesh([0], ["dp"])
+        >>> model = shard_layer(torch.nn.Sequential(torch.nn.Linear(4, 2)), mesh)
+        >>> stage = ShardingStage3("dp", mesh, model=model, reshard_after_forward=lambda name, block: name != "0")
+        >>> _ = shard_optimizer(torch.optim.AdamW(model.parameters()), stage)
+        >>> model[0].weight.placements
+        (Shard(dim=0),)
     """
 
+    model: nn.Module | None = None
+    reshard_after_forward: Policy = True
     stage = 3
 
 
@@ -133,19 +161,26 @@ def _best_dim(shape: Sequence[int], ranks: int) -> int:
 class ShardedUpdate:
     """Runs an optimizer's step on the parts that this rank updates."""
 
-    def __init__(self, optimizer: Optimizer, stage: ShardingStage1) -> None:
+    def __init__(self, optimizer: Optimizer, stage: ShardingStage1, zero: Any = None) -> None:
         self.stage = stage
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
+        params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
-        params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
-        if stage.stage == 3:
-            for cut in filter(None, map(stage.cut, params)):
-                if cut.layout is not cut.x._spec.layout:
-                    _take_part(cut)
-                    cut.x._local = cut.x._local.clone()  # the rest of the memory is free then
-        if stage.stage > 1:
-            Reducer(params, stage)
+        overlap = overlaps(stage.overlap, params)
+        self.blocks: Blocks | None = None
+        if isinstance(stage, ShardingStage3):
+            taken = [(cut.x, cut.x._spec, cut) for cut in map(stage.cut, params) if cut is not None]
+            taken = [each for each in taken if each[2].layout is not each[1].layout]
+            for _, _, cut in taken:
+                own_part(cut)  # the rest of the memory is free then
+            if stage.model is not None:
+                self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
+        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero, stage.reduce_dtype)
+        self._masters: Masters | None = None
+        if stage.master_weights or stage.offload:
+            cuts = [(p, stage.cut(p)) for p in params]
+            self._masters = Masters(optimizer, [(p, cut, _own(p, cut)) for p, cut in cuts], stage.offload)
 
     def lay_out(self, key: str, param: Any, state: Any) -> Any:
         """A state under the layout in which it is kept: for those that are loaded."""
@@ -154,6 +189,14 @@ class ShardedUpdate:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        if self._masters is not None and (kwargs.get("closure") or len(args) > 1):
+            raise LayoutError(
+                "step(closure) makes gradients while the optimizer holds master weights: call closure() before step(), or leave "
+                "master_weights and offload out"
+            )
+        if self.blocks is not None:
+            self.blocks.release()
+        self.reducer.before_step()
         cuts, others = [], []
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
@@ -164,8 +207,12 @@ class ShardedUpdate:
             if cut.layout is not cut.x._spec.layout:
                 self._during.append((cut, cut.x._spec))
                 _take_part(cut)
+        if self._masters is not None:
+            self._masters.begin(optimizer)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._masters is not None:
+            self._masters.end(optimizer)
         during, self._during = self._during, []
         gather_all([cut for cut, _ in during], "parameters")
         for cut, spec in during:
@@ -180,78 +227,25 @@ def _take_part(cut: Cut) -> None:
     cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
 
 
+def _own(param: DistTensor, cut: Cut | None) -> Any:
+    """This rank's part of a parameter that is cut, or is to be."""
+    if cut is None or cut.layout is param._spec.layout:
+        return param._local
+    return cut.parts()[group(cut.mesh, cut.axis).index]
+
+
+def own_part(cut: Cut) -> Cut:
+    """Make a tensor its part, in memory of its own; what it was is in the cut."""
+    _take_part(cut)
+    cut.x._local = cut.x._local.clone()
+    return cut
+
+
+def overlaps(asked: bool | None, params: Sequence[DistTensor]) -> bool:
+    """Whether sums run while backward does: as asked, or else where a message does not take the processor beside it."""
+    return any(p._spec.device.type not in ("cpu", "meta") for p in params) if asked is None else asked
+
+
 def params_of(optimizer: Optimizer) -> Iterable[Any]:
     """An optimizer's parameters, in order."""
     return (param for each in optimizer.param_groups for param in each["params"])
-
-
-def reduce_gradients(cuts: Sequence[Cut]) -> None:
-    """Give the gradients of parameters the layouts with the cut, those that are pending in few large messages."""
-    due = [cut for cut in cuts if cut.x.grad._spec.layout is not cut.layout]  # type: ignore[union-attr]
-    grads: list[Any] = [cut.x.grad for cut in due]
-    given = [Cut(g, g._local, cut.layout, cut.axis, cut.dim) for g, cut in zip(grads, due, strict=True)]
-    for cut, grad, part in zip(due, grads, scatter_all(given, "gradients"), strict=True):
-        spec = grad._spec
-        made = Spec.make(cut.layout, spec.shape, contiguous_stride(spec.shape), spec.dtype, spec.device)
-        cut.x.grad = wrap(part.contiguous(), made)
-
-
-class Reducer:
-    """Cuts gradients while ``backward`` runs: a bucket's, as soon as it has the last of them.
-
-    What a parameter has from earlier backwards is put aside until this one's part can be added to it.
-    """
-
-    def __init__(self, params: Sequence[DistTensor], stage: ShardingStage1) -> None:
-        self._stage = stage
-        self._kept: dict[DistTensor, DistTensor] = {}
-        self._bucket_of: dict[DistTensor, int] = {}
-        self._left: list[set[DistTensor]] = []
-        self._ready: list[list[DistTensor]] = []
-        self._called = False
-        # backward comes to the last parameters first
-        trained = [p for p in reversed(params) if p.requires_grad]
-        for number, bucket in enumerate(fill(trained, lambda p: p.numel() * p.element_size())):
-            self._bucket_of |= dict.fromkeys(bucket, number)
-            self._left.append(set(bucket))
-            self._ready.append([])
-            for param in bucket:
-                param.register_hook(lambda grad, param=param: self._before(param))
-                param.register_post_accumulate_grad_hook(self._after)
-
-    def _before(self, param: DistTensor) -> None:
-        self._call_at_the_end()
-        if isinstance(param.grad, DistTensor) and not param.grad._spec.layout.pending:
-            self._kept[param], param.grad = param.grad, None
-
-    def _after(self, param: Any) -> None:
-        number = self._bucket_of[param]
-        self._ready[number].append(param)
-        self._left[number].discard(param)
-        if not self._left[number]:
-            self._reduce(number)
-
-    def _call_at_the_end(self) -> None:
-        if not self._called:
-            self._called = True
-            _torch.queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        """The end of a backward: buckets of which it had not all gradients."""
-        self._called = False
-        for number in range(len(self._ready)):
-            if self._ready[number]:
-                self._reduce(number)
-        for param, kept in self._kept.items():  # whose gradient was asked for by torch.autograd.grad
-            param.grad = kept
-        self._kept.clear()
-
-    def _reduce(self, number: int) -> None:
-        params, self._ready[number] = self._ready[number], []
-        self._left[number] |= set(params)
-        with torch.no_grad():
-            reduce_gradients([cut for p in params if (cut := self._stage.cut(p)) is not None])
-            for param in params:
-                kept = self._kept.pop(param, None)
-                if kept is not None:
-                    param.grad = kept.add_(param.grad)  # type: ignore[arg-type]

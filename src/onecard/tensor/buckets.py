@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard import resharding as planner
-from onecard.comm import collectives, groups, record
+from onecard.comm import collectives, groups, record, started
 from onecard.comm.groups import Group
 from onecard.comm.run import lengths
 from onecard.comm.state import machine
@@ -27,20 +28,44 @@ Item = TypeVar("Item")
 def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = True) -> None:
     """Sum every pending tensor of a list in place, in buckets: one message for many small tensors.
 
+    Gradients that an optimizer wants cut are cut (``DistTensor._due``), and so need no message of their whole size.
+
     Args:
         tensors: DistTensors and others (left alone), on one or several meshes.
         name: the operator that needs them, for ``explain``.
     """
+    chosen = [*{id(t): t for t in tensors if isinstance(t, DistTensor)}.values()]
+    for due in {id(x._due): x._due for x in chosen if x._due is not None and x._spec.layout.pending}.values():
+        due()
+    start_settle(chosen, name, explicit, later=False)()
+
+
+def start_settle(
+    tensors: Sequence[DistTensor], name: str, explicit: bool = False, later: bool = True, label: str = "self"
+) -> Callable[[], None]:
+    """Start the sums of pending tensors, in buckets; what it gives waits for them, and makes the tensors whole.
+
+    ``later``: whether they are left under way; the tensors may not be read before the end then. ``label``: which of several such
+    calls this is: ranks that make them in another order learn of it.
+    """
     buckets: dict[Any, list[DistTensor]] = {}
-    for x in {id(t): t for t in tensors if isinstance(t, DistTensor)}.values():
+    for x in tensors:
         layout = x._spec.layout
-        if layout.pending and not x._spec.here:
+        if layout.pending and (not x._spec.here or all(layout.mesh.shape[axis] == 1 for axis, _ in layout.pending)):
             memory.adopt(x, x._local)
         elif layout.pending:
             buckets.setdefault((layout.mesh, layout.pending, x.dtype, x._spec.device), []).append(x)
-    for members in buckets.values():
-        for bucket in fill(members, lambda x: x._local.nbytes):
-            _settle_bucket(bucket, name, explicit)
+    ends = [
+        _start_bucket(bucket, name, explicit, later, label)
+        for members in buckets.values()
+        for bucket in fill(members, lambda x: x._local.nbytes)
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
 
 
 def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[Item]]:
@@ -56,22 +81,44 @@ def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[It
     return buckets
 
 
-def _settle_bucket(bucket: list[DistTensor], name: str, explicit: bool) -> None:
-    layout = bucket[0]._spec.layout
-    if len(bucket) == 1:
-        x = bucket[0]
+def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool, label: str) -> Callable[[], None]:
+    x, layout = bucket[0], bucket[0]._spec.layout
+    if len(bucket) == 1 and not later:
         x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
-        return
-    flat = torch.cat([x._local.reshape(-1) for x in bucket])
+        return _nothing
+    alone = len(bucket) == 1 and x._local.is_contiguous() and memory.alone(x)
+    flat = x._local.view(-1) if alone else torch.cat([x._local.reshape(-1) for x in bucket])
+    shape = (flat.numel(),)
     if record.observers.here:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
-        steps = planner.plan(tuple(flat.shape), flat.element_size(), one_dim, one_dim.settled(), machine.here)
-        announce(steps, name, "self", tuple(flat.shape), "summed once, in a bucket", explicit, len(bucket))
-    record.serving.here = (name, "self", tuple(flat.shape))
-    for axis, op in layout.pending:
+        steps = planner.plan(shape, flat.element_size(), one_dim, one_dim.settled(), machine.here)
+        announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
+    record.serving.here = (name, label, shape)
+    (axis, op), *others = layout.pending
+    line = groups.group(layout.mesh, axis)
+    coming = started.reduced(flat, line, op, inplace=True) if later else None
+    if coming is None:
+        flat = collectives.all_reduce(flat, line, op, inplace=True)
+
+    def end() -> None:
+        total = flat if coming is None else coming.wait()
+        record.serving.here = (name, label, shape)
+        parts = _along(others, layout, total).split([x._local.numel() for x in bucket])
+        for x, part in zip(bucket, parts, strict=True):
+            memory.adopt(x, part.view(x._local.shape))
+
+    return end
+
+
+def _along(pending: Sequence[tuple[int, str]], layout: Layout, flat: Tensor) -> Tensor:
+    """What is left to be summed, along other axes."""
+    for axis, op in pending:
         flat = collectives.all_reduce(flat, groups.group(layout.mesh, axis), op, inplace=True)
-    for x, part in zip(bucket, flat.split([x._local.numel() for x in bucket]), strict=True):
-        memory.adopt(x, part.view(x._local.shape))
+    return flat
+
+
+def _nothing() -> None:
+    pass
 
 
 def settle_first(func: Any, paths: Sequence[Path], name: str) -> Callable[..., Any]:
@@ -123,26 +170,67 @@ def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
     Returns:
         This rank's part of each, in memory of its own.
     """
+    return start_scatter(cuts, name, later=False)()
+
+
+class Room:
+    """Memory of large results from step to step: fresh pages cost more than what is written to them.
+
+    A result is taken again when nobody else has it any more.
+    """
+
+    LEAST = 16 * 2**20  # bytes; what is smaller the allocator keeps itself
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+
+    def take(self, key: Any, numel: int, like: Tensor) -> Tensor | None:
+        """Memory for a result; None where there is nothing to gain."""
+        if like.device.type != "cpu" or numel * like.element_size() < self.LEAST or recorded.recorder is not None:
+            return None
+        found = self._known.get(key)
+        if found is None or found.numel() != numel or found.dtype != like.dtype:
+            found = self._known[key] = like.new_empty(numel)
+        return found if memory.users(found) == 1 else None
+
+
+def start_scatter(
+    cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self", room: Room | None = None
+) -> Callable[[], list[Tensor]]:
+    """Start ``scatter_all``; what it gives waits for it, and gives the parts. What is more than a sum runs at once.
+
+    ``label``: as of ``start_settle``.
+    """
     found: dict[int, Tensor] = {}
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
-        op = _pending_alone(cut)
-        if op:
-            buckets.setdefault((cut.mesh, cut.axis, op, cut.x.dtype, cut.whole.device), []).append(cut)
+        if _only_sums(cut):
+            buckets.setdefault(
+                (cut.axis, cut.x._spec.layout.pending, cut.mesh, cut.x.dtype, cut.whole.device), []
+            ).append(cut)
         else:
             found[id(cut)] = cut.x._become(cut.layout, name, "grad", "each rank updates its part", explicit=False)
-    for (mesh, axis, op, _, _), members in buckets.items():
-        for bucket in fill(members, lambda cut: cut.whole.nbytes):
-            found |= _scatter_bucket(bucket, groups.group(mesh, axis), op, name)
-    return [found[id(cut)] for cut in cuts]
+    ends = [
+        _scatter_bucket(bucket, dict(pending), axis, name, later, label, room)
+        for (axis, pending, *_), members in buckets.items()
+        for bucket in fill(members, lambda cut: cut.whole.nbytes)
+    ]
+
+    def end() -> list[Tensor]:
+        for each in ends:
+            found.update(each())
+        return [found[id(cut)] for cut in cuts]
+
+    return end
 
 
-def _pending_alone(cut: Cut) -> str:
-    """The reduction, if all that is to be done is a reduce-scatter along the axis; else ""."""
+def _only_sums(cut: Cut) -> bool:
+    """Whether all that is to be done is a reduce-scatter along the axis, and perhaps sums along others."""
     layout = cut.x._spec.layout
-    if len(layout.pending) != 1 or layout.pending[0][0] != cut.axis or cut.layout.merged or cut.whole.is_meta:
-        return ""
-    return layout.pending[0][1] if layout.dims == _without(cut.layout, cut.dim, cut.axis) else ""
+    ops = dict(layout.pending)
+    if cut.axis not in ops or not {*ops.values()} <= {"sum", "avg"} or cut.layout.merged or cut.whole.is_meta:
+        return False
+    return layout.dims == _without(cut.layout, cut.dim, cut.axis)
 
 
 def _without(layout: Layout, dim: int, axis: int) -> tuple[Any, ...]:
@@ -151,55 +239,106 @@ def _without(layout: Layout, dim: int, axis: int) -> tuple[Any, ...]:
     return tuple(dims)
 
 
-def _scatter_bucket(bucket: list[Cut], line: Group, op: str, name: str) -> dict[int, Tensor]:
+def _scatter_bucket(
+    bucket: list[Cut], pending: dict[int, str], axis: int, name: str, later: bool, label: str, room: Room | None
+) -> Callable[[], dict[int, Tensor]]:
+    op, others = pending[axis], [(a, o) for a, o in pending.items() if a != axis]
+    line = groups.group(bucket[0].mesh, axis)
+    if line.process_group is None and not others:
+        return lambda: {id(cut): cut.whole for cut in bucket}
     by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
     counts = [sum(part.numel() for part in parts) for parts in by_rank]
     one = bucket[0].whole
     alone = len(bucket) == 1 and bucket[0].dim == 0 and one.is_contiguous()
     flat = one.view(-1) if alone else torch.cat([part.reshape(-1) for parts in by_rank for part in parts])
-    _tell(bucket, flat, "reduce_scatter", op, name)
-    mine = collectives.reduce_scatter(flat, line, 0, counts, op)
+    _tell(bucket, flat, "reduce_scatter", op, name, label)
+    for other, also in others:
+        _tell(bucket, flat, "all_reduce", also, name, label, other)
     own = by_rank[line.index]
-    pieces = mine.split([part.numel() for part in own])
-    return {id(cut): piece.view(part.shape) for cut, piece, part in zip(bucket, pieces, own, strict=True)}
+    into = None if room is None or len({*counts}) > 1 else room.take((label, len(flat)), counts[0], flat)
+    coming = started.scattered(flat, line, 0, counts, op, into) if later else None
+    mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op, into)
+
+    def end() -> dict[int, Tensor]:
+        record.serving.here = (name, label, (sum(counts),))
+        part = _along(others, bucket[0].layout, coming.wait() if mine is None else mine)  # type: ignore[union-attr]
+        pieces = part.split([each.numel() for each in own])
+        return {id(cut): piece.view(each.shape) for cut, piece, each in zip(bucket, pieces, own, strict=True)}
+
+    return end
 
 
 def gather_all(cuts: Sequence[Cut], name: str) -> None:
     """Fill the memory of tensors without the cut from the ranks' parts: one message for many of them."""
+    start_gather(cuts, name, later=False)()
+
+
+def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self") -> Callable[[], None]:
+    """Start ``gather_all``; what it gives waits for it. ``label``: as of ``start_settle``."""
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
         buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
-    for (mesh, axis, _, _), members in buckets.items():
-        for bucket in fill(members, lambda cut: cut.whole.nbytes):
-            _gather_bucket(bucket, groups.group(mesh, axis), name)
+    ends = [
+        _gather_bucket(bucket, groups.group(mesh, axis), name, later, label)
+        for (mesh, axis, _, _), members in buckets.items()
+        for bucket in fill(members, lambda cut: cut.whole.nbytes)
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
 
 
-def _gather_bucket(bucket: list[Cut], line: Group, name: str) -> None:
+def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label: str) -> Callable[[], None]:
+    own = [cut.x._local for cut in bucket]
+    if line.process_group is None:
+        for cut, mine in zip(bucket, own, strict=True):
+            if cut.whole.data_ptr() != mine.data_ptr():
+                cut.whole.copy_(mine)
+        return _nothing
     by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
     counts = [sum(part.numel() for part in parts) for parts in by_rank]
-    own = [cut.x._local for cut in bucket]
     flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([part.reshape(-1) for part in own])
-    _tell(bucket, flat, "all_gather", "", name)
+    _tell(bucket, flat, "all_gather", "", name, label)
     if not sum(counts):
-        return
-    for parts, given in zip(by_rank, collectives.all_gather(flat, line, 0, counts).split(counts), strict=True):
+        return _nothing
+    whole, even = bucket[0].whole, len({*counts}) == 1 and not line.order
+    in_place = even and len(bucket) == 1 and bucket[0].dim == 0 and whole.is_contiguous()
+    into = whole.view(-1) if in_place else None
+    if later and even and started.can_wait(flat, line):
+        coming = started.gathered(flat, flat.new_empty(sum(counts)) if into is None else into, line)
+        return lambda: _fill_parts(by_rank, counts, coming.wait(), in_place)
+    _fill_parts(by_rank, counts, collectives.all_gather(flat, line, 0, counts, into), in_place)
+    return _nothing
+
+
+def _fill_parts(by_rank: list[tuple[Tensor, ...]], counts: list[int], joined: Tensor, there: bool) -> None:
+    for parts, given in zip(by_rank, joined.split(counts), strict=True) if not there else ():
         pieces = given.split([part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
             part.copy_(piece.view(part.shape))
 
 
-def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str) -> None:
-    """Announce the message of a bucket, as that of one tensor of one dim."""
+def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label: str, other: int | None = None) -> None:
+    """Announce the message of a bucket, as that of one tensor of one dim; ``other``: the axis of a sum of the parts."""
     cut = bucket[0]
-    cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
     shape = (sum(c.whole.numel() for c in bucket),)
-    record.serving.here = (name, "self", shape)
-    if record.observers.here:
-        if kind == "reduce_scatter":
-            summands = Layout.make(cut.mesh, ((),), ((cut.axis, op),))
-            steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
-            reason = "summed once; each rank keeps the part that it updates"
-        else:
-            steps = planner.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
-            reason = "each rank has updated its part"
-        announce(steps, name, "self", shape, reason, False, len(bucket))
+    if other is None:
+        record.serving.here = (name, label, shape)
+    if not record.observers.here:
+        return
+    cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
+    if kind == "reduce_scatter":
+        summands = Layout.make(cut.mesh, ((),), ((cut.axis, op),))
+        steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        reason = "summed once; each rank keeps the part that it updates"
+    elif kind == "all_reduce":
+        summands = Layout.make(cut.mesh, ((cut.axis,),), ((other, op),))  # type: ignore[arg-type]
+        steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        reason = "the parts, summed along the other axes"
+    else:
+        steps = planner.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
+        reason = "each rank has updated its part"
+    announce(steps, name, "self", shape, reason, False, len(bucket))

@@ -50,6 +50,7 @@ class DistTensor(Tensor):
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
     # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
+    # _due: sums a pending gradient together with others (see parallel/reducer.py).
     __slots__ = ("_local", "_spec")
     _local: Tensor
     _spec: Spec
@@ -59,6 +60,7 @@ class DistTensor(Tensor):
     to_dtensor: Callable[[], DTensor]
     redistribute: Callable[[Sequence[Placement]], DistTensor]
     _memory: memory.Memory | None = None
+    _due: Callable[[], None] | None = None
 
     __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 

@@ -60,9 +60,10 @@ class ForeachProgram:
         if not self.together:
             return one_by_one(self.element)(self.func, args, kwargs)
         settle = [_item(args, i, m[0]) for i, m in self.moves]
-        settle_all(
-            [x for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])], self.name, False
-        )
+        settled = [(x, m[1]) for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])]
+        settle_all([x for x, _ in settled], self.name, False)
+        if any(x._spec.layout is not target for x, target in settled):  # it was cut: somebody wants it so
+            return program_for(self.func, args, kwargs)._run(args, kwargs)
         for i, p in enumerate(self.elements):
             if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
                 # Settling one operand settled another one: decide again.

@@ -113,6 +113,27 @@ class Copy(Memory):
         return made
 
 
+class UnderWay(Memory):
+    """Memory of a pending tensor whose sum has been started. Whoever reads or writes it first awaits that: ``arrive``."""
+
+    __slots__ = ("arrive", "before")
+
+    def __init__(self, x: DistTensor, arrive: Callable[[], None]) -> None:
+        super().__init__()
+        self.arrive = arrive
+        self.before = [(member, member._spec, member._memory) for member in _same(x)]
+        for member, spec, _ in self.before:
+            self.add(member)
+            member._spec = spec.with_alias(STALE)
+
+    def end(self) -> None:
+        """Its tensors are what they were."""
+        for member, spec, known in self.before:
+            if member._memory is self:
+                member._spec, member._memory = spec, known
+        self.before.clear()
+
+
 def view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any, copied: bool) -> None:
     """Note what a view operator gave: one or several views of its first argument, or copies that stand for them."""
     several = isinstance(made, list | tuple)
@@ -176,8 +197,11 @@ def _outdate(key: int, but: Copy | None) -> None:
 
 
 def refresh(x: DistTensor) -> None:
-    """Take a stale copy again."""
+    """Take a stale copy again; await a sum that is under way."""
     copy: Any = x._memory
+    if isinstance(copy, UnderWay):
+        copy.arrive()
+        return
     made, whole = copy.take(copy.base), copy.name_of_whole()
     copy.mark(copy.kind)
     layout = whole._spec.layout
@@ -248,7 +272,7 @@ def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
         reduce(x._local.as_strided((x._local.numel(),), (1,), 0), True)
         _relabel(x, same)
     else:
-        adopt(x, reduce(x._local, len(same) == 1 and _users(x._local) == 1))
+        adopt(x, reduce(x._local, len(same) == 1 and users(x._local) == 1))
 
 
 def adopt(x: DistTensor, total: Tensor) -> None:
@@ -287,17 +311,22 @@ def _relabel(x: DistTensor, same: list[DistTensor]) -> None:
             member._memory = None
 
 
+def alone(x: DistTensor) -> bool:
+    """Whether nobody else sees a tensor's memory, as far as this rank knows: it may be overwritten."""
+    return len(_same(x)) == 1 and users(x._local) == 1 and x._local.untyped_storage().nbytes() == x._local.nbytes
+
+
 def _same(x: DistTensor) -> list[DistTensor]:
     return x._memory.alive() if x._memory is not None else [x]
 
 
 def _holds_all(local: Tensor, same: list[DistTensor]) -> bool:
     """Whether these tensors, and nobody else, see a memory that holds nothing else."""
-    alone = len({id(member._local) for member in same}) == _users(local)
+    alone = len({id(member._local) for member in same}) == users(local)
     return alone and local.untyped_storage().nbytes() == local.nbytes
 
 
-def _users(local: Tensor) -> int:
+def users(local: Tensor) -> int:
     """How many tensors share this one's memory (the storage handle made here counts as one more)."""
     storage = local.untyped_storage()
     return _torch.storage_users(storage._cdata) - 1

@@ -1,0 +1,254 @@
+"""group_sharded_parallel: ZeRO for a local model, on the machinery of the marks.
+
+The model computes with plain parameters. The optimizer is given distributed ones over the same memory, whose gradients are the
+ranks' own, still to be averaged; what ``onecard.ShardingStage1`` and its kin do with such parameters is all that is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard.checkpoint import save_state_dict
+from onecard.comm import plain
+from onecard.comm.ranks import Ranks, of_ranks
+from onecard.fleet.parameters import held
+from onecard.fleet.strategy import FleetError
+from onecard.fleet.training import GradScaler
+from onecard.layout import Layout
+from onecard.parallel.blocks import Blocks, Piece, Policy
+from onecard.parallel.optimizer import keep_laid_out
+from onecard.parallel.zero import ShardedUpdate, ShardingStage1, ShardingStage2, ShardingStage3, overlaps
+from onecard.tensor import DistTensor
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec
+
+LEVELS: dict[str, type[ShardingStage1]] = {"os": ShardingStage1, "os_g": ShardingStage2, "p_g_os": ShardingStage3}
+AXIS = "sharding"
+
+
+class GroupShardedModel(nn.Module):
+    """What ``group_sharded_parallel`` returns: the model, with distributed parameters to those who ask for them.
+
+    ``parameters()`` gives what the optimizer updates: ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` clips by
+    the norm of the whole gradient. ``module`` is the model itself.
+    """
+
+    def __init__(self, module: nn.Module, twins: dict[nn.Parameter, Any], level: str) -> None:
+        super().__init__()
+        self.module, self.level = module, level
+        self._twins = twins
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self.module(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """Of the model, each as the distributed tensor that the optimizer updates."""
+        for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            yield name, self._twins.get(p, p)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the model; at level "p_g_os" its parameters are distributed tensors, for ``oc.save_state_dict``."""
+        found = self.module.state_dict(*args, **kwargs)
+        if self.level == "p_g_os":
+            names = dict(self.module.named_parameters(remove_duplicate=False))
+            for name, p in names.items():
+                if name in found and p in self._twins:
+                    found[name] = self._twins[p].detach()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Into the model: whole tensors, or distributed ones."""
+        given = dict(state_dict)
+        for name, p in self.module.named_parameters(remove_duplicate=False) if self.level == "p_g_os" else ():
+            value = given.pop(name, None)
+            if value is not None and p in self._twins:
+                self._twins[p].copy_(value)
+                given[name] = p.detach()  # which this rank holds nothing of
+        return self.module.load_state_dict(given, strict, assign)
+
+    def clear_gradients(self) -> None:
+        """``zero_grad()``."""
+        for _, p in self.named_parameters():
+            p.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """No gradients."""
+        self.clear_gradients()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def group_sharded_parallel(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str,
+    scaler: torch.amp.GradScaler | None = None,
+    group: Ranks | None = None,
+    offload: bool = False,
+    sync_buffers: bool = False,
+    buffer_max_size: int = 2**23,
+    segment_size: int = 2**20,
+    sync_comm: bool = False,
+    overlap: bool | None = None,
+    reshard_after_forward: Policy = True,
+    master_weights: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> tuple[GroupShardedModel, torch.optim.Optimizer, torch.amp.GradScaler | None]:
+    """Divide a local model's optimizer states, gradients and parameters over the ranks that see other data (ZeRO).
+
+    Gradients are averaged over the group, so that a loss that is a mean over this rank's samples is trained as the mean over all.
+
+    Args:
+        model: of plain parameters, first values those of the group's first rank.
+        optimizer: any of torch's over the model's parameters, without states yet.
+        level: "os" (states), "os_g" (gradients too), "p_g_os" (parameters too: gathered block by block).
+        scaler: returned, made to skip a step on all ranks together.
+        group: the ranks; all of the world if left out.
+        sync_buffers: give the buffers the first rank's values now.
+        buffer_max_size, segment_size: of Paddle, which this does not need: buckets are of 25 MiB.
+        sync_comm: nothing is under way while something else runs: ``overlap=False``.
+        offload, overlap, reshard_after_forward, master_weights, reduce_dtype: as of ``oc.ShardingStage3``.
+
+    Returns:
+        The model, wrapped; the optimizer; the scaler.
+
+    Raises:
+        FleetError: a level that there is not, an optimizer with states or of other parameters.
+
+    Source: ``paddle.distributed.sharding.group_sharded_parallel``.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> net, optimizer, _ = group_sharded_parallel(net, torch.optim.AdamW(net.parameters()), "os_g")
+        >>> net(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+    group = of_ranks(name="world") if group is None else group
+    _check(model, optimizer, level, group)
+    mesh = Ranks.mesh(group) if group.name == AXIS else of_ranks(group.ranks, AXIS).mesh()
+    named = dict(model.named_parameters())
+    for p in [*model.parameters(), *(model.buffers() if sync_buffers else ())]:
+        plain.broadcast(p.detach(), group, 0, call="group_sharded_parallel")
+    twins = {p: _twin(p, mesh) for p in named.values()}
+    for each in optimizer.param_groups:
+        each["params"] = [twins[p] for p in each["params"]]
+    running = False if sync_comm else overlap
+    stage: Any = LEVELS[level](AXIS, mesh, running, master_weights, reduce_dtype, offload)
+    pieces = {p: (t, t._spec, stage.cut(t)) for p, t in twins.items()} if level == "p_g_os" else {}
+    update = ShardedUpdate(optimizer, stage, _no_gradient)
+    if level == "p_g_os":
+        cuts = {p: Piece(cut, spec, p) for p, (t, spec, cut) in pieces.items() if cut is not None}
+        ahead = overlaps(running, [*twins.values()])
+        update.blocks = Blocks(model, cuts, reshard_after_forward, ahead)
+    for p, t in twins.items():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(_handing_on(t, update))
+    keep_laid_out(optimizer, update.lay_out)
+    return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else _scaler(scaler)
+
+
+def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
+    call = "group_sharded_parallel"
+    if level not in LEVELS:
+        raise FleetError(f"{call}: level is {level!r}; there are {', '.join(map(repr, LEVELS))}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FleetError(f"{call} takes a torch optimizer, not {type(optimizer).__name__}")
+    if not group.is_member():
+        raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
+    if optimizer.state:
+        raise FleetError(
+            f"{call}: the optimizer has states already: call this before its first step, and load states after"
+        )
+    known = {id(p) for p in model.parameters()}
+    for p in model.parameters():
+        if type(p) is not nn.Parameter:
+            raise FleetError(
+                f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
+            )
+        if held(p).copies:
+            raise FleetError(
+                f"{call}: heads that several ranks hold are not summed under ZeRO; use fleet.distributed_model"
+            )
+    if any(id(p) not in known for each in optimizer.param_groups for p in each["params"]):
+        raise FleetError(f"{call}: the optimizer holds parameters that are not the model's")
+
+
+def _twin(p: nn.Parameter, mesh: Any) -> Any:
+    """A distributed parameter over the memory of a plain one: equal on all ranks of the group."""
+    spec = Spec.make(Layout.replicated(mesh, p.dim()), p.shape, tuple(p.stride()), p.dtype, p.device)
+    return nn.Parameter(wrap(p.detach(), spec), p.requires_grad)
+
+
+def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
+    """The gradient of a plain parameter becomes the distributed one's: a summand of an average."""
+
+    def run(p: Any) -> None:
+        grad, p.grad = p.grad, None
+        for line in held(p).sums:
+            plain.all_reduce(grad, line, inplace=True, call="gradients")
+        update.reducer.before(twin)
+        if twin.grad is None:
+            twin.grad = _summand(twin, grad)
+        else:
+            twin.grad._local.add_(grad)
+        update.reducer.after(twin)
+
+    return run
+
+
+def _summand(twin: Any, grad: Tensor) -> DistTensor:
+    layout = Layout.make(twin.mesh, ((),) * twin.dim(), ((0, "avg"),))
+    return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
+
+
+def _no_gradient(twin: Any) -> DistTensor:
+    return _summand(twin, torch.zeros(twin.shape, dtype=twin.dtype, device=twin._spec.device))
+
+
+def _scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    made = GradScaler("cpu", enabled=scaler.is_enabled())
+    made.__dict__.update(scaler.__dict__)
+    return made
+
+
+def save_group_sharded_model(
+    model: GroupShardedModel, output: str | Path, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Save the model, and the optimizer, of ``group_sharded_parallel`` under a folder. Every rank calls it.
+
+    It is a checkpoint (``oc.save_state_dict``): any number of ranks and any level loads it, with ``oc.load_state_dict``, the
+    model's under "model" and the optimizer's by the names of the parameters under "optimizer".
+
+    Raises:
+        FleetError: a model that is not of ``group_sharded_parallel``.
+
+    Source: ``paddle.distributed.sharding.save_group_sharded_model``.
+    """
+    if not isinstance(model, GroupShardedModel):
+        raise FleetError(
+            f"save_group_sharded_model takes what group_sharded_parallel returned, not {type(model).__name__}: "
+            "oc.save_state_dict(model.state_dict(), path)"
+        )
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer_state(model, optimizer)
+    save_state_dict(state, output)
+
+
+def optimizer_state(model: GroupShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's states by the names of the parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, DistTensor | Tensor)}

@@ -1,0 +1,250 @@
+"""Parameters of ZeRO stage 3, whole while a block of a model runs: gathered in one message before it, and ahead of it.
+
+A block's parameters are gathered before its forward and before its backward, and given up after each. What autograd keeps of
+them (views, too) is over one memory that is emptied and filled again, so it is right whenever it is read. What reads a
+parameter outside of its block meets the part.
+
+Source: FSDP (Zhao et al., arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard import _torch, recorded
+from onecard._torch import tree_leaves
+from onecard.tensor import DistTensor
+from onecard.tensor.buckets import Cut, start_gather
+from onecard.tensor.spec import Spec
+
+Policy = bool | Callable[[str, nn.Module], bool]
+
+
+class Piece:
+    """A parameter of which this rank keeps a part, and the memory in which it is whole.
+
+    Attributes:
+        x: the part, a distributed tensor.
+        seen: what the module computes with: ``x`` itself, or a plain parameter.
+    """
+
+    def __init__(self, cut: Cut, spec: Spec, seen: Any) -> None:
+        self.x, self.seen, self.layout, self.axis, self.dim = cut.x, seen, cut.layout, cut.axis, cut.dim
+        self.part, self.cut_spec, self.whole_spec = cut.x._local, cut.x._spec, spec
+        like = cut.whole
+        self._facts = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": like.device}
+        self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+        self._nbytes = self.whole.untyped_storage().nbytes()
+        self.forget()
+
+    def cut(self) -> Cut:
+        """How it is cut, with the memory of the whole."""
+        return Cut(self.x, self.whole, self.layout, self.axis, self.dim)
+
+    def allocate(self) -> None:
+        """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
+        if recorded.recorder is not None:
+            self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+        else:
+            self._buffer.untyped_storage().resize_(self._nbytes)
+
+    def show(self) -> None:
+        """The module sees the whole."""
+        if self.seen is self.x:
+            self.part = self.x._local
+            self.x._local, self.x._spec = self.whole, self.whole_spec
+        else:
+            self.seen.data = self.whole
+
+    def forget(self) -> None:
+        """The module sees the part, and the memory is given up."""
+        if self.seen is self.x:
+            if self.x._spec is self.whole_spec:
+                self.x._local, self.x._spec = self.part, self.cut_spec
+        else:
+            self.seen.data = self._buffer.new_empty(0)
+        self.whole = self._buffer
+        self._buffer.untyped_storage().resize_(0)
+
+
+class Unit:
+    """The pieces of a block, gathered and given up together."""
+
+    def __init__(self, name: str, pieces: Sequence[Piece], gives_up: bool) -> None:
+        self.name, self.pieces, self.gives_up = name, pieces, gives_up
+        self.shown = False
+        self.inputs, self.waiting = 0, set[int]()  # gradients that its backward is still to make
+        self._end: Callable[[], None] | None = None
+
+    def start(self, later: bool = True) -> None:
+        """Start gathering, if nobody has."""
+        if self.shown or self._end is not None:
+            return
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.allocate()
+            self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later, f"block {self.name}")
+
+    def ready(self) -> None:
+        """Whole now."""
+        if self.shown:
+            return
+        self.start(later=False)
+        end, self._end = self._end, None
+        with torch.no_grad():
+            end()  # type: ignore[misc]
+        for piece in self.pieces:
+            piece.show()
+        self.shown = True
+
+    def release(self) -> None:
+        """Parts again."""
+        if self._end is not None:
+            self._end()  # what is under way writes to the memory
+            self._end = None
+        if self.shown:
+            self.shown = False
+        for piece in self.pieces:
+            piece.forget()
+        self.inputs, self.waiting = 0, set()
+
+
+class Blocks:
+    """The blocks of a model, and hooks that gather and give up their parameters.
+
+    Args:
+        model: its forward and backward are those of a step.
+        pieces: by the parameter that a module sees.
+        policy: whether a block gives its parameters up after forward, for all or by (name, module).
+        ahead: start gathering the next block's parameters while one computes.
+    """
+
+    def __init__(self, model: nn.Module, pieces: dict[Any, Piece], policy: Policy, ahead: bool) -> None:
+        self.ahead = ahead
+        self.units: list[Unit] = []
+        self._order: list[Unit] = []  # of the last forward
+        self._now: list[Unit] = []
+        self._tasks: set[int] = set()
+        for name, module, parameters in blocks_of(model, pieces):
+            gives_up = policy(name, module) if callable(policy) else policy
+            unit = Unit(name, [pieces[p] for p in parameters], gives_up)
+            self.units.append(unit)
+            module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._after(unit), always_call=False)
+            for i, p in enumerate(parameters):
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._accumulated(unit, i))
+        model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.release())
+
+    def release(self) -> None:
+        """All are parts."""
+        for unit in self.units:
+            unit.release()
+
+    def _begin(self) -> None:
+        if _torch.graph_task() < 0:
+            self._order, self._now = self._now or self._order, []
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        def run(module: nn.Module, args: Any, kwargs: Any) -> None:
+            unit.ready()
+            if _torch.graph_task() >= 0:  # run again in backward
+                return
+            self._now.append(unit)
+            self._start_beside(unit, 1)
+            if torch.is_grad_enabled():
+                for x in tree_leaves((args, kwargs)):
+                    if isinstance(x, Tensor) and x.requires_grad and not any(x is p.seen for p in unit.pieces):
+                        unit.inputs += 1
+                        x.register_hook(lambda grad: self._input_done(unit))
+
+        return run
+
+    def _after(self, unit: Unit) -> Callable[..., None]:
+        def run(module: nn.Module, args: Any, result: Any) -> None:
+            grads = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+            for x in grads if torch.is_grad_enabled() else ():
+                x.register_hook(lambda grad: self._backward(unit))
+            if _torch.graph_task() < 0 and (unit.gives_up or not torch.is_grad_enabled()):
+                inputs = unit.inputs
+                unit.release()
+                unit.inputs = inputs
+
+        return run
+
+    def _start_beside(self, unit: Unit, step: int) -> None:
+        """Start gathering for the block that came after (or before) this one in the last forward."""
+        order = self._order if step > 0 else self._now
+        if self.ahead and unit in order:
+            at = order.index(unit) + step
+            if 0 <= at < len(order):
+                order[at].start()
+
+    def _backward(self, unit: Unit) -> None:
+        """The backward of a block begins."""
+        task = _torch.graph_task()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _torch.queue_callback(lambda: self._finish(task))
+        if not unit.waiting:
+            unit.waiting = {i for i, p in enumerate(unit.pieces) if p.seen.requires_grad}
+        unit.ready()
+        self._start_beside(unit, -1)
+
+    def _accumulated(self, unit: Unit, i: int) -> Callable[[Any], None]:
+        def run(parameter: Any) -> None:
+            unit.waiting.discard(i)
+            self._perhaps_done(unit)
+
+        return run
+
+    def _input_done(self, unit: Unit) -> None:
+        unit.inputs -= 1
+        self._perhaps_done(unit)
+
+    def _perhaps_done(self, unit: Unit) -> None:
+        if not unit.waiting and unit.inputs <= 0 and self._tasks:
+            unit.release()
+
+    def _finish(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.release()
+
+
+def blocks_of(model: nn.Module, pieces: Iterable[Any]) -> Iterator[tuple[str, nn.Module, list[Any]]]:
+    """The modules below a model that are no mere lists, each with its parameters; what several share is the model's own."""
+    known = {id(p): p for p in pieces}
+    found = [(name, module) for name, module in _children("", model)]
+    owners: dict[int, set[str]] = {}
+    for name, module in found:
+        for p in module.parameters():
+            owners.setdefault(id(p), set()).add(name)
+    taken: set[int] = set()
+    for name, module in found:
+        mine = {id(p): p for p in module.parameters() if id(p) in known and owners[id(p)] == {name}}
+        taken |= set(mine)
+        if mine:
+            yield name, module, [*mine.values()]
+    rest = {id(p): p for p in model.parameters() if id(p) in known and id(p) not in taken}
+    if rest:
+        yield "", model, [*rest.values()]
+
+
+def _children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            yield from _children(path, child)
+        else:
+            yield path, child
+
+
+def of_marks(model: nn.Module, cuts: Iterable[tuple[DistTensor, Spec, Cut]], policy: Policy, ahead: bool) -> Blocks:
+    """Blocks of a model whose parameters are distributed tensors: (parameter, its spec without the cut, the cut)."""
+    return Blocks(model, {x: Piece(cut, spec, x) for x, spec, cut in cuts}, policy, ahead)

@@ -1,0 +1,213 @@
+"""group_sharded_parallel: the three levels on plain modules, against one card; what each rank keeps; what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_zero import OPTIMIZERS, batches
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import onecard as oc
+from onecard import fleet
+from onecard.errors import CommunicationError
+from onecard.fleet.strategy import FleetError
+from onecard.tensor import buckets
+from onecard.testing import assert_close, run_ranks
+
+LEVELS = ("os", "os_g", "p_g_os")
+STEPS = 4
+
+
+class Deep(nn.Module):
+    """Blocks that are run again in backward, one of them twice, tied weights, a frozen layer, one used every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+        self.frozen, self.sometimes = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        h = self.embedding(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = h + (checkpoint(block, h, use_reentrant=False) if step % 3 == 1 else block(h))
+        h = h + self.sometimes(h) if step % 2 else h
+        return self.head(self.norm(self.frozen(h)))
+
+
+def train(net: Any, optimizer: Any, accumulate: int, clip: bool, ranks: int = 1, rank: int = 0) -> list[float]:
+    losses, data = [], batches()
+    for step in range(STEPS):
+        total = 0.0
+        for _ in range(accumulate):
+            x, y = (t.chunk(ranks)[rank] for t in next(data))
+            loss = cross_entropy(net(x, step), y) / accumulate
+            loss.backward()
+            total += loss.item()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def levels() -> None:
+    buckets.BUCKET_BYTES = 512
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    fleet.init(is_collective=True)
+    group = oc.new_group(list(range(ranks)))
+    settings = {"momentum": (1, True), "foreach": (3, False), "fused": (2, True)}
+    for level in LEVELS:
+        for name, (accumulate, clip) in settings.items():
+            alone = Deep()
+            expected = train(alone, OPTIMIZERS[name](alone.parameters()), accumulate, clip)
+            found = []
+            for overlap, policy in ((False, True), (True, True), (True, lambda name, block: name != "blocks.1")):
+                net: Any = Deep()
+                made = OPTIMIZERS[name](net.parameters())
+                net, optimizer, _ = fleet.group_sharded_parallel(
+                    net, made, level, group=group, overlap=overlap, reshard_after_forward=policy
+                )
+                assert optimizer is made
+                losses = train(net, optimizer, accumulate, clip, ranks, rank)
+                mean = torch.tensor(losses)
+                oc.all_reduce(mean, oc.ReduceOp.AVG)
+                assert mean.tolist() == pytest.approx(expected, rel=1e-5), (level, name, overlap)
+                weights = {n: oc.unshard(p.detach()) for n, p in net.named_parameters()}
+                found.append((losses, weights))
+                for n, p in alone.named_parameters():
+                    assert_close(weights[n], p.detach(), rtol=1e-5, atol=1e-6)
+                check_kept(net, optimizer, level)
+            for other in found[1:]:
+                assert other[0] == found[0][0] and all(torch.equal(other[1][n], w) for n, w in found[0][1].items())
+
+
+def check_kept(net: Any, optimizer: Any, level: str) -> None:
+    """Each rank holds its part of the states, and at "p_g_os" of the parameters, whose whole memory is given back."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            assert not isinstance(value, Tensor) or value.dim() == 0 or isinstance(value.placements[0], oc.Shard), key
+    for p in net.module.parameters():
+        assert (p.untyped_storage().nbytes() == 0) == (level == "p_g_os")
+    for p in net.parameters():
+        whole = isinstance(p.placements[0], oc.Replicate)
+        assert whole == (level != "p_g_os") and p.grad is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_three_levels_are_one_card(ranks):
+    run_ranks(levels, ranks, timeout=120)
+
+
+class Branching(nn.Module):
+    """Two of three layers, by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.layers[0](x[:0]).sum()
+        for row in x:
+            number = int(row[0] > 0)
+            total = total + self.layers[number](row).square().mean()
+        return total / len(x)
+
+
+def branches() -> None:
+    """Ranks take other branches: the gradients of one card."""
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    fleet.init(is_collective=True)
+    rows = torch.tensor([[-1.0, 2, 3, 4], [1.0, 2, 3, 4], [-2.0, 1, 0, 1], [3.0, 0, 1, 1]])
+    for level in LEVELS[:2]:
+        alone, net = Branching(), Branching()
+        one = torch.optim.AdamW(alone.parameters(), 0.1)
+        made: Any = torch.optim.AdamW(net.parameters(), 0.1)
+        model, optimizer, _ = fleet.group_sharded_parallel(net, made, level, overlap=False)
+        for step in range(4):
+            for micro in range(2):
+                here = rows if (step + micro) % 2 else rows.flip(0)
+                here = here[[0, 2, 1, 3]]  # the ranks' rows go to different layers
+                (alone(here) / 2).backward()
+                (model(here.chunk(ranks)[rank]) / 2).backward()
+            one.step(), one.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
+        for (n, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert_close(oc.unshard(p.detach()), q.detach(), rtol=1e-5, atol=1e-6)
+            assert (p in optimizer.state) == (q in one.state), n
+
+
+def crossed(level: str, overlap: bool) -> str:
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    net = Branching()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    made, optimizer, _ = fleet.group_sharded_parallel(net, optimizer, level, overlap=overlap)
+    rows = torch.tensor([[-1.0, 2, 3, 4], [-2.0, 1, 0, 1], [1.0, 2, 3, 4], [3.0, 0, 1, 1]])
+    try:
+        made(rows.chunk(ranks)[rank]).backward()
+        optimizer.step()
+    except CommunicationError as fault:
+        return str(fault)
+    return "no error"
+
+
+def test_a_rank_whose_branch_leaves_a_parameter_out():
+    run_ranks(branches, 2, timeout=60)
+    for level, overlap in (("os_g", True), ("p_g_os", False)):  # of one size: nothing but their names tells them apart
+        for found in run_ranks(crossed, 2, level, overlap, timeout=60):
+            assert "but not for the same" in found or "different collectives" in found, (level, found)
+
+
+def saved(folder: str) -> None:
+    fleet.init(is_collective=True)
+    first: dict[str, Tensor] = {}
+    for level, other in (("os", "p_g_os"), ("p_g_os", "os_g")):
+        net, optimizer, scaler = sharded(level)
+        assert isinstance(scaler, fleet.GradScaler)
+        train(net, optimizer, 1, False, oc.get_world_size(), oc.get_rank())
+        fleet.save_group_sharded_model(net, f"{folder}/{level}", optimizer)
+        first = {n: oc.unshard(p.detach()).clone() for n, p in net.named_parameters()}
+        again, optimizer, _ = sharded(other)
+        state = oc.load_state_dict({"model": again.state_dict()}, f"{folder}/{level}")
+        again.load_state_dict(state["model"])
+        for n, p in again.named_parameters():
+            assert torch.equal(oc.unshard(p.detach()), first[n]), (level, n)
+        whole = oc.checkpoint.load(f"{folder}/{level}")
+        assert {*whole} == {"model", "optimizer"} and "exp_avg" in whole["optimizer"]["norm.weight"]
+
+
+def sharded(level: str) -> Any:
+    net = Deep()
+    made = OPTIMIZERS["fused"](net.parameters())
+    return fleet.group_sharded_parallel(net, made, level, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_saved_models_load_at_other_levels(tmp_path: Path) -> None:
+    run_ranks(saved, 2, str(tmp_path))
+
+
+def test_words():
+    fleet.init(is_collective=True)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(FleetError, match="level is 'zero'; there are 'os', 'os_g', 'p_g_os'"):
+        fleet.group_sharded_parallel(net, optimizer, "zero")
+    with pytest.raises(FleetError, match="parameters that are not the model's"):
+        fleet.group_sharded_parallel(copy.deepcopy(net), optimizer, "os")
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(FleetError, match="has states already"):
+        fleet.group_sharded_parallel(net, optimizer, "os")
+    with pytest.raises(FleetError, match="takes what group_sharded_parallel returned"):
+        fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""Stage 3 by blocks: policies, recomputation, tied and outside uses, evaluation, faults; messages and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_group_sharded import Deep
+from test_zero import OPTIMIZERS, batches
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import onecard as oc
+from onecard.parallel import blocks
+from onecard.tensor import buckets
+from onecard.testing import assert_close, run_ranks
+
+R, S = oc.Replicate(), oc.Shard
+POLICIES: dict[str, Any] = {"always": True, "never": False, "by block": lambda name, block: name.startswith("blocks.1")}
+
+
+def train(net: Any, optimizer: Any, place: Any, accumulate: int) -> list[float]:
+    losses, data = [], batches()
+    for step in range(5):
+        for _ in range(accumulate):
+            x, y = map(place, next(data))
+            loss = cross_entropy(net(x, step), y) / accumulate
+            loss.backward()
+        if step == 1:  # a forward without a backward, and one that breaks off
+            with torch.no_grad():
+                losses.append(net(x, 0).square().mean().item())
+            losses.append(net.eval()(x, 0).square().mean().item())
+            net.train()
+            handle = net.norm.register_forward_pre_hook(_fail)
+            with pytest.raises(OSError):
+                net(x, 0)
+            handle.remove()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def on_mesh(tp: bool) -> tuple[Any, oc.ProcessMesh]:
+    net, n = Deep(), oc.get_world_size()
+    if not tp:
+        mesh = oc.ProcessMesh(range(n), ["dp"])
+        return oc.shard_layer(net, mesh), mesh
+    mesh = oc.ProcessMesh(torch.arange(n).view(-1, 2).tolist(), ["dp", "tp"])
+    oc.shard_layer(net, mesh)
+    for block in net.blocks:
+        block[0].weight = oc.shard_tensor(block[0].weight, mesh, [R, S(0)])
+        block[2].weight = oc.shard_tensor(block[2].weight, mesh, [R, S(1)])
+    return net, mesh
+
+
+def policies(tp: bool) -> None:
+    buckets.BUCKET_BYTES = 512
+    for name, accumulate in [("fused", 1)] if tp else [("momentum", 2)]:
+        alone = Deep()
+        expected = train(alone, OPTIMIZERS[name](alone.parameters()), lambda x: x, accumulate)
+        found: list[Any] = []
+        for policy in POLICIES.values():
+            for overlap in (False, True):
+                net, mesh = on_mesh(tp)
+                stage = oc.ShardingStage3("dp", mesh, overlap=overlap, model=net, reshard_after_forward=policy)
+                optimizer = oc.shard_optimizer(OPTIMIZERS[name](net.parameters()), stage)
+                rest = [R] * (mesh.ndim - 1)
+                losses = train(net, optimizer, lambda x: oc.shard_tensor(x, mesh, [S(0), *rest]), accumulate)  # noqa: B023
+                assert losses == pytest.approx(expected, rel=1e-5), (name, overlap)
+                weights = [p.detach().full_tensor() for p in net.parameters()]
+                for weight, p in zip(weights, alone.parameters(), strict=True):
+                    assert_close(weight, p.detach(), rtol=1e-5, atol=1e-6)
+                assert all(isinstance(p.placements[0], oc.Shard) for p in net.parameters())
+                found.append((losses, weights))
+        for losses, weights in found[1:]:
+            assert losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
+def test_policies_are_one_card_and_equal_bit_for_bit(ranks, tp):
+    run_ranks(policies, ranks, tp, timeout=120)
+
+
+def sent(policy: str, overlap: bool) -> tuple[dict[str, tuple[int, int]], list[int]]:
+    """Messages of a step, and how many blocks are whole after forward and after backward."""
+    mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
+    torch.manual_seed(0)
+    net = oc.shard_layer(nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)]), mesh)
+    made: list[blocks.Blocks] = []
+    was = blocks.Blocks.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        made.append(self)
+        was(self, *args)
+
+    blocks.Blocks.__init__ = init  # type: ignore[method-assign]
+    chosen = {"always": True, "never": False, "by block": lambda name, block: name == "0"}[policy]
+    stage = oc.ShardingStage3("dp", mesh, overlap=overlap, model=net, reshard_after_forward=chosen)
+    optimizer = oc.shard_optimizer(torch.optim.AdamW(net.parameters(), fused=True), stage)
+    whole = []
+    for _ in range(2):
+        with oc.explain() as report:
+            loss = net(oc.shard_tensor(torch.ones(4, 16), mesh, [S(0)])).square().mean()
+            whole.append(sum(p.whole.untyped_storage().nbytes() > 0 for u in made[0].units for p in u.pieces))
+            loss.backward()
+            whole.append(sum(p.whole.untyped_storage().nbytes() > 0 for u in made[0].units for p in u.pieces))
+            optimizer.step()
+            optimizer.zero_grad()
+    counts: dict[str, tuple[int, int]] = {}
+    for m in report.messages:
+        if m.step.kind != "slice":
+            number, size = counts.get(m.step.kind, (0, 0))
+            counts[m.step.kind] = number + 1, size + m.step.bytes
+    return counts, whole[2:]
+
+
+def test_messages_and_memory():
+    """P elements: an all-gather of each block for forward, one for backward where it gave its parameters up, a reduce-scatter."""
+    part = 4 * 16 * 16 // 2
+    for overlap in (False, True):
+        for policy, gathers, kept in (("always", 8, 0), ("never", 4, 4), ("by block", 5, 3)):
+            counts, whole = run_ranks(sent, 2, policy, overlap)[0]
+            assert counts == {"all_gather": (gathers, gathers * part), "reduce_scatter": (1, 4 * part)}, (
+                policy,
+                counts,
+            )
+            assert whole == [kept, 0], (policy, overlap)
+
+
+def used(net: Any, x: Tensor) -> Any:
+    return nn.functional.linear(net[0](x), net[1].weight)
+
+
+def outside() -> None:
+    """A parameter that is read outside of its block: before forward, in the loss, after backward."""
+    mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
+    found = []
+    for stage in (None, oc.ShardingStage3):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if stage:
+            oc.shard_layer(net, mesh)
+        optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+        optimizer = oc.shard_optimizer(optimizer, stage("dp", mesh, model=net)) if stage else optimizer
+        seen = []
+        for step in range(3):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            x = oc.shard_tensor(x, mesh, [S(0)]) if stage else x
+            seen.append(net[0].weight.norm().item())
+            loss = used(net, net(x)).square().mean() + net[0].weight.square().sum()
+            loss.backward()
+            seen += [loss.item(), net[1].weight.norm().item()]
+            with torch.no_grad():
+                net[1].bias.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(seen)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_parameters_that_are_read_outside_of_their_block():
+    run_ranks(outside, 2)
