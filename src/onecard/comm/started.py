@@ -209,7 +209,7 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
         return Started.complete(x)
     dense = collectives._dense(x)
     work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
-    handle = Started(f"send with tag {tag}", made, work, lambda: x, (x, dense))
+    handle = Started(_named("send", tag, call), made, work, lambda: x, (x, dense))
     _keep(handle)
     return handle
 
@@ -221,7 +221,11 @@ def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: s
         return Started.complete(x)
     dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
-    return Started(f"recv with tag {tag}", made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+    return Started(_named("recv", tag, call), made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def _named(kind: str, tag: int, call: str) -> str:
+    return f"{kind} with tag {tag}" + (f" ({call})" if call != kind else "")
 
 
 def finish_sends(timeout: float | None = None) -> None:
