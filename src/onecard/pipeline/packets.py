@@ -110,6 +110,24 @@ def split(value: Any, sizes: Sequence[int], what: str = "the batch") -> list[Any
     return [tree_unflatten([parts[i] for parts in cut], nest) for i in range(len(sizes))]
 
 
+def join(values: Sequence[Any]) -> Any:
+    """What ``split`` cut, whole again.
+
+    Raises:
+        ScheduleError: a number for each microbatch, which has no batch dim.
+    """
+    flat = [tree_flatten(value) for value in values]
+    made = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if isinstance(leaves[0], Tensor) and not leaves[0].dim():
+            raise ScheduleError(
+                "the last stage returns one number for each microbatch, of which no batch can be joined: ask for the loss, with "
+                "labels, or let it return one for each sample"
+            )
+        made.append(torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0])
+    return tree_unflatten(made, flat[0][1])
+
+
 def batch_size(value: Any) -> int:
     """The length of the first tensor's first dim; ScheduleError if there is none."""
     first = next((x for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.dim()), None)

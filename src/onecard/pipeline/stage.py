@@ -31,6 +31,7 @@ class Stage:
         run: the value of a microbatch -> that for the next stage.
         loss: on the last stage, (value, target) -> one number; None elsewhere.
         around: makes the context of each forward, such as autocast.
+        halves: whether I leaves the weights to W; else it does the whole backward.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Stage:
         run: Callable[[Any], Any],
         loss: Callable[[Any, Any], Tensor] | None = None,
         around: Callable[[], AbstractContextManager[Any]] | None = None,
+        halves: bool = True,
     ) -> None:
-        self.run, self.loss, self.around = run, loss, around
+        self.run, self.loss, self.around, self.halves = run, loss, around, halves
         self._flights: dict[int, _Flight] = {}
 
     def forward(self, microbatch: int, form: Form, tensors: Sequence[Tensor], index: int) -> tuple[Form, list[Tensor]]:
@@ -102,7 +104,10 @@ class Stage:
     def backward_input(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """I: the same, without the gradients of the weights."""
         flight = self._flights[microbatch]
-        flight.weights = input_half(flight.edges, self._grads(flight, grads), flight.inputs)
+        if self.halves:
+            flight.weights = input_half(flight.edges, self._grads(flight, grads), flight.inputs)
+        else:
+            whole_backward(flight.edges, self._grads(flight, grads))
         found = _taken(flight.inputs)
         flight.edges, flight.inputs, flight.scale = [], [], None
         return found

@@ -1,0 +1,66 @@
+"""The pipeline runtime: every schedule on real ranks against the one-card program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fleet_programs import close
+from pipeline_programs import OneCard, begin, compare, gpt, token_loss, tokens
+from torch import nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.fleet.schedules import MODES
+from onecard.testing import run_ranks
+
+SIZE = 2  # of microbatches; the last of every second case is smaller
+
+
+def one_card_steps(blocks: int, batch: int, steps: int):
+    """Losses and the model after some steps of the plain program."""
+    torch.manual_seed(3)
+    model = OneCard(gpt(blocks))
+    after = torch.get_rng_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        x, y = tokens(batch, step)
+        loss = token_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model, after
+
+
+def every_schedule(counts: list[int], modes: list[str]) -> int:
+    p, done = oc.get_world_size(), 0
+    blocks = 2 * p - 3  # with embedding, norm and head: 2 p layers, one for each stage of a V
+    for m in counts:
+        batch = SIZE * m - (m % 2)
+        losses, single, after = one_card_steps(blocks, batch, 2)
+        for mode in modes:
+            begin(mode, m, SIZE, pp=p)
+            torch.manual_seed(3)
+            layer = fleet.PipelineLayer(gpt(blocks), loss_fn=token_loss)
+            assert torch.equal(torch.get_rng_state(), after), "what is drawn next is not what one card draws"
+            model = fleet.distributed_model(layer)
+            optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+            for step, expected in enumerate(losses):
+                loss = model.train_batch(tokens(batch, step), optimizer)
+                close(loss, torch.tensor(expected), f"{mode}, {m}: loss of step {step}")
+            compare(layer, single, f"{mode}, {m}")
+            done += 1
+    x, y = tokens(5, 9)
+    expected = single(x).detach()
+    close(model(x), expected, "forward")
+    close(model.eval_batch([x, y]), token_loss(expected, y), "eval_batch")
+    return done
+
+
+def test_every_schedule_on_two_ranks_is_one_card() -> None:
+    assert run_ranks(every_schedule, 2, [1, 2, 3, 4, 5, 6, 7, 8], MODES, timeout=200) == [8 * len(MODES)] * 2
+
+
+def test_every_schedule_on_four_ranks_is_one_card() -> None:
+    assert run_ranks(every_schedule, 4, [1, 2, 3, 4, 5, 6, 7, 8], MODES, timeout=200) == [8 * len(MODES)] * 4
