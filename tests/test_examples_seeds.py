@@ -232,6 +232,7 @@ MAINS = [
     ("manual_model_parallel_000", 2, ["--program", "static"], "mp_loss: "),
     ("manual_classifier_001", 2, ["--images", "random", "--epochs", "1"], "epoch 0: loss "),
     ("manual_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("manual_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("manual_demos_004", 2, [], "self_attention: out and gradients differ by "),
 ]
 
