@@ -164,12 +164,12 @@ class PipelineParallel(DistributedModel):
         return loss_weights(module.loss_fn, module.loss_weight, split(labels, sizes, "the labels"))
 
 
-def loss_weights(loss_fn: Any, counted: Callable[[Any], Any] | None, parts: Sequence[Any]) -> list[Any] | None:
+def loss_weights(loss_fn: Any, counted: Callable[[Any], Any] | None, parts: Sequence[Any]) -> list[float] | None:
     """What each microbatch's loss weighs in that of the batch; None: as many as its samples.
 
     Example:
         >>> labels = [torch.tensor([1, -100]), torch.tensor([0, 1])]
-        >>> [round(float(w), 3) for w in loss_weights(nn.CrossEntropyLoss(), None, labels)]
+        >>> [round(w, 3) for w in loss_weights(nn.CrossEntropyLoss(), None, labels)]
         [0.333, 0.667]
     """
     reduction = getattr(loss_fn, "reduction", "mean") if isinstance(loss_fn, nn.Module) else "mean"
@@ -182,9 +182,8 @@ def loss_weights(loss_fn: Any, counted: Callable[[Any], Any] | None, parts: Sequ
         if not classes or not all(isinstance(y, Tensor) and not y.is_floating_point() for y in parts):
             return None
         counted = partial(_counted_labels, loss_fn)
-    counts = [torch.as_tensor(counted(part), dtype=torch.float64) for part in parts]
-    total = torch.stack([c.reshape(()) for c in counts]).sum()
-    return [(c.reshape(()) / total) for c in counts]
+    counts = [float(counted(part)) for part in parts]
+    return [count / sum(counts) for count in counts] if any(counts) else None
 
 
 def _counted_labels(loss_fn: Any, labels: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Runner:
         inputs: Any,
         targets: Any = None,
         sizes: Sequence[int] | None = None,
-        weights: Sequence[float | Tensor] | None = None,
+        weights: Sequence[float] | None = None,
         scale: float | Tensor = 1.0,
         share: bool = True,
     ) -> Tensor | None:

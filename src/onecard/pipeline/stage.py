@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from onecard._torch import tree_leaves
 from onecard.pipeline.halves import WeightHalf, input_half, whole_backward
 from onecard.pipeline.packets import Form
 
@@ -55,14 +56,17 @@ class Stage:
             self._flights[microbatch] = _Flight(wanted, edges, made, None)
         return made, outputs
 
-    def forward_loss(self, microbatch: int, form: Form, tensors: Sequence[Tensor], target: Any, scale: Any) -> Tensor:
-        """F of the last stage: its loss. ``scale``: what the loss is multiplied with before its backward."""
+    def forward_loss(
+        self, microbatch: int, form: Form, tensors: Sequence[Tensor], target: Any, weight: Any, scale: Any
+    ) -> Tensor:
+        """F of the last stage: its loss. ``weight`` and ``scale``: what it is multiplied with before its backward."""
         inputs = self._enter(form, tensors)
-        loss = self._run(form.join(inputs), target, True)
+        # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
+        loss = self._run(form.join(inputs), target, True) if weight else _nothing(self._run(form.join(inputs)))
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
-            seed = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+            seed = torch.as_tensor(weight * scale, dtype=loss.dtype, device=loss.device)
             self._flights[microbatch] = _Flight(wanted, edges, None, seed)
         return loss.detach()
 
@@ -124,6 +128,13 @@ class Stage:
     def forget(self) -> None:
         """Drop what is under way, after an error."""
         self._flights.clear()
+
+
+def _nothing(value: Any) -> Tensor:
+    """Zero, as a function of all tensors of a value."""
+    return torch.stack(
+        [x.flatten()[:0].sum() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    ).sum()
 
 
 def _taken(inputs: list[Tensor]) -> list[Tensor]:

@@ -127,7 +127,7 @@ class Step:
             self.outputs[i] = mine.forward_output(form, tensors)
         else:
             target = self.targets[i] if self.targets is not None else None
-            loss = mine.forward_loss(i, form, tensors, target, self.weights[i] * self.scale)
+            loss = mine.forward_loss(i, form, tensors, target, self.weights[i], self.scale)
             if loss.numel() != 1:
                 raise ScheduleError(f"loss_fn returned {list(loss.shape)}; want one number, the mean over a microbatch")
             self.losses[i] = loss.reshape(())
@@ -153,8 +153,8 @@ class Step:
         self.runner.spans.append((self.runner.group.index, action, begin, time.perf_counter()))
 
     def _mean(self) -> Tensor:
-        total = sum(self.losses[i] * w for i, w in enumerate(self.weights))
-        return total if isinstance(total, Tensor) else torch.as_tensor(total)
+        total = torch.stack([self.losses[i].double() * w for i, w in enumerate(self.weights)]).sum()
+        return total.to(self.losses[0].dtype)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
