@@ -1,4 +1,4 @@
-"""What the tests of the pipeline runtime share: a small GPT as layers, with a tied embedding, and its one-card twin's gradients."""
+"""What the tests of the pipeline runtime share: a small GPT as layers, with a tied embedding, and its one-card twin."""
 
 from __future__ import annotations
 

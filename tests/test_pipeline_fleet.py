@@ -324,7 +324,9 @@ class Mlp(nn.Module):
 
 
 def table(parallel: bool) -> Any:
-    return fleet.SharedLayerDesc("table", mp.VocabParallelEmbedding if parallel else nn.Embedding, None, "weight", 12, 8)
+    return fleet.SharedLayerDesc(
+        "table", mp.VocabParallelEmbedding if parallel else nn.Embedding, None, "weight", 12, 8
+    )
 
 
 def tied_head(layer: Any, x: Tensor) -> Tensor:
@@ -340,12 +342,15 @@ def tensor_parallel_layers(parallel: bool) -> list[Any]:
     return [first, Desc(Mlp, parallel), Desc(Mlp, parallel), last]
 
 
+def mean_loss(out: Tensor, y: Tensor) -> Tensor:
+    return mp.ParallelCrossEntropy(num_classes=12)(out, y).mean()
+
+
 def with_tensor_parallel() -> None:
     for mode in ("1F1B", "ZBH1", "ZBV"):
         begin(mode, 3, 2, mp=2, pp=2)
         single = build(tensor_parallel_layers(False), True)
-        cross = mp.ParallelCrossEntropy(num_classes=12)
-        mine = build(tensor_parallel_layers(True), False, loss_fn=lambda out, y: cross(out, y).mean())
+        mine = build(tensor_parallel_layers(True), False, loss_fn=mean_loss)
         model = fleet.distributed_model(mine)
         x, y = (t % 12 for t in tokens(5))
         loss = model.forward_backward_pipeline([x, y])

@@ -71,8 +71,8 @@ class PipelineLayer(nn.Module):
         self._functions: dict[int, Callable[[Any], Any]] = {}
         self._shared: dict[str, nn.Module] = {}
         self._build()
-        self._tie()
         self._check_parameters()
+        self._tie()
 
     # -- which layers ------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,6 @@ class PipelineLayer(nn.Module):
                 )
                 with random_turns.not_drawn(first != index):
                     self._shared[desc.key] = desc.build_layer()
-                _check_attribute(self._shared[desc.key], desc)
             made = self._shared[desc.key]
             run = made if desc.forward_func is None else partial(desc.forward_func, made)
         else:
@@ -179,20 +178,30 @@ class PipelineLayer(nn.Module):
                 sum_over(p, group)
 
     def _check_parameters(self) -> None:
-        """Every rank learns of a stage without parameters, so that all end with the same words."""
-        mine = [0.0] * self.num_stages
+        """Every rank learns of a stage without parameters, or of a shared one that is not there: all end with the same words."""
+        mine = [0.0] * (self.num_stages + 1)
         for stage in self.stages:
             made = [self._modules.get(str(i)) for i in self.layers_of(stage)]
             mine[stage] = float(sum(p.numel() for m in made if m is not None for p in m.parameters()))
-        counts = torch.tensor(mine, dtype=torch.float64, device=world.device())
-        self.parameter_counts = [int(n) for n in plain.all_reduce(counts, self.group, call="PipelineLayer").tolist()]
-        empty = [stage for stage, count in enumerate(self.parameter_counts) if not count]
-        if empty and home.here is REAL:
-            names = ", ".join(f"{i}: {_name(self.descs[i])}" for i in self.layers_of(empty[0]))
+        mine[-1] = float(any(_fault(self._shared[d.key], d) for d in self._shared_descs() if d.key in self._shared))
+        said = torch.tensor(mine, dtype=torch.float64, device=world.device())
+        *counts, faults = plain.all_reduce(said, self.group, call="PipelineLayer").tolist()
+        self.parameter_counts = [int(n) for n in counts]
+        if home.here is not REAL:
+            return
+        if faults:
+            with torch.device("meta"):
+                raise FleetError(next(filter(None, (_fault(d.build_layer(), d) for d in self._shared_descs()))))
+        if 0 in self.parameter_counts:
+            empty = self.parameter_counts.index(0)
+            names = ", ".join(f"{i}: {_name(self.descs[i])}" for i in self.layers_of(empty))
             raise FleetError(
-                f"stage {empty[0]} of {self.num_stages} has no parameters; its layers are {names}. Cut elsewhere: "
+                f"stage {empty} of {self.num_stages} has no parameters; its layers are {names}. Cut elsewhere: "
                 f'seg_method="parameters", or bounds other than {self.bounds}'
             )
+
+    def _shared_descs(self) -> list[SharedLayerDesc]:
+        return [desc for desc in self.descs if isinstance(desc, SharedLayerDesc)]
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -277,11 +286,13 @@ def _check(hcg: HybridCommunicateGroup, num_stages: int | None, recompute_ctx: A
         raise FleetError(f"recompute_interval is {interval!r}; want how many layers run again together, 0 for none")
 
 
-def _check_attribute(module: nn.Module, desc: SharedLayerDesc) -> None:
+def _fault(module: nn.Module, desc: SharedLayerDesc) -> str:
+    """What is wrong with a shared layer."""
     names = [name for name, _ in module.named_parameters()]
-    if desc.shared_weight_attr not in names:
-        better = f": shared_weight_attr={names[0]!r}" if names else ", and so there is nothing to share"
-        raise FleetError(
-            f"SharedLayerDesc({desc.key!r}): {desc.layer_func.__name__} has no parameter {desc.shared_weight_attr!r}; it has "
-            f"{names}{better}"
-        )
+    if desc.shared_weight_attr in names:
+        return ""
+    better = f": shared_weight_attr={names[0]!r}" if names else ", and so there is nothing to share"
+    return (
+        f"SharedLayerDesc({desc.key!r}): {desc.layer_func.__name__} has no parameter {desc.shared_weight_attr!r}; it has "
+        f"{names}{better}"
+    )

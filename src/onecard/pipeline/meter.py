@@ -36,13 +36,18 @@ class Meter:
         self.now = self.peak = 0
         self.stages: dict[int, int] = {}
         self._left_out = {p.untyped_storage().data_ptr() for p in parameters}
+        self._batch: set[int] = set()
         self._users: dict[int, int] = {}
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the memory of these: the batch, which is there anyway."""
+        self._batch = {x.untyped_storage().data_ptr() for x in tensors}
 
     def add(self, tensor: Tensor) -> None:
         """One more that keeps this memory."""
         storage = tensor.untyped_storage()
         at = storage.data_ptr()
-        if at in self._left_out:
+        if at in self._left_out or at in self._batch:
             return
         self._users[at] = self._users.get(at, 0) + 1
         if self._users[at] == 1:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onecard._torch import tree_leaves
 from onecard.comm import world
 from onecard.comm.started import Started
 from onecard.errors import CommunicationError, ScheduleError
@@ -48,6 +49,8 @@ class Step:
                 "a step needs a loss: Runner(stages, loss_fn=...), and targets on the last stage's rank"
             )
         self.weights = [n / size for n in self.sizes] if weights is None else list(weights)
+        if runner.meter:
+            runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
         self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
         self.links: dict[int, Link] = {}
         self.arriving: dict[tuple[str, int, int], Arriving] = {}
@@ -176,24 +179,26 @@ class Step:
 
     def _send_forward(self, position: int, action: Action) -> None:
         form, tensors = self.here.pop(("F", action.stage + 1, action.microbatch))
-        link = self._link(action)
-        for message in link.send(action, self.keys[action.microbatch], form, tensors):  # type: ignore[arg-type]
-            self.sent.append((position, action, message))
+        link, key = self._link(action), self.keys[action.microbatch]
+        if form is not None:
+            sent = self._waited(position, action, lambda _: link.send(action, key, form, tensors))
+            self.sent += [(position, action, message) for message in sent]
 
     def _receive_forward(self, position: int, action: Action) -> None:
         link, key = self._link(action), self.keys[action.microbatch]
-        self.arriving["F", action.stage, action.microbatch] = self._waited(
-            position, action, lambda timeout: link.receive(action, key, timeout)
-        )
+        begun = self._waited(position, action, lambda timeout: link.receive(action, key, timeout))
+        self.arriving["F", action.stage, action.microbatch] = begun
 
     def _send_backward(self, position: int, action: Action) -> None:
         _, grads = self.here.pop(("B", action.stage - 1, action.microbatch))
-        self._link(action).send_gradients(action, grads)
+        link = self._link(action)
+        self._waited(position, action, lambda _: link.send_gradients(action, grads))
 
     def _receive_backward(self, position: int, action: Action) -> None:
         form = self.runner.stages[action.stage].form_of(action.microbatch)
         link = self._link(action)
-        self.arriving["B", action.stage, action.microbatch] = link.receive_gradients(action, form)
+        begun = self._waited(position, action, lambda _: link.receive_gradients(action, form))
+        self.arriving["B", action.stage, action.microbatch] = begun
 
     def _waited(
         self, position: int, action: Action, wait: Callable[[Any], Any], what: str = "", before: Any = None
