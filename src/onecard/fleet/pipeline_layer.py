@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from onecard.comm import plain, world
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import REAL, home
-from onecard.fleet import random_turns, schedules, segments, topology
+from onecard.fleet import random_turns, segments, topology
 from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
 from onecard.fleet.parameters import sum_over
 from onecard.fleet.recomputing import recompute
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import HybridCommunicateGroup, get_hybrid_communicate_group
-from onecard.pipeline import Schedule
+from onecard.pipeline import Schedule, modes
 
 
 class PipelineLayer(nn.Module):
@@ -262,8 +262,8 @@ def _called(loss_fn: Any) -> Any:
 
 def _planned(ranks: int, chunks: int | None) -> Callable[[int], Schedule]:
     try:
-        return schedules.plan(topology.strategy().pipeline_configs["schedule_mode"], ranks, chunks)
-    except schedules.ModeError as fault:
+        return modes.plan(topology.strategy().pipeline_configs["schedule_mode"], ranks, chunks)
+    except modes.ModeError as fault:
         raise FleetError(f"pipeline_configs: {fault}") from None
 
 

@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from onecard.errors import OnecardError
-from onecard.fleet import schedules
+from onecard.pipeline import modes
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 
@@ -60,7 +60,7 @@ class DistributedStrategy:
             ``sep_degree``, and ``order``, the axes from the outermost to the innermost.
         tensor_parallel, tensor_parallel_configs: ``tensor_parallel_degree``, which is ``mp_degree`` too.
         pipeline_configs: ``accumulate_steps`` microbatches of ``micro_batch_size``; ``schedule_mode``: "1F1B", "F-then-B", "VPP",
-            "ZBV" or another of ``fleet.schedules.MODES``, or an ``onecard.pipeline.Schedule``.
+            "ZBV" or another of ``pipeline.modes.MODES``, or an ``onecard.pipeline.Schedule``.
         recompute, recompute_configs: ``checkpoints``, names of modules that are run again in backward.
         amp, amp_configs: ``dtype`` of ``torch.autocast`` for the model's forward; the scaling of ``fleet.GradScaler``.
         gradient_merge, gradient_merge_configs: ``k_steps``, ``avg``.
@@ -171,8 +171,8 @@ def _checked(name: str, value: Any) -> dict[str, Any]:
     made = _copied(known) | value
     if name == "pipeline_configs" and isinstance(made["schedule_mode"], str):
         try:
-            schedules.known(made["schedule_mode"])
-        except schedules.ModeError as fault:
+            modes.known(made["schedule_mode"])
+        except modes.ModeError as fault:
             raise FleetError(f"DistributedStrategy.pipeline_configs: {fault}") from None
     if name == "hybrid_configs" and sorted(made["order"]) != sorted(AXES):
         raise FleetError(f"hybrid_configs['order'] is {made['order']}; it must name each of {list(AXES)} once")

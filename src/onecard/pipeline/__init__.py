@@ -13,6 +13,7 @@ from onecard.pipeline.action import Action, Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.csv_file import read_csv, write_csv
 from onecard.pipeline.draw import draw_figure, draw_text, draw_trace
+from onecard.pipeline.marks import step_by_marks
 from onecard.pipeline.memory import Sizes, peak_memory
 from onecard.pipeline.messages import with_messages
 from onecard.pipeline.meter import Meter
@@ -36,6 +37,6 @@ __all__ = [
     "Action", "Meter", "Report", "Runner", "Schedule", "Sizes", "Span", "Timeline", "Times",
     "naive", "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_1p",
     "zb_2p", "zb_auto", "zb_v", "v_half", "v_min", "dualpipe_v",
-    "check_schedule", "peak_memory", "read_csv", "simulate", "with_messages", "write_csv",
+    "check_schedule", "peak_memory", "read_csv", "simulate", "step_by_marks", "with_messages", "write_csv",
     "draw_figure", "draw_text", "draw_trace",
 ]  # fmt: skip

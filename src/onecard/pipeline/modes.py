@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from onecard import pipeline
-from onecard.errors import OnecardError
-from onecard.pipeline import Schedule
+from onecard.errors import ScheduleError
+from onecard.pipeline import schedule, schedule_auto, schedule_v
+from onecard.pipeline.action import Schedule
 
 Make = Callable[..., Schedule]
 _PLAIN: dict[str, Make] = {
-    "1F1B": pipeline.one_f_one_b, "F-then-B": pipeline.gpipe, "naive": pipeline.naive, "Eager1F1B": pipeline.eager_one_f_one_b,
-    "ZBH1": pipeline.zb_h1, "ZBH2": pipeline.zb_h2, "ZB1P": pipeline.zb_1p, "ZB2P": pipeline.zb_2p,
+    "1F1B": schedule.one_f_one_b, "F-then-B": schedule.gpipe, "naive": schedule.naive, "Eager1F1B": schedule.eager_one_f_one_b,
+    "ZBH1": schedule.zb_h1, "ZBH2": schedule.zb_h2, "ZB1P": schedule_auto.zb_1p, "ZB2P": schedule_auto.zb_2p,
 }  # fmt: skip
-_CHUNKED: dict[str, Make] = {"VPP": pipeline.interleaved, "BFS": pipeline.breadth_first, "ZBH1": pipeline.zb_h1}
+_CHUNKED: dict[str, Make] = {"VPP": schedule.interleaved, "BFS": schedule.breadth_first, "ZBH1": schedule.zb_h1}
 _FOLDED: dict[str, Make] = {
-    "ZBV": pipeline.zb_v, "VHalf": pipeline.v_half, "VMin": pipeline.v_min, "DualPipeV": pipeline.dualpipe_v,
+    "ZBV": schedule_v.zb_v, "VHalf": schedule_v.v_half, "VMin": schedule_v.v_min, "DualPipeV": schedule_v.dualpipe_v,
 }  # fmt: skip
 _ALSO = {
     "gpipe": "F-then-B", "fthenb": "F-then-B", "interleaved": "VPP", "interleaved1f1b": "VPP", "breadthfirst": "BFS",
@@ -26,7 +26,7 @@ _ALSO = {
 MODES = list(dict.fromkeys([*_PLAIN, *_CHUNKED, *_FOLDED]))
 
 
-class ModeError(OnecardError, ValueError):
+class ModeError(ScheduleError):
     """A name that no schedule has, or chunks that it cannot have."""
 
 
