@@ -237,3 +237,14 @@ def test_measured_memory_is_the_predicted_one_and_1f1b_saves_the_seeds_part() ->
             assert measured == pytest.approx(predicted, rel=0.05), f"{mode}, rank {rank}"
     most = {mode: max(found[mode][0] for found in ranks) for mode in modes}
     assert 1 - most["1F1B"] / most["F-then-B"] >= 0.375
+
+
+def test_a_pretended_world_has_stages_but_no_steps() -> None:
+    with oc.pretend(4, rank=2):
+        begin("1F1B", 2, 2, pp=4)
+        layer = fleet.PipelineLayer(gpt(5), loss_fn=token_loss)
+        assert layer.stages == [2] and next(name.split(".")[0] for name, _ in layer.named_parameters()) == "4"
+        model = fleet.distributed_model(layer)
+        assert "in a pretended world nothing arrives" in said(
+            lambda: model.forward_backward_pipeline([*tokens(4)]), ScheduleError
+        )

@@ -269,8 +269,14 @@ def custom_schedules() -> None:
         model.forward_backward_pipeline([x, y])
         token_loss(single(x), y).backward()
         compare_after_sync(mine, single, "own schedule")
-    spans = model.timeline().spans
-    assert len(spans) == 3 * 3 * 2 and all(s.rank == oc.get_rank() for s in spans)
+    timeline = model.timeline()
+    assert len(timeline.spans) == 2 * (3 * 3 * 2) and sorted(timeline.per_rank) == [0, 1]
+    for p in range(2):
+        row = [s.action for s in sorted(timeline.spans, key=lambda s: s.start) if s.rank == p]
+        assert tuple(row) == model.schedule().compute().ranks[p], "it ran in another order than the schedule's"
+    times = timeline.times()
+    assert len(times.forward) == 6 and min(times.forward) > 0
+    pipeline.draw_text(timeline)
 
 
 def on_two_ranks() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecard.comm import plain
 from onecard.comm.ranks import Ranks
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.training import DistributedModel, GradScaler
-from onecard.pipeline import Meter, Runner, Schedule, Timeline
+from onecard.pipeline import Action, Meter, Runner, Schedule, Timeline
+from onecard.pipeline.action import COMPUTE
 from onecard.pipeline.packets import batch_size, split
 
 PLANS = 16  # schedules that are kept, one for each number of microbatches
@@ -126,8 +128,24 @@ class PipelineParallel(DistributedModel):
         return self._plan(self._steps if microbatches is None else microbatches)
 
     def timeline(self) -> Timeline:
-        """When this rank computed what in the last step."""
-        return self._runner.timeline()
+        """When each rank of this pipeline computed what in the last step; each of them calls it.
+
+        By this host's clock: ranks on several hosts are not comparable. ``timeline.times()`` is what ``pipeline.zb_auto`` takes.
+        """
+        group, device = self._layers[0].group, self._runner.device
+        spans = self._runner.spans
+        mine = [[COMPUTE.index(a.kind), a.stage, a.microbatch, start, end] for _, a, start, end in spans]
+        count = torch.tensor([len(mine)], device=device)
+        sizes = plain.all_gather(count, group, call="timeline").tolist()
+        rows = torch.tensor(mine, dtype=torch.float64, device=device).reshape(-1, 5)
+        all_rows = plain.all_gather(rows, group, 0, sizes, call="timeline").split(sizes)
+        return Timeline.of(
+            [
+                (rank, Action(COMPUTE[int(kind)], int(stage), int(i)), start, end)
+                for rank, part in enumerate(all_rows)
+                for kind, stage, i, start, end in part.tolist()
+            ]
+        )
 
     def measure_memory(self) -> Meter:
         """Count from now on what is kept for backward: ``meter.peak``, in bytes, and ``meter.stages``."""

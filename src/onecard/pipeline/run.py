@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onecard.comm import world
 from onecard.comm.ranks import Ranks, of_ranks
+from onecard.comm.state import REAL, home
 from onecard.errors import ScheduleError
 from onecard.pipeline.action import Action, Schedule
 from onecard.pipeline.check import check_schedule
@@ -119,6 +120,11 @@ class Runner:
 
     def _fit(self, schedule: Schedule) -> None:
         """Prove a schedule, once, and that it means these ranks and stages."""
+        if self.group.size > 1 and home.here is not REAL:
+            raise ScheduleError(
+                "a pipeline's stages tell each other what they send, and in a pretended world nothing arrives: "
+                "pipeline.check_schedule(schedule, times, sizes) says what a step takes"
+            )
         if any(schedule is known for known in self._proved):
             return
         check_schedule(schedule)
