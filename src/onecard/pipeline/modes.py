@@ -7,17 +7,28 @@ from collections.abc import Callable
 from typing import Any
 
 from onecard.errors import ScheduleError
-from onecard.pipeline import schedule, schedule_auto, schedule_v
 from onecard.pipeline.action import Schedule
+from onecard.pipeline.schedule import (
+    breadth_first,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from onecard.pipeline.schedule_auto import zb_1p, zb_2p
+from onecard.pipeline.schedule_v import dualpipe_v, v_half, v_min, zb_v
 
 Make = Callable[..., Schedule]
 _PLAIN: dict[str, Make] = {
-    "1F1B": schedule.one_f_one_b, "F-then-B": schedule.gpipe, "naive": schedule.naive, "Eager1F1B": schedule.eager_one_f_one_b,
-    "ZBH1": schedule.zb_h1, "ZBH2": schedule.zb_h2, "ZB1P": schedule_auto.zb_1p, "ZB2P": schedule_auto.zb_2p,
+    "1F1B": one_f_one_b, "F-then-B": gpipe, "naive": naive, "Eager1F1B": eager_one_f_one_b,
+    "ZBH1": zb_h1, "ZBH2": zb_h2, "ZB1P": zb_1p, "ZB2P": zb_2p,
 }  # fmt: skip
-_CHUNKED: dict[str, Make] = {"VPP": schedule.interleaved, "BFS": schedule.breadth_first, "ZBH1": schedule.zb_h1}
+_CHUNKED: dict[str, Make] = {"VPP": interleaved, "BFS": breadth_first, "ZBH1": zb_h1}
 _FOLDED: dict[str, Make] = {
-    "ZBV": schedule_v.zb_v, "VHalf": schedule_v.v_half, "VMin": schedule_v.v_min, "DualPipeV": schedule_v.dualpipe_v,
+    "ZBV": zb_v, "VHalf": v_half, "VMin": v_min, "DualPipeV": dualpipe_v,
 }  # fmt: skip
 _ALSO = {
     "gpipe": "F-then-B", "fthenb": "F-then-B", "interleaved": "VPP", "interleaved1f1b": "VPP", "breadthfirst": "BFS",
