@@ -86,6 +86,9 @@ def late_stage() -> str:
     try:
         model.forward_backward_pipeline([x, x])
     except CommunicationError as fault:
+        with pytest.raises(CommunicationError, match="a step of this pipeline ended in the middle") as again:
+            model.eval_batch([x, x])
+        assert str(fault) in str(again.value)
         return str(fault)
     return ""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from onecard.comm import world
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import REAL, home
-from onecard.errors import ScheduleError
+from onecard.errors import CommunicationError, ScheduleError
 from onecard.pipeline.action import Action, Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.meter import Meter
@@ -67,6 +67,7 @@ class Runner:
         """When each computation of the last step began and ended, in seconds of this host's clock."""
         self.stages = {number: Stage(run, loss_fn, around, halves) for number, run in stages.items()}
         self._proved: list[Schedule] = []
+        self._failed = ""
 
     def step(
         self,
@@ -125,6 +126,11 @@ class Runner:
                 "a pipeline's stages tell each other what they send, and in a pretended world nothing arrives: "
                 "pipeline.check_schedule(schedule, times, sizes) says what a step takes"
             )
+        if self.group.size > 1 and self._failed:
+            raise CommunicationError(
+                "a step of this pipeline ended in the middle, and messages of it may be under way, which the next would take "
+                f"for its own: end the program on all ranks and go on from a checkpoint. It was: {self._failed}"
+            )
         if any(schedule is known for known in self._proved):
             return
         check_schedule(schedule)
@@ -140,6 +146,12 @@ class Runner:
                 "stage_to_rank"
             )
         self._proved = [*self._proved[1 - PROVED :], schedule]
+
+    def failed(self, what: str) -> None:
+        """A step ended in the middle: what is under way would be taken for the next one's."""
+        self._failed = what or "interrupted"
+        for stage in self.stages.values():
+            stage.forget()
 
     def timeline(self, name: str = "measured") -> Timeline:
         """What this rank computed in its last step, and when; join those of all ranks for the whole.

@@ -105,9 +105,8 @@ class Step:
                 self.do[action.kind](position, action)
             for position, action, message in self.sent:
                 self._waited(position, action, message.wait)
-        except BaseException:
-            for stage in self.runner.stages.values():
-                stage.forget()
+        except BaseException as fault:
+            self.runner.failed(f"{type(fault).__name__}: {fault}")
             raise
 
     # -- computing -------------------------------------------------------------------------------------------------
