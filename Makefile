@@ -37,6 +37,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/sparse_check.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/pipeline.py
 
 docs: $(STAMP)
 	$(BIN)/python -m onecard.rules.verify --markdown docs/rules.md

@@ -25,9 +25,10 @@ def test_the_tables_of_seed_000_by_hand(capfd: pytest.CaptureFixture[str]) -> No
     assert len(lines) == 10 and all("single_loss: " in line for line in lines)
 
 
-def test_seed_003_by_hand() -> None:
+@pytest.mark.parametrize("name", ["manual_model_parallel_003", "manual_pipeline_parallel_003"])
+def test_seed_003_by_hand(name: str) -> None:
     expected = train_003("single_card_003", SMALL_003)
-    assert_losses(run_ranks(train_003_on_this_rank, 2, "manual_model_parallel_003", SMALL_003), expected)
+    assert_losses(run_ranks(train_003_on_this_rank, 2, name, SMALL_003), expected)
 
 
 def demos_of_004(folder: str) -> dict[str, float]:

@@ -243,6 +243,7 @@ MAINS = [
     ("manual_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("manual_group_sharded_003", 2, [*options(SMALL_003), "--level", "os_g"], "[Epoch 1, batch 0] loss: "),
     ("semi_auto_group_sharded_003", 2, [*options(SMALL_003), "--stage", "2"], "[Epoch 1, batch 0] loss: "),
+    ("manual_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("manual_demos_004", 2, [], "self_attention: out and gradients differ by "),
 ]
 

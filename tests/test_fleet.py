@@ -86,7 +86,7 @@ def strategy_of(**values: object) -> fleet.DistributedStrategy:
         (lambda: oc.split(torch.ones(2, 2), (2, 2), "conv"), "want 'linear' with axis 0"),
         (lambda: oc.split(torch.ones(2, 2), (2, 2), "linear", num_partitions=3), r"split\(num_partitions=3\)"),
         (lambda: fleet.distributed_optimizer(nn.Linear(1, 1)), "takes a torch optimizer"),
-        (lambda: fleet.distributed_model(nn.Linear(1, 1)).train_batch(), "runtime is not there yet"),
+        (lambda: fleet.distributed_model(nn.Linear(1, 1)).train_batch(), "train_batch is of pipelines"),
     ],
 )
 def test_what_cannot_be_is_told(wrong, message: str) -> None:

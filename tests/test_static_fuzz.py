@@ -1,4 +1,4 @@
-"""Random programs with views, in-place writes, gradients and messages: a replay with all passes gives eager's bits, call by call."""
+"""Random programs with views, writes in place, gradients and messages: a replay with all passes gives the bits of eager."""
 
 from __future__ import annotations
 

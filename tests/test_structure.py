@@ -72,7 +72,7 @@ def test_only_comm_calls_collectives():
 def test_schedules_stand_alone():
     """Making, proving and drawing schedules needs no tensor, mesh or process; a runtime beside them may need all of that."""
     pure = {
-        "action", "check", "csv_file", "draw", "greedy", "memory", "messages", "report", "schedule", "schedule_auto",
+        "action", "check", "csv_file", "draw", "greedy", "memory", "messages", "modes", "report", "schedule", "schedule_auto",
         "schedule_v", "timing",
     }  # fmt: skip
     assert pure <= {path.stem for path in (PACKAGE / "pipeline").glob("*.py")}

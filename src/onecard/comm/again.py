@@ -61,7 +61,7 @@ def sender(operator: str, rest: tuple[Any, ...], line: Line, later: bool = False
         if given.is_meta:
             return None
         record.serving.here = serving
-        work = started._begun(name, found, given, lambda _: start(into, given))  # type: ignore[arg-type]
+        work = started._begun(name, found, given, lambda _: start(into, given))
         return Started(name, f"among ranks {list(found.ranks)}", work, lambda: into, (into, given))
 
     return begin if later else send

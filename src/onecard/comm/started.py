@@ -10,8 +10,8 @@ import atexit
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -250,8 +250,10 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
         _send(x, dst, tag, here.ranks, here.name, call)
         return Started.complete(x)
     dense = collectives._dense(x)
-    work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
-    handle = Started(f"send with tag {tag}", made, work, lambda: x, (x, dense))
+    what = _named("send", tag, call)
+    with _starting(what, made):
+        work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
+    handle = Started(what, made, work, lambda: x, (x, dense))
     _keep(handle)
     return handle
 
@@ -264,8 +266,25 @@ def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: s
     if _is_recorded():  # a node that waits stands where the program does: before, it may have something to send
         return Started("", "", None, lambda: (_receive(x, src, tag, here.ranks, here.name, call), x)[1])
     dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
-    return Started(f"recv with tag {tag}", made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+    what = _named("recv", tag, call)
+    with _starting(what, made):
+        work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
+    return Started(what, made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def _named(kind: str, tag: int, call: str) -> str:
+    return f"{kind} with tag {tag}" + (f" ({call})" if call != kind else "")
+
+
+@contextmanager
+def _starting(what: str, peer: str) -> Iterator[None]:
+    """A backend may know already that the other rank has gone."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as fault:
+        raise CommunicationError(f"{what} {peer} cannot start on rank {world.get_rank()}: {fault}") from fault
 
 
 def _is_recorded() -> bool:

@@ -20,7 +20,10 @@ from onecard.fleet.initial import (
     XavierUniform,
     draw_parts,
 )
+from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
 from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
+from onecard.fleet.pipeline_layer import PipelineLayer
+from onecard.fleet.pipeline_parallel import PipelineParallel
 from onecard.fleet.recomputing import recompute
 from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
@@ -33,12 +36,13 @@ from onecard.fleet.training import GradScaler, distributed_model, distributed_op
 
 __all__ = [
     "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "GroupShardedModel",
-    "Held", "HybridCommunicateGroup", "KaimingUniform", "Normal", "ParamAttr", "Run", "Uniform", "XavierNormal",
-    "XavierUniform", "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer", "distributed_scaler",
-    "draw_parts", "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker", "grad_norm", "group_sharded_parallel",
-    "held", "init", "is_first_worker", "mark", "mark_as_sequence_parallel_parameter", "meta_parallel",
-    "model_parallel_random_seed", "names", "part_sizes", "recompute", "recomputing", "ring_attention",
-    "save_group_sharded_model", "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention",
+    "Held", "HybridCommunicateGroup", "KaimingUniform", "LayerDesc", "Normal", "ParamAttr", "PipelineLayer", "PipelineParallel",
+    "Run", "SharedLayerDesc", "Uniform", "XavierNormal", "XavierUniform", "barrier_worker", "clip_grad_norm_",
+    "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts", "dropout", "get_hybrid_communicate_group",
+    "get_rng_state_tracker", "grad_norm", "group_sharded_parallel", "held", "init", "is_first_worker", "mark",
+    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
+    "recomputing", "ring_attention", "save_group_sharded_model", "split_parameters", "sum_over", "sync", "token_mean",
+    "training", "ulysses_attention",
     "utils", "worker_index", "worker_num",
 ]  # fmt: skip
 

@@ -42,8 +42,10 @@ def sync(parameters: Iterable[Tensor]) -> None:
     chosen = [p for p in parameters if p.requires_grad and has_sums(p)]
     _fill_missing(chosen)
     todo = [p for p in chosen if p.grad is not None and not _is_synced(p)]
-    for group in {s.ranks: s for p in todo for s in held(p).sums}.values():
-        _reduce([p.grad for p in todo if any(s.ranks == group.ranks for s in held(p).sums)], group, "sum")
+    sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
+    # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
+    for (ranks, name), group in sorted(sums.items()):
+        _reduce([p.grad for p in todo if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
     for p in todo:
         if held(p).copies:
             _sum_copies(p)
@@ -93,12 +95,12 @@ def _is_synced(p: Tensor) -> bool:
 
 def _fill_missing(parameters: list[Tensor]) -> None:
     """A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data."""
-    by_group: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
+    by_group: dict[tuple[tuple[int, ...], str], tuple[Ranks, list[Tensor]]] = {}
     for p in parameters:
         for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), _data(p)]:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
-                by_group.setdefault(group.ranks, (group, []))[1].append(p)
-    for group, mine in by_group.values():
+                by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
+    for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
         with recorded.unrecorded():  # the same in every replay
             there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
             anywhere = plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()

@@ -1,16 +1,20 @@
-"""Paddle's ``fleet.meta_parallel``: the layers that are cut, and the random states of their dropout."""
+"""Paddle's ``fleet.meta_parallel``: the layers that are cut, pipelines, and the random states of their dropout."""
 
 from typing import NoReturn
 
 from onecard.fleet import names
 from onecard.fleet.heads import QKVParallelLinear
+from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
 from onecard.fleet.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from onecard.fleet.pipeline_layer import PipelineLayer
+from onecard.fleet.pipeline_parallel import PipelineParallel
 from onecard.fleet.rng import RNGStatesTracker, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding, class_center_sample
 
 __all__ = [
-    "ColumnParallelLinear", "MergedColumnParallelLinear", "ParallelCrossEntropy", "QKVParallelLinear", "RNGStatesTracker",
-    "RowParallelLinear", "VocabParallelEmbedding", "class_center_sample", "get_rng_state_tracker",
+    "ColumnParallelLinear", "LayerDesc", "MergedColumnParallelLinear", "ParallelCrossEntropy", "PipelineLayer",
+    "PipelineParallel", "QKVParallelLinear", "RNGStatesTracker",
+    "RowParallelLinear", "SharedLayerDesc", "VocabParallelEmbedding", "class_center_sample", "get_rng_state_tracker",
     "model_parallel_random_seed", "names",
 ]  # fmt: skip
 

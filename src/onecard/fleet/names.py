@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-_STAGES = "the pipeline runtime is not there yet; stages by hand: `onecard.differentiable.send` and `recv`"
 _NO_SERVERS = "nothing: there are no parameter servers"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
 _ZERO = '`fleet.group_sharded_parallel(model, optimizer, level)`: "os", "os_g" or "p_g_os"'
 
 ELSEWHERE = {
-    "PipelineLayer": _STAGES,
-    "PipelineParallel": _STAGES,
-    "LayerDesc": "build the layers of this rank's stage, `hcg.get_stage_id()`",
-    "SharedLayerDesc": "`fleet.sum_over(weight, oc.new_group([first, last]))` on both stages",
     "TensorParallel": "`fleet.distributed_model(model)`",
     "DistributedDataParallel": "`fleet.distributed_model(model)`",
     "GroupShardedStage2": _ZERO,

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from onecard.errors import OnecardError
+from onecard.pipeline import modes
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 
@@ -58,7 +59,8 @@ class DistributedStrategy:
         hybrid_configs: ``dp_degree`` (-1: what remains), ``mp_degree``, ``pp_degree``, ``sharding_degree``,
             ``sep_degree``, and ``order``, the axes from the outermost to the innermost.
         tensor_parallel, tensor_parallel_configs: ``tensor_parallel_degree``, which is ``mp_degree`` too.
-        pipeline_configs: ``accumulate_steps``, ``micro_batch_size``.
+        pipeline_configs: ``accumulate_steps`` microbatches of ``micro_batch_size``; ``schedule_mode``: "1F1B", "F-then-B", "VPP",
+            "ZBV" or another of ``pipeline.modes.MODES``, or an ``onecard.pipeline.Schedule``.
         recompute, recompute_configs: ``checkpoints``, names of modules that are run again in backward.
         amp, amp_configs: ``dtype`` of ``torch.autocast`` for the model's forward; the scaling of ``fleet.GradScaler``.
         gradient_merge, gradient_merge_configs: ``k_steps``, ``avg``.
@@ -167,6 +169,11 @@ def _checked(name: str, value: Any) -> dict[str, Any]:
         ):
             raise FleetError(f"DistributedStrategy.{name}[{key!r}] is {given!r}; want a whole number of at least 1")
     made = _copied(known) | value
+    if name == "pipeline_configs" and isinstance(made["schedule_mode"], str):
+        try:
+            modes.known(made["schedule_mode"])
+        except modes.ModeError as fault:
+            raise FleetError(f"DistributedStrategy.pipeline_configs: {fault}") from None
     if name == "hybrid_configs" and sorted(made["order"]) != sorted(AXES):
         raise FleetError(f"hybrid_configs['order'] is {made['order']}; it must name each of {list(AXES)} once")
     return made

@@ -14,6 +14,7 @@ from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import Parallel, held
+from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
@@ -86,8 +87,8 @@ class DistributedModel(nn.Module):
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Of pipelines only."""
         raise FleetError(
-            "train_batch is of pipelines, whose runtime is not there yet: forward, loss.backward() and optimizer.step(), "
-            "one microbatch after the other"
+            "train_batch is of pipelines: fleet.distributed_model(fleet.PipelineLayer([...])). This model has no stages: "
+            "forward, loss.backward() and optimizer.step(), one microbatch after the other"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -101,15 +102,19 @@ def distributed_model(model: nn.Module) -> DistributedModel:
     """Make a model with local parameters a part of the fleet program.
 
     Parameters become equal where they are copies: each takes the value of the first rank that holds it. Gradients are
-    averaged over the ranks along dp and sep, when an optimizer reads them.
+    averaged over the ranks along dp and sep, when an optimizer reads them. A ``PipelineLayer`` becomes a ``PipelineParallel``.
 
     Raises:
-        FleetError: the strategy asks for what is not there yet (pipelines, ZeRO), or the model holds DistTensors.
+        FleetError: the strategy asks for what is not there yet (ZeRO), a model without stages under ``pp_degree``, or one that
+            holds DistTensors.
 
     Source: ``paddle.distributed.fleet.distributed_model``.
     """
+    from onecard.fleet.pipeline_parallel import PipelineParallel
+
     hcg, strategy = get_hybrid_communicate_group(), topology.strategy()
     _check_axes(hcg)
+    _check_stages(model, hcg, strategy)
     strange = [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
     if strange:
         raise FleetError(
@@ -122,7 +127,21 @@ def distributed_model(model: nn.Module) -> DistributedModel:
     equalise(model)
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
+    if isinstance(model, PipelineLayer):
+        return PipelineParallel(model, hcg.data(), strategy)
     return DistributedModel(model, hcg.data(), strategy)
+
+
+def _check_stages(model: nn.Module, hcg: topology.HybridCommunicateGroup, strategy: DistributedStrategy) -> None:
+    if hcg.degrees["pp"] > 1 and not isinstance(model, PipelineLayer):
+        raise FleetError(
+            f"pp_degree is {hcg.degrees['pp']}, but {type(model).__name__} has no stages: fleet.PipelineLayer([fleet.LayerDesc("
+            "nn.Linear, 4, 4), ...], loss_fn=...) is cut into them. Stages by hand: oc.differentiable.send and recv between "
+            "hcg.get_pipe_parallel_group(), with tags for microbatches, and no distributed_model"
+        )
+    if strategy.recompute and isinstance(model, PipelineLayer):
+        raise FleetError("strategy.recompute names modules, of which a rank of a pipeline has some: PipelineLayer(..., "
+                         "recompute_interval=1) computes each layer again")  # fmt: skip
 
 
 def _check_norms(model: nn.Module) -> None:
@@ -144,11 +163,6 @@ def _check_norms(model: nn.Module) -> None:
 
 
 def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
-    if hcg.degrees["pp"] > 1:
-        raise FleetError(
-            "pp_degree > 1: the pipeline runtime is not there yet. Stages by hand: oc.differentiable.send and recv between "
-            "hcg.get_pipe_parallel_group(), with tags for microbatches; or a mesh for each stage and oc.reshard"
-        )
     if hcg.degrees["sharding"] > 1:
         raise FleetError(
             "sharding_degree > 1: ZeRO is a call of its own, over the ranks along dp: "

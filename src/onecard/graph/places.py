@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from onecard.graph import refusals
+from onecard.graph.recorder import takes_gradients
 from onecard.graph.recording import Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
@@ -69,17 +70,6 @@ class Before:
             x: Any = self.alive[key]()
             if x is not None and (id(x._local) != local or x._spec.with_note(()) is not spec.with_note(())):
                 yield x
-
-
-def takes_gradients(x: Tensor) -> bool:
-    """Whether a tensor is a leaf that has gradients."""
-    try:
-        return x.requires_grad and x.is_leaf
-    except (
-        RuntimeError,
-        AssertionError,
-    ):  # a view that autograd has given up, or without data, somewhere in the process
-        return False
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:

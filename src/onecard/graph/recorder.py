@@ -24,7 +24,6 @@ from onecard.errors import RecordingError
 from onecard.graph import refusals
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
-from onecard.graph.places import takes_gradients
 from onecard.graph.randomness import Watch
 from onecard.random import Key
 from onecard.rules.call import schema_of
@@ -318,6 +317,17 @@ def _as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
     masks = (a for a in args if isinstance(a, list) and len(a) == len(result) and all(type(w) is bool for w in a))
     mask = next(masks, None)
     return result if mask is None else tuple(x if wanted else None for x, wanted in zip(result, mask, strict=True))
+
+
+def takes_gradients(x: Tensor) -> bool:
+    """Whether a tensor is a leaf that has gradients."""
+    try:
+        return x.requires_grad and x.is_leaf
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # a view that autograd has given up, or without data, somewhere in the process
+        return False
 
 
 def facts(x: Tensor) -> tuple[Any, ...]:

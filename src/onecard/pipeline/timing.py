@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import NamedTuple
 
 from onecard.errors import ScheduleError
@@ -112,6 +113,31 @@ class Timeline:
         """The longest that a rank takes from its first start to its last end: a step's cost where steps follow each other
         without a barrier between ranks, as the next step's first forward needs no other rank's last weight gradient."""
         return max((end - start for start, end, _ in self.per_rank.values()), default=0.0)
+
+    def times(self, communication: float = 0.0) -> Times:
+        """For each stage the median of what was measured, for `zb_auto` and its kin; a whole backward counts half and half.
+
+        Raises:
+            ScheduleError: a stage of which nothing was measured.
+
+        Example:
+            >>> run = [(0, "0F0", 0.0, 1.0), (0, "0F1", 1.0, 4.0), (0, "0F2", 4.0, 6.0), (0, "0B0", 6.0, 12.0)]
+            >>> Timeline.of(run).times()
+            Times(forward=[2.0], backward_input=[3.0], backward_weight=[3.0], communication=0.0)
+        """
+        found: dict[tuple[str, int], list[float]] = {}
+        for span in self.computing:
+            found.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+        middle = {key: median(lengths) for key, lengths in found.items()}
+        forward, inputs, weights = [], [], []
+        for stage in range(1 + max((stage for _, stage in found), default=-1)):
+            half = middle.get(("B", stage), 0.0) / 2
+            if ("F", stage) not in middle or not ({("B", stage), ("I", stage)} & set(middle)):
+                raise ScheduleError(f"{self.name}: no forward and backward of stage {stage} was measured")
+            forward.append(middle["F", stage])
+            inputs.append(middle.get(("I", stage), half))
+            weights.append(middle.get(("W", stage), half))
+        return Times(forward, inputs, weights, communication)
 
     def _idle(self, length: float) -> float:
         busy = sum(busy for _, _, busy in self.per_rank.values())

@@ -1,0 +1,117 @@
+"""Links between neighbouring stages on two ranks: packets and their gradients, each tensor a message with a tag of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.comm import started
+from onecard.comm.ranks import Ranks
+from onecard.comm.started import Started
+from onecard.errors import ScheduleError
+from onecard.pipeline.action import Action
+from onecard.pipeline.packets import Form
+
+HEADER = 2048  # bytes of the message that says a packet's form; a longer form has a second one
+_FORWARD, _BACKWARD, _FORM, LOSS = range(4)
+
+
+def tag(kind: int, stage: int, microbatch: int = 0, place: int = 0) -> int:
+    """The tag of one tensor. Those of microbatches 4096 apart are the same, and keep their order."""
+    return 1 << 29 | (stage % 512) << 20 | kind << 18 | (microbatch % 4096) << 6 | place % 64
+
+
+class Arriving:
+    """A packet under way to here."""
+
+    def __init__(self, messages: list[Started], form: Form) -> None:
+        self._messages, self.form = messages, form
+
+    def wait(self, timeout: float | None) -> list[Tensor]:
+        """Its tensors."""
+        return [message.wait(timeout) for message in self._messages]
+
+
+class Link:
+    """The way between stage ``stage`` and the next, which are on other ranks, in one step.
+
+    The first packet of each kind of microbatch is preceded by its form: both ends know by the batch which kinds there are.
+
+    Args:
+        stage: the earlier one.
+        peer: the place of the other rank in the group.
+    """
+
+    def __init__(self, group: Ranks, stage: int, peer: int, device: torch.device) -> None:
+        self.group, self.stage, self.peer, self.device = group, stage, peer, device
+        self._forms: dict[Any, Form] = {}
+
+    def send(self, action: Action, key: Any, form: Form, tensors: Sequence[Tensor]) -> list[Started]:
+        """Send a packet; its form first, where microbatches of this kind are new."""
+        known = self._forms.get(key)
+        if known is None:
+            self._send_form(form)
+            self._forms[key] = form
+        elif known != form:
+            raise ScheduleError(
+                f"{action}: stage {self.stage} returned {_words(form)} for a microbatch, and {_words(known)} before for one of "
+                "the same shapes: what it hands on may depend on the shapes of its input only"
+            )
+        return self._send(_FORWARD, action, tensors)
+
+    def receive(self, action: Action, key: Any, timeout: float | None) -> Arriving:
+        """Begin to receive a packet."""
+        form = self._forms.get(key)
+        if form is None:
+            form = self._receive_form(timeout)
+            self._forms[key] = form
+        return Arriving(self._receive(_FORWARD, action, form), form)
+
+    def send_gradients(self, action: Action, grads: Sequence[Tensor]) -> list[Started]:
+        """Send the gradients of a packet's tensors back."""
+        return self._send(_BACKWARD, action, grads)
+
+    def receive_gradients(self, action: Action, form: Form) -> Arriving:
+        """Begin to receive the gradients of those tensors of a packet that want one."""
+        return Arriving(self._receive(_BACKWARD, action, form, True), form)
+
+    def _send(self, kind: int, action: Action, tensors: Sequence[Tensor]) -> list[Started]:
+        tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(tensors))]
+        return [
+            started.isend(x.detach(), self.peer, t, self.group, f"pipeline {action}")
+            for t, x in zip(tags, tensors, strict=True)
+        ]
+
+    def _receive(self, kind: int, action: Action, form: Form, gradients: bool = False) -> list[Started]:
+        slots = [slot for slot in form.slots if slot.needs_grad or not gradients]
+        tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(slots))]
+        return [
+            started.irecv(slot.empty(self.device), self.peer, t, self.group, f"pipeline {action}")
+            for t, slot in zip(tags, slots, strict=True)
+        ]
+
+    def _send_form(self, form: Form) -> None:
+        data = form.dumps()
+        whole = len(data).to_bytes(8, "little") + data
+        for at, part in enumerate((whole[:HEADER].ljust(HEADER, b"\0"), whole[HEADER:])):
+            if part:
+                message = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self.device)
+                started.isend(message, self.peer, tag(_FORM, self.stage, 0, at), self.group, "pipeline, the form")
+
+    def _receive_form(self, timeout: float | None) -> Form:
+        data = self._receive_bytes(HEADER, 0, timeout)
+        size = int.from_bytes(data[:8], "little")
+        rest = self._receive_bytes(8 + size - HEADER, 1, timeout) if 8 + size > HEADER else b""
+        return Form.loads((data[8:] + rest)[:size])
+
+    def _receive_bytes(self, size: int, at: int, timeout: float | None) -> bytes:
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        started.irecv(message, self.peer, tag(_FORM, self.stage, 0, at), self.group, "pipeline, the form").wait(timeout)
+        return bytes(message.cpu().numpy().tobytes())
+
+
+def _words(form: Form) -> str:
+    return ", ".join(f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in form.slots) or "no tensor"

@@ -1,0 +1,142 @@
+"""Stage: one part of a model on this rank; runs microbatches forward and backward and keeps what lies between. No messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from onecard._torch import tree_leaves
+from onecard.pipeline.halves import WeightHalf, input_half, whole_backward
+from onecard.pipeline.packets import Form
+
+
+class _Flight:
+    """A microbatch between its forward and its backward. Of outputs only edges are kept: their memory is the receiver's."""
+
+    __slots__ = ("edges", "form", "inputs", "scale", "weights")
+
+    def __init__(self, inputs: list[Tensor], edges: list[Any], form: Form | None, scale: Tensor | None) -> None:
+        self.inputs, self.edges, self.form, self.scale = inputs, edges, form, scale
+        self.weights: WeightHalf | None = None
+
+
+class Stage:
+    """A function of one value, or a module, with what its microbatches under way need.
+
+    Args:
+        run: the value of a microbatch -> that for the next stage.
+        loss: on the last stage, (value, target) -> one number; None elsewhere.
+        around: makes the context of each forward, such as autocast.
+        halves: whether I leaves the weights to W; else it does the whole backward.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any], Any],
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] | None = None,
+        halves: bool = True,
+    ) -> None:
+        self.run, self.loss, self.around, self.halves = run, loss, around, halves
+        self._flights: dict[int, _Flight] = {}
+
+    def forward(self, microbatch: int, form: Form, tensors: Sequence[Tensor], index: int) -> tuple[Form, list[Tensor]]:
+        """F: the outputs for the next stage."""
+        inputs = self._enter(form, tensors)
+        value = self._run(form.join(inputs))
+        made, outputs = Form.of(value, index)
+        wanted = [x for x in inputs if x.requires_grad]
+        if torch.is_grad_enabled():
+            edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
+            self._flights[microbatch] = _Flight(wanted, edges, made, None)
+        return made, outputs
+
+    def forward_loss(
+        self, microbatch: int, form: Form, tensors: Sequence[Tensor], target: Any, weight: Any, scale: Any
+    ) -> Tensor:
+        """F of the last stage: its loss. ``weight`` and ``scale``: what it is multiplied with before its backward."""
+        inputs = self._enter(form, tensors)
+        # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
+        loss = self._run(form.join(inputs), target, True) if weight else _nothing(self._run(form.join(inputs)))
+        wanted = [x for x in inputs if x.requires_grad]
+        if torch.is_grad_enabled():
+            edges = [get_gradient_edge(loss)] if loss.requires_grad else []
+            seed = torch.as_tensor(weight * scale, dtype=loss.dtype, device=loss.device)
+            self._flights[microbatch] = _Flight(wanted, edges, None, seed)
+        return loss.detach()
+
+    def forward_output(self, form: Form, tensors: Sequence[Tensor]) -> Any:
+        """F of the last stage where nobody asks for a loss: what the model returns."""
+        return self._run(form.join(self._enter(form, tensors)))
+
+    def _run(self, value: Any, target: Any = None, with_loss: bool = False) -> Any:
+        if self.around is None:
+            return self._apply(value, target, with_loss)
+        with self.around():
+            return self._apply(value, target, with_loss)
+
+    def _apply(self, value: Any, target: Any, with_loss: bool) -> Any:
+        made = self.run(value)
+        return self.loss(made, target) if with_loss and self.loss is not None else made
+
+    def _enter(self, form: Form, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What was received, as leaves of this stage's graph."""
+        grad = torch.is_grad_enabled()
+        return [
+            x.detach().requires_grad_() if grad and slot.needs_grad else x.detach()
+            for slot, x in zip(form.slots, tensors, strict=True)
+        ]
+
+    def form_of(self, microbatch: int) -> Form:
+        """That of the outputs whose gradients are awaited."""
+        form = self._flights[microbatch].form
+        if form is None:
+            raise KeyError(microbatch)
+        return form
+
+    def backward(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """B: the gradients of the inputs that want one."""
+        flight = self._flights.pop(microbatch)
+        whole_backward(flight.edges, self._grads(flight, grads))
+        return _taken(flight.inputs)
+
+    def backward_input(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """I: the same, without the gradients of the weights."""
+        flight = self._flights[microbatch]
+        if self.halves:
+            flight.weights = input_half(flight.edges, self._grads(flight, grads), flight.inputs)
+        else:
+            whole_backward(flight.edges, self._grads(flight, grads))
+        found = _taken(flight.inputs)
+        flight.edges, flight.inputs, flight.scale = [], [], None
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the gradients of the weights."""
+        flight = self._flights.pop(microbatch)
+        if flight.weights is not None:
+            flight.weights.run()
+
+    def _grads(self, flight: _Flight, grads: Sequence[Tensor]) -> list[Tensor]:
+        return [flight.scale] * len(flight.edges) if flight.scale is not None else list(grads)
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error."""
+        self._flights.clear()
+
+
+def _nothing(value: Any) -> Tensor:
+    """Zero, as a function of all tensors of a value."""
+    return torch.stack(
+        [x.flatten()[:0].sum() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    ).sum()
+
+
+def _taken(inputs: list[Tensor]) -> list[Tensor]:
+    """The gradients of leaves; zeros where nothing depends on one."""
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]

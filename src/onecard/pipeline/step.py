@@ -1,0 +1,252 @@
+"""One step of a Runner: what is under way on this rank, and what each action does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch import tree_leaves
+from onecard.comm import world
+from onecard.comm.started import Started
+from onecard.errors import CommunicationError, ScheduleError
+from onecard.pipeline.action import COMPUTE, Action, Schedule, sent_by
+from onecard.pipeline.links import Arriving, Link
+from onecard.pipeline.packets import Form, batch_size, join, signature, split
+from onecard.pipeline.shared_loss import LossWord
+
+if TYPE_CHECKING:
+    from onecard.pipeline.run import Runner
+
+
+class Step:
+    """One step: what is under way on this rank."""
+
+    def __init__(
+        self, runner: Runner, row: Sequence[Action], schedule: Schedule, inputs: Any, targets: Any,
+        sizes: Sequence[int] | None, weights: Any, scale: Any, with_loss: bool = True,
+    ) -> None:  # fmt: skip
+        self.runner, self.row, self.schedule = runner, early(row), schedule
+        self.last = schedule.num_stages - 1
+        self.with_loss, self.scale = with_loss, scale
+        count = schedule.num_microbatches
+        size = batch_size(inputs)
+        self.sizes = list(sizes) if sizes is not None else _even(size, count)
+        if len(self.sizes) != count or sum(self.sizes) != size or min(self.sizes) < 1:
+            raise ScheduleError(
+                f"{schedule.name} has {count} microbatches, but a batch of {size} is to be cut into {self.sizes}: give a "
+                "schedule for as many as there are, each of 1 sample or more"
+            )
+        self.inputs = split(inputs, self.sizes, "the inputs")
+        mine = runner.stages
+        self.targets = split(targets, self.sizes, "the targets") if self.last in mine and targets is not None else None
+        if with_loss and self.last in mine and (runner.loss_fn is None or targets is None):
+            raise ScheduleError(
+                "a step needs a loss: Runner(stages, loss_fn=...), and targets on the last stage's rank"
+            )
+        self.weights = [n / size for n in self.sizes] if weights is None else list(weights)
+        if runner.meter:
+            runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
+        self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
+        self.links: dict[int, Link] = {}
+        self.arriving: dict[tuple[str, int, int], Arriving] = {}
+        self.here: dict[tuple[str, int, int], tuple[Form | None, list[Tensor]]] = {}  # results by who wants them
+        self.sent: list[tuple[int, Action, Started]] = []
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self.word = LossWord(runner.group, schedule.stage_to_rank[self.last], runner.device)
+        self.do = {
+            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight, "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward, "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
+        }  # fmt: skip
+
+    def go(self, share: bool) -> Tensor | None:
+        """Run the list; the loss."""
+        self._go_through()
+        last_here = self.last in self.runner.stages
+        loss = self._mean() if last_here else None
+        if share:
+            if last_here and not self.word.sent:
+                self.word.send(loss)
+            elif not last_here:
+                loss = self._waited(len(self.row), Action("F", self.last, 0), self.word.receive, "the loss")
+        return loss
+
+    def outputs_after(self, share: bool) -> Any:
+        """Run the list; what the last stage returned."""
+        self._go_through()
+        group, home = self.runner.group, self.schedule.stage_to_rank[self.last]
+        action = Action("F", self.last, 0)
+        if self.last in self.runner.stages:
+            whole = join([self.outputs[i] for i in range(len(self.sizes))])
+            form, tensors = Form.of(whole, self.last)
+            for place in range(group.size) if share else ():
+                if place != group.index:
+                    Link(group, self.last, place, self.runner.device).send(action, None, form, tensors)
+            return whole
+        if not share:
+            return None
+        link = Link(group, self.last, home, self.runner.device)
+
+        def receive(timeout: float | None) -> Any:
+            arriving = link.receive(action, None, timeout)
+            return arriving.form.join(arriving.wait(timeout))
+
+        return self._waited(len(self.row), action, receive, "the outputs")
+
+    def _go_through(self) -> None:
+        self.runner.spans = []
+        try:
+            for position, action in enumerate(self.row):
+                self.do[action.kind](position, action)
+            for position, action, message in self.sent:
+                self._waited(position, action, message.wait)
+        except BaseException as fault:
+            self.runner.failed(f"{type(fault).__name__}: {fault}")
+            raise
+
+    # -- computing -------------------------------------------------------------------------------------------------
+
+    def _forward(self, position: int, action: Action) -> None:
+        _, stage, i = action
+        form, tensors = self._taken(position, "F", action) if stage else Form.of(self.inputs[i])
+        if not stage and any(slot.needs_grad for slot in form.slots):
+            raise ScheduleError("an input of the pipeline requires a gradient, which no one would get: give x.detach()")
+        begin = time.perf_counter()
+        with self.runner.meter.forward(stage) if self.runner.meter else nullcontext():
+            self._run_forward(stage, i, form, tensors)
+        self._note(action, begin)
+
+    def _run_forward(self, stage: int, i: int, form: Form, tensors: list[Tensor]) -> None:
+        mine = self.runner.stages[stage]
+        if stage < self.last:
+            self.here["F", stage + 1, i] = mine.forward(i, form, tensors, stage)
+        elif not self.with_loss:
+            self.outputs[i] = mine.forward_output(form, tensors)
+        else:
+            target = self.targets[i] if self.targets is not None else None
+            loss = mine.forward_loss(i, form, tensors, target, self.weights[i], self.scale)
+            if loss.numel() != 1:
+                raise ScheduleError(f"loss_fn returned {list(loss.shape)}; want one number, the mean over a microbatch")
+            self.losses[i] = loss.reshape(())
+            if len(self.losses) == len(self.sizes) and self.word.at_once:
+                self.word.send(self._mean())
+
+    def _backward(self, position: int, action: Action) -> None:
+        kind, stage, i = action
+        grads = self._taken(position, "B", action)[1] if stage < self.last else []
+        begin = time.perf_counter()
+        mine = self.runner.stages[stage]
+        found = mine.backward(i, grads) if kind == "B" else mine.backward_input(i, grads)
+        if stage:
+            self.here["B", stage - 1, i] = None, found
+        self._note(action, begin)
+
+    def _weight(self, position: int, action: Action) -> None:
+        begin = time.perf_counter()
+        self.runner.stages[action.stage].backward_weight(action.microbatch)
+        self._note(action, begin)
+
+    def _note(self, action: Action, begin: float) -> None:
+        self.runner.spans.append((self.runner.group.index, action, begin, time.perf_counter()))
+
+    def _mean(self) -> Tensor:
+        total = torch.stack([self.losses[i].double() * w for i, w in enumerate(self.weights)]).sum()
+        return total.to(self.losses[0].dtype)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _link(self, action: Action) -> Link:
+        earlier = action.stage if action.kind in ("SEND_F", "RECV_B") else action.stage - 1
+        if earlier not in self.links:
+            peer = self.schedule.stage_to_rank[earlier + 1 if earlier == action.stage else earlier]
+            self.links[earlier] = Link(self.runner.group, earlier, peer, self.runner.device)
+        return self.links[earlier]
+
+    def _taken(self, position: int, what: str, action: Action) -> tuple[Any, list[Tensor]]:
+        """The activation or the gradient that an action needs: of this rank, or received."""
+        key = (what, action.stage, action.microbatch)
+        if key in self.here:
+            return self.here.pop(key)
+        arriving = self.arriving.pop(key)
+        receive = Action("RECV_" + what, action.stage, action.microbatch)
+        return arriving.form, self._waited(position, receive, arriving.wait, before=action)
+
+    def _send_forward(self, position: int, action: Action) -> None:
+        form, tensors = self.here.pop(("F", action.stage + 1, action.microbatch))
+        link, key = self._link(action), self.keys[action.microbatch]
+        if form is not None:
+            sent = self._waited(position, action, lambda _: link.send(action, key, form, tensors))
+            self.sent += [(position, action, message) for message in sent]
+
+    def _receive_forward(self, position: int, action: Action) -> None:
+        link, key = self._link(action), self.keys[action.microbatch]
+        begun = self._waited(position, action, lambda timeout: link.receive(action, key, timeout))
+        self.arriving["F", action.stage, action.microbatch] = begun
+
+    def _send_backward(self, position: int, action: Action) -> None:
+        _, grads = self.here.pop(("B", action.stage - 1, action.microbatch))
+        link = self._link(action)
+        self._waited(position, action, lambda _: link.send_gradients(action, grads))
+
+    def _receive_backward(self, position: int, action: Action) -> None:
+        form = self.runner.stages[action.stage].form_of(action.microbatch)
+        link = self._link(action)
+        begun = self._waited(position, action, lambda _: link.receive_gradients(action, form))
+        self.arriving["B", action.stage, action.microbatch] = begun
+
+    def _waited(
+        self, position: int, action: Action, wait: Callable[[Any], Any], what: str = "", before: Any = None
+    ) -> Any:
+        """What a message brings; the words for one that does not come."""
+        try:
+            return wait(self.runner.timeout)
+        except CommunicationError as fault:
+            raise CommunicationError(self._lost(position, action, what, before, fault)) from fault
+
+    def _lost(self, position: int, action: Action, what: str, before: Action | None, fault: Exception) -> str:
+        kind, stage, i = action
+        if what:
+            other, text = self.schedule.stage_to_rank[self.last], f"{what} from stage {self.last}"
+        else:
+            far = stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+            other = self.schedule.stage_to_rank[far]
+            thing = "activation" if kind[-1] == "F" else "gradient"
+            text = (
+                f"that stage {far} takes the {thing} of microbatch {i}"
+                if kind.startswith("SEND")
+                else f"{action}, the {thing} of microbatch {i} of stage {far} ({sent_by(action)})"
+            )
+        need = f", which {before} needs" if before else ""
+        rank = self.runner.group.ranks[other]
+        return (
+            f"{self.schedule.name}: rank {world.get_rank()} at position {position} of {len(self.row)} waited for rank {rank}: "
+            f"{text}{need}: {fault}"
+        )
+
+
+def early(row: Sequence[Action]) -> list[Action]:
+    """The row with receives before the computations that they follow: they are under way while those run.
+
+    No message passes another one, so what two ranks send each other keeps the order that was proved.
+
+    Example:
+        >>> early([Action.parse(a) for a in "0F0 0SEND_F0 0F1 0RECV_B0 0B0".split()])
+        [0F0, 0SEND_F0, 0RECV_B0, 0F1, 0B0]
+    """
+    made: list[Action] = []
+    for action in row:
+        at = len(made)
+        while action.kind in ("RECV_F", "RECV_B") and at and made[at - 1].kind in COMPUTE:
+            at -= 1
+        made.insert(at, action)
+    return made
+
+
+def _even(size: int, count: int) -> list[int]:
+    """As equal as can be, longer ones first."""
+    return [size // count + (i < size % count) for i in range(count)]
