@@ -267,3 +267,21 @@ def test_an_argument_that_is_the_programs_own() -> None:
     assert torch.equal(
         static(torch.ones(3, 3), net.weight.detach().clone()), (net(torch.ones(3, 3)) * net.weight).sum()
     )
+
+
+def test_a_list_operator_that_writes_to_a_view() -> None:
+    """Found by random programs: under a mode torch does not count such writes, and the gradient went past them."""
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        y = (x * weight)[0]
+        torch._foreach_mul_([y, y[1:]], 0.5)
+        y.square().sum().backward()
+        return y.detach()
+
+    static = oc.to_static(step)
+    for i in range(1, 5):
+        x = torch.full((2, 3), float(i))
+        expected = step(x), weight.grad.clone()
+        assert torch.equal(static(x), expected[0]) and torch.equal(weight.grad, expected[1]), i

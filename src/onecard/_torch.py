@@ -144,6 +144,13 @@ def beneath(mode: TorchDispatchMode) -> Iterator[None]:
             _push_mode(other)  # type: ignore[misc]
 
 
+def count_writes(func: OpOverload, args: Any) -> None:
+    """Count for autograd what an operator on lists has written: under a mode its kernels do not, and a view's gradient is wrong."""
+    written = func._schema.arguments and func._schema.arguments[0].alias_info
+    if func._schema.name.startswith("aten::_foreach") and written and not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version(args[0])
+
+
 def traces() -> bool:
     """Whether ``make_fx`` is recording what runs now."""
     return _mode_of(_PROXY) is not None

@@ -147,6 +147,7 @@ class Recorder:
         result = func(*args, **kwargs)
         if draws:
             self.random.note()
+        _torch.count_writes(func, args)
         if func is aten.lift_fresh.default:  # a tensor that Python has just made from values
             if not self.calls:
                 raise refusals.made_outside(args[0])

@@ -7,16 +7,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from onecard import _torch
 from onecard._torch import TorchDispatchMode
 from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.state import Kept
 from onecard.errors import DispatchError
-from onecard.rules.call import schema_of
 from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -63,8 +62,7 @@ class _Dispatch(TorchDispatchMode):
         handler = handlers.get(func) or factories.get(func)
         if handler is None or _not_plain((*args, *kwargs.values())):
             result = func(*args, **kwargs)
-            if func._schema.name.startswith("aten::_foreach_") and schema_of(func).written:
-                increment_version(args[0])  # their kernels, which count the writes of lists, do not under a mode
+            _torch.count_writes(func, args)
             return result
         return handler(func, args, kwargs)
 
