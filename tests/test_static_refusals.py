@@ -267,3 +267,16 @@ def test_an_argument_that_is_the_programs_own() -> None:
     assert torch.equal(
         static(torch.ones(3, 3), net.weight.detach().clone()), (net(torch.ones(3, 3)) * net.weight).sum()
     )
+
+
+def test_a_seed_that_is_set_inside_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(42)
+            return x + torch.rand(3)
+
+    torch.manual_seed(7)
+    with pytest.raises(RecordingError, match="the step has set the seed before it draws"):
+        oc.record(step)(torch.ones(3))
+    torch.manual_seed(8)
+    assert oc.record(lambda x: x + torch.rand(3))(torch.ones(3)) is not None

@@ -64,6 +64,7 @@ class Recorder:
         self.conditions: list[Condition] = []
         self.leaves: dict[int, Tensor] = {}
         self.calls = 0  # of torch's functions, under way
+        self._seed = torch.initial_seed()
         self.tags: list[Number] = []
         self.known: set[float] = set()  # other floats in that call
         self.matched: set[int] = set()
@@ -157,6 +158,9 @@ class Recorder:
         return value
 
     def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        seeded = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, _torch.OpOverload) else True
+        if seeded and torch.initial_seed() != self._seed:
+            raise refusals.reseeded()
         node = self._put(func, self._given(args), self._given(kwargs))
         inputs = [*node.all_input_nodes]
         node.meta["data"] = any(n.meta.get("data") for n in inputs)

@@ -81,6 +81,14 @@ def swapped() -> RecordingError:
     )
 
 
+def reseeded() -> RecordingError:
+    """The error for a seed that is set inside a step."""
+    return RecordingError(
+        f"the step has set the seed before it draws random numbers at {record.user_line()} (torch.manual_seed, set_rng_state), "
+        "which a replay would not repeat: set it before the step"
+    )
+
+
 def argument_of_the_program(argument: str, place: str) -> RecordingError:
     """The error for an argument that the step has already, so that a replay could not tell which of the two it reads."""
     return RecordingError(
