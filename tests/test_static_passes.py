@@ -141,6 +141,15 @@ def test_equal_nodes() -> None:
     )
 
 
+def test_equal_results_that_come_out_have_their_own_memory() -> None:
+    run = oc.to_static(lambda x: (x * 2, x * 2, x.new_zeros(3), x.new_zeros(3)))
+    for _ in range(3):
+        a, b, c, d = run(torch.ones(3))
+        a.add_(1)
+        c.add_(1)
+        assert b.tolist() == [2.0, 2.0, 2.0] and d.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_second_names() -> None:
     def step(x: Tensor) -> Tensor:
         y = x.detach().view(2, 2)

@@ -15,7 +15,7 @@ from onecard.graph.recorder import written_by
 from onecard.rules.call import schema_of
 
 # They may give their operand itself, or a view of it, although their schema does not say so.
-_PERHAPS = {"contiguous", "reshape", "to", "flatten", "resolve_conj", "resolve_neg", "expand_as", "view_as", "type_as", "float",
+PERHAPS = {"contiguous", "reshape", "to", "flatten", "resolve_conj", "resolve_neg", "expand_as", "view_as", "type_as", "float",
             "squeeze", "movedim", "narrow", "unflatten", "split", "chunk", "_reshape_alias", "reshape_as", "matrix_H", "mT",
             "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
             "einsum", "swapaxes", "swapdims", "moveaxis", "tensor_split", "dropout",
@@ -57,7 +57,7 @@ def _shares(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]]  # type: ignore[list-item]
     if isinstance(target, OpOverload):
         schema = schema_of(target)
-        if schema.name in _PERHAPS:
+        if schema.name in PERHAPS:
             return [n for n in node.all_input_nodes if "tensor" in n.meta]
         if schema.views:
             return [n for n in node.all_input_nodes[:1] if "tensor" in n.meta]

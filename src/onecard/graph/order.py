@@ -12,7 +12,7 @@ from torch import fx
 from onecard._torch import OpOverload
 from onecard.comm import again
 from onecard.errors import RecordingError
-from onecard.graph.memory import Memory, effects
+from onecard.graph.memory import PERHAPS, Memory, effects
 from onecard.rules.call import schema_of
 
 _RESHAPES = ("resize_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "as_strided_", "swapdims_", "swapaxes_")
@@ -38,10 +38,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def only_names(node: fx.Node) -> bool:
-    """Whether a node reads no memory: a view, or one of several results."""
+    """Whether a node reads no memory: a view, or one of several results. ``contiguous`` and its kin may copy."""
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and node.target.is_view and schema_of(node.target).views
+    if not isinstance(node.target, OpOverload) or not node.target.is_view or name_of(node) in PERHAPS:
+        return False
+    return bool(schema_of(node.target).views)
 
 
 def only_moves(node: fx.Node) -> bool:
@@ -124,6 +126,8 @@ def check_started(graph: fx.Graph) -> None:
     Raises:
         RecordingError: a pass has moved a node where it must not be. Names it.
     """
+    if not any(n.target is again.wait or n.kwargs.get("later") for n in graph.nodes):
+        return
     memory = Memory(graph, apart=True)
     filled: dict[fx.Node, frozenset[fx.Node]] = {}
     sent: dict[fx.Node, frozenset[fx.Node]] = {}

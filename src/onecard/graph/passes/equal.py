@@ -32,6 +32,8 @@ def equal_nodes(graph: fx.Graph) -> fx.Graph:
     first: dict[Any, fx.Node] = {}
     fills = _filled_once(graph, memory)
     dropped: set[fx.Node] = set()
+    out: Any = next(iter(reversed(graph.nodes))).args[0]
+    shown = frozenset[fx.Node]().union(*(memory.roots[n] for n in out if isinstance(n, fx.Node)))
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -47,7 +49,9 @@ def equal_nodes(graph: fx.Graph) -> fx.Graph:
         elif not effects(node) and node not in memory.writes and _steady(node, memory) and not _fresh(node):
             key = (node.target, _key(node.args, other), _key(node.kwargs, other))
             found = first.setdefault(key, node)
-            if found is not node and _is_held(found, node):
+            if (
+                found is not node and _is_held(found, node) and not memory.roots[node] & shown
+            ):  # each has its own memory
                 other[node] = found
     return copied(graph, _resolved(other), lambda n: n not in dropped)
 

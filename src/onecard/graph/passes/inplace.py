@@ -24,6 +24,9 @@ _FRESH = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "s
 
 def in_place(graph: fx.Graph) -> fx.Graph:
     """``y = relu(x)`` -> ``y = relu_(x)`` where ``x`` is not read again."""
+    forms = {n: form for n in graph.nodes if (form := _written_form(n)) is not None}
+    if not forms:
+        return graph
     memory = Memory(graph, apart=True)
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for n, roots in memory.roots.items():
@@ -34,7 +37,7 @@ def in_place(graph: fx.Graph) -> fx.Graph:
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     taken: set[fx.Node] = set()
     for node in graph.nodes:
-        target = _written_form(node)
+        target: Any = forms.get(node)
         root = _spent(node, memory) if target is not None else None
         if root is not None and root not in taken and last[root] == order[node]:
             names[node] = made.call_function(target, *fx.map_arg((node.args, node.kwargs), names.__getitem__))
