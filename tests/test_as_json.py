@@ -140,7 +140,7 @@ def test_reductions_that_do_not_commute_and_other_values() -> None:
     data = oc.to_json(Layout.replicated(MESH, 1))
     with pytest.raises(OnecardError, match="may be done in any order"):
         oc.from_json({**data, "pending": [["dp", "sum"], ["tp", "max"]]})
-    with pytest.raises(OnecardError, match="want a ProcessMesh, a Layout or a Spec, not Tensor"):
+    with pytest.raises(OnecardError, match="want a ProcessMesh, a Layout, a Spec or a Machine, not Tensor"):
         oc.to_json(torch.ones(1))  # type: ignore[arg-type]
 
 

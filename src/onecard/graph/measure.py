@@ -132,7 +132,7 @@ def _adamw(n: int) -> tuple[float, Run]:
         "amsgrad": False,
         "maximize": False,
     }
-    return 16.0 * n, lambda: torch._fused_adamw_(*given, [], [torch.ones(())], **options)  # type: ignore[call-overload]
+    return 16.0 * n, lambda: aten._fused_adamw_.default(*given, [], [torch.ones(())], **options)
 
 
 def _embedding(n: int) -> tuple[float, Run]:
@@ -165,7 +165,7 @@ def _attention(back: bool) -> Callable[[int], tuple[float, Run]]:
 _FAMILIES: dict[str, Callable[[int], tuple[float, Run]]] = {
     "pointwise": _pair(torch.add, 3),
     "in place": _pair(lambda x, y: x.add_(y, alpha=1e-9), 2),
-    "softmax": _pair(lambda x, y: torch._softmax(x, -1, False), 2),
+    "softmax": _pair(lambda x, y: aten._softmax(x, -1, False), 2),
     "softmax backward": _pair(lambda x, y: aten._softmax_backward_data(x, y, -1, torch.float32), 3),
     "norm": _norm,
     "norm backward": _norm_backward,
