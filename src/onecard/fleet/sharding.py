@@ -197,8 +197,6 @@ def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
 
     def run(p: Any) -> None:
         grad, p.grad = p.grad, None
-        for line in held(p).sums:
-            plain.all_reduce(grad, line, inplace=True, call="gradients")
         update.reducer.before(twin)
         if twin.grad is None:
             twin.grad = _summand(twin, grad)
