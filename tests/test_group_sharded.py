@@ -243,7 +243,7 @@ def test_words():
         fleet.group_sharded_parallel(net, optimizer, "os")
     cut = nn.Linear(2, 2)
     fleet.mark(cut.weight, oc.new_group([0]), 0)
-    with pytest.raises(FleetError, match="tensor or sequence parallel layers"):
+    with pytest.raises(FleetError, match=r"tensor or sequence parallel layers"):
         fleet.group_sharded_parallel(cut, torch.optim.SGD(cut.parameters(), 0.1), "os")
     with pytest.raises(FleetError, match="takes what group_sharded_parallel returned"):
         fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]

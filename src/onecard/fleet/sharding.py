@@ -181,8 +181,8 @@ def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
             )
         if held(p).dim >= 0 or held(p).sums or held(p).copies:
             raise FleetError(
-                f"{call}: a parameter of shape {list(p.shape)} is a part of a larger one, or has summands on other ranks (tensor or "
-                "sequence parallel layers), of which a norm over this group would know nothing. By marks ZeRO goes with both: "
+                f"{call}: a parameter of shape {list(p.shape)} is a part of a larger one, or has summands on other ranks (tensor "
+                "or sequence parallel layers), of which a norm over this group would know nothing. By marks ZeRO goes with both: "
                 "oc.shard_optimizer(opt, oc.ShardingStage1('dp', mesh))"
             )
     if any(id(p) not in known for each in optimizer.param_groups for p in each["params"]):
