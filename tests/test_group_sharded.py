@@ -92,6 +92,38 @@ def levels() -> None:
                 assert other[0] == found[0][0] and all(torch.equal(other[1][n], w) for n, w in found[0][1].items())
 
 
+def clipped() -> None:
+    """Paddle's way to clip, and fleet's: by the norm of the whole gradient."""
+    ranks, rank = oc.get_world_size(), oc.get_rank()
+    fleet.init(is_collective=True)
+    weights = []
+    for how in ("alone", "grad_clip", "fleet"):
+        net: Any = Deep()
+        optimizer: Any = torch.optim.SGD(net.parameters(), 1.0)
+        if how != "alone":
+            net, optimizer, _ = fleet.group_sharded_parallel(net, optimizer, "os_g")
+        if how == "grad_clip":
+            optimizer = fleet.distributed_optimizer(optimizer, grad_clip=fleet.ClipGradByGlobalNorm(0.1))
+        data = batches()
+        for step in range(3):
+            x, y = next(data) if how == "alone" else (t.chunk(ranks)[rank] for t in next(data))
+            cross_entropy(net(x, step), y).backward()
+            if how == "alone":
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            elif how == "fleet":
+                fleet.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([oc.unshard(p.detach()) for p in net.parameters()])
+    for alone, one, other in zip(*weights, strict=True):
+        assert_close(one, alone, rtol=1e-5, atol=1e-6)
+        assert_close(other, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_by_the_norm_of_the_whole():
+    run_ranks(clipped, 2)
+
+
 def check_kept(net: Any, optimizer: Any, level: str) -> None:
     """Each rank holds its part of the states, and at "p_g_os" of the parameters, whose whole memory is given back."""
     for state in optimizer.state.values():
@@ -148,14 +180,27 @@ def branches() -> None:
             assert (p in optimizer.state) == (q in one.state), n
 
 
+class Crossing(nn.Module):
+    """Two layers of one size, which ranks run in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 1) if oc.get_rank() else (1, 0):
+            x = torch.tanh(self.layers[i](x))
+        return x.square().mean()
+
+
 def crossed(level: str, overlap: bool) -> str:
-    ranks, rank = oc.get_world_size(), oc.get_rank()
-    net = Branching()
+    buckets.BUCKET_BYTES = 64
+    net = Crossing()
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
     made, optimizer, _ = fleet.group_sharded_parallel(net, optimizer, level, overlap=overlap)
-    rows = torch.tensor([[-1.0, 2, 3, 4], [-2.0, 1, 0, 1], [1.0, 2, 3, 4], [3.0, 0, 1, 1]])
     try:
-        made(rows.chunk(ranks)[rank]).backward()
+        made(torch.ones(2, 4)).backward()
         optimizer.step()
     except CommunicationError as fault:
         return str(fault)
@@ -209,5 +254,9 @@ def test_words():
     optimizer.step()
     with pytest.raises(FleetError, match="has states already"):
         fleet.group_sharded_parallel(net, optimizer, "os")
+    cut = nn.Linear(2, 2)
+    fleet.mark(cut.weight, oc.new_group([0]), 0)
+    with pytest.raises(FleetError, match=r"tensor or sequence parallel layers"):
+        fleet.group_sharded_parallel(cut, torch.optim.SGD(cut.parameters(), 0.1), "os")
     with pytest.raises(FleetError, match="takes what group_sharded_parallel returned"):
         fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]

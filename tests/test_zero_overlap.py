@@ -33,8 +33,7 @@ def on_and_off(tp: bool) -> None:
     small_buckets()
     begun = counted()
     for stage in (0, *STAGES):
-        settings = (("foreach", 1, True), ("fused", 3, False), ("momentum", 2, True))
-        for name, accumulate, clip in settings[1:] if tp else settings[:2]:
+        for name, accumulate, clip in [("fused", 3, False)] if tp else [("foreach", 1, True), ("momentum", 2, True)]:
             found = []
             for overlap in (False, True):
                 net, mesh = distributed(tp)

@@ -20,6 +20,7 @@ from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
+from onecard.tensor import DistTensor
 
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
 _DATA = "_onecard_data"
@@ -212,6 +213,8 @@ def clip_grad_norm_(
         RuntimeError: it is not finite, and ``error_if_nonfinite``.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(isinstance(p, DistTensor) for p in chosen):  # of group_sharded_parallel: their norm is that of the whole
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
     norm = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(

@@ -153,8 +153,9 @@ def group_sharded_parallel(
         cuts = {p: Piece(cut, spec, p) for p, (t, spec, cut) in pieces.items() if cut is not None}
         ahead = overlaps(running, [*twins.values()])
         update.blocks = Blocks(model, cuts, reshard_after_forward, ahead)
+    updated = {id(t) for each in optimizer.param_groups for t in each["params"]}
     for p, t in twins.items():
-        if p.requires_grad:
+        if p.requires_grad and id(t) in updated:
             p.register_post_accumulate_grad_hook(_handing_on(t, update))
     keep_laid_out(optimizer, update.lay_out)
     return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else _scaler(scaler)
@@ -178,9 +179,11 @@ def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
             raise FleetError(
                 f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
             )
-        if held(p).copies:
+        if held(p).dim >= 0 or held(p).sums or held(p).copies:
             raise FleetError(
-                f"{call}: heads that several ranks hold are not summed under ZeRO; use fleet.distributed_model"
+                f"{call}: a parameter of shape {list(p.shape)} is a part of a larger one, or has summands on other ranks (tensor "
+                "or sequence parallel layers), of which a norm over this group would know nothing. By marks ZeRO goes with both: "
+                "oc.shard_optimizer(opt, oc.ShardingStage1('dp', mesh))"
             )
     if any(id(p) not in known for each in optimizer.param_groups for p in each["params"]):
         raise FleetError(f"{call}: the optimizer holds parameters that are not the model's")
@@ -197,8 +200,6 @@ def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
 
     def run(p: Any) -> None:
         grad, p.grad = p.grad, None
-        for line in held(p).sums:
-            plain.all_reduce(grad, line, inplace=True, call="gradients")
         update.reducer.before(twin)
         if twin.grad is None:
             twin.grad = _summand(twin, grad)

@@ -38,6 +38,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for each in optimizer.param_groups for p in each["params"] if type(p) in (nn.Parameter, Tensor)]
 
 
+def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What it updates: its own parameters, or the distributed ones of ``group_sharded_parallel``."""
+    return _parameters(optimizer) or [p for each in optimizer.param_groups for p in each["params"]]
+
+
 class DistributedModel(nn.Module):
     """What ``distributed_model`` returns: the model, with the names of its own parameters, and Paddle's methods."""
 
@@ -214,7 +219,7 @@ def distributed_optimizer(
     more: Any = optimizer
     if grad_clip is not None:
         clip = grad_clip
-        optimizer.register_step_pre_hook(lambda opt, *_: (clip(_parameters(opt)), None)[1])
+        optimizer.register_step_pre_hook(lambda opt, *_: (clip(_updated(opt)), None)[1])
     if used.gradient_merge:
         _merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
     more.clear_grad = lambda *_, **__: more.zero_grad()
