@@ -63,9 +63,28 @@ def marked(size: int) -> None:
                 assert net.events == [action.kind for action in order], (mode, net.events)
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 1), (4, 2)])
-def test_stages_by_marks_are_one_card_under_every_order(ranks: int, size: int) -> None:
-    run_ranks(marked, ranks, size)
+@pytest.mark.parametrize(("ranks", "size", "backend"), [(2, 1, None), (4, 1, None), (4, 2, None), (2, 1, "gloo")])
+def test_stages_by_marks_are_one_card_under_every_order(ranks: int, size: int, backend: str | None) -> None:
+    run_ranks(marked, ranks, size, backend=backend)
+
+
+def large_messages() -> None:
+    """Both ranks send each other at once more than any buffer holds."""
+    meshes = [oc.ProcessMesh([i], ["pp"]) for i in range(2)]
+    torch.manual_seed(0)
+    parts = nn.Sequential(nn.Linear(2, 600_000), nn.Linear(600_000, 1))
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    expected = F.mse_loss(parts(x), y).item()
+    for part, mesh in zip(parts, meshes, strict=True):
+        oc.shard_layer(part, mesh)
+        part.register_forward_pre_hook(lambda _, args, mesh=mesh: (oc.reshard(args[0], mesh, [oc.Replicate()]),))
+    loss = pipeline.step_by_marks(parts, F.mse_loss, x, y, "1F1B", 4)
+    assert oc.unshard(loss).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_large_messages_by_marks_do_not_wait_in_a_circle(backend: str | None) -> None:
+    run_ranks(large_messages, 2, backend=backend, timeout=30)
 
 
 def seed_003() -> list[float]:

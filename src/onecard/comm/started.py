@@ -254,7 +254,7 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
     with _starting(what, made):
         work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
     handle = Started(what, made, work, lambda: x, (x, dense))
-    _keep(handle)
+    keep(handle)
     return handle
 
 
@@ -321,7 +321,7 @@ def _at_exit() -> None:
             finish_sends(LAST)
 
 
-def _keep(handle: Started) -> None:
+def keep(handle: Started) -> None:
     """Sends that are under way stay here, because a backend drops what nobody holds."""
     while _sends.here and _sends.here[0].done():
         _sends.here.pop(0)

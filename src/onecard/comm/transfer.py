@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard.comm import check, flight, trace, world
+from onecard.comm import check, flight, started, trace, world
+from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
 from onecard.transfer import Box, Transfer, box_of
@@ -128,11 +131,15 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers) -> None:
         return
     group: Any = dist.group.WORLD
     tag = _tag(transfer)
+    if under_way.here and not any(t.is_cuda for _, t in outgoing):  # on a GPU nobody waits but the stream
+        for peer, t in outgoing:
+            _leave_under_way(t.clone(), peer, group, tag)
+        outgoing = []
     operations = [dist.P2POp(dist.isend, t, peer, group, tag) for peer, t in outgoing]
     operations += [dist.P2POp(dist.irecv, t, peer, group, tag) for peer, t in incoming]
     peers = awaited = [operation.peer for operation in operations]
     try:
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv(operations) if operations else []
         for at, work in enumerate(works):
             awaited = peers[at : at + 1] if len(works) == len(peers) else peers  # NCCL makes one work of them all
             work.wait()
@@ -143,6 +150,28 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers) -> None:
             f"{sorted(set(awaited))}. {fault}. "
             f"{_EVERY_RANK}; for full_tensor() these are all ranks of the world."
         ) from fault
+
+
+under_way: Kept[list[bool]] = Kept(list)
+
+
+@contextmanager
+def sends_under_way() -> Iterator[None]:
+    """Inside, a rank that sends goes on before its message has been taken: stages that send each other at once do not wait in
+    a circle. What is sent is copied, so that the program may write to it."""
+    under_way.here.append(True)
+    try:
+        yield
+    finally:
+        under_way.here.pop()
+
+
+def _leave_under_way(t: Tensor, peer: int, group: Any, tag: int) -> None:
+    try:
+        work = dist.isend(t, peer, group, tag)
+    except RuntimeError as fault:
+        raise CommunicationError(f"rank {world.get_rank()} cannot send to rank {peer}: {fault}") from fault
+    started.keep(started.Started("send of a reshard", f"to rank {peer}", work, lambda: t, t))
 
 
 def _tag(transfer: Transfer) -> int:

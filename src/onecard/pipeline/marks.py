@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard.comm import world
+from onecard.comm.transfer import sends_under_way
 from onecard.errors import ScheduleError
 from onecard.mesh import ProcessMesh
 from onecard.pipeline.action import Schedule
@@ -63,7 +64,7 @@ def step_by_marks(
     parts = list(zip(split(inputs, sizes, "the inputs"), split(targets, sizes, "the targets"), strict=True))
     under_way: dict[int, Tensor] = {}
     total: Tensor | None = None
-    with torch.enable_grad():
+    with torch.enable_grad(), sends_under_way():
         for kind, _, i in row:
             if kind == "F":
                 x, y = parts[i]
