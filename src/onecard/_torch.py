@@ -145,7 +145,7 @@ def beneath(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def count_writes(func: OpOverload, args: Any) -> None:
-    """Count for autograd what an operator on lists has written: under a mode its kernels do not, and views have wrong gradients."""
+    """Count for autograd what an operator on lists has written: under a mode its kernels do not (wrong gradients of views)."""
     written = func._schema.arguments and func._schema.arguments[0].alias_info
     if func._schema.name.startswith("aten::_foreach") and written and not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(args[0])

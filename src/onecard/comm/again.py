@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard._torch import AllgatherOptions
-from onecard.comm import collectives, record, started
+from onecard.comm import collectives, forms, record, started
 from onecard.comm.groups import Group, group
 from onecard.comm.shm.group import ShmGroup
 from onecard.comm.started import Started
@@ -50,7 +50,7 @@ def wait(handle: Started | None, into: Tensor, given: Tensor) -> None:
 def sender(operator: str, rest: tuple[Any, ...], line: Line, later: bool = False) -> Send:
     """``message`` with all but the tensors decided."""
     found = group(*line)
-    name, op, start = _START[operator](found.process_group, _as_it_is if later else collectives._at_once, *rest)
+    name, op, start = _START[operator](found.process_group, _as_it_is if later else forms.at_once, *rest)
     serving = ("recording", operator, ())
 
     def send(into: Tensor, given: Tensor) -> None:
@@ -88,7 +88,7 @@ Ready = Callable[[Any], Any]
 
 def _all_reduce(pg: Any, ready: Ready, op: str) -> Any:
     options = ready(dist.AllreduceOptions())
-    options.reduceOp = dist.ReduceOp(collectives._REDUCE[op])
+    options.reduceOp = dist.ReduceOp(forms.REDUCE[op])
     return "all_reduce", op, lambda into, given: pg.allreduce([into], options)
 
 
@@ -99,7 +99,7 @@ def _all_gather(pg: Any, ready: Ready, size: int) -> Any:
 
 def _reduce_scatter(pg: Any, ready: Ready, op: str, size: int) -> Any:
     options = ready(dist.ReduceScatterOptions())
-    options.reduceOp = dist.ReduceOp(collectives._REDUCE[op])
+    options.reduceOp = dist.ReduceOp(forms.REDUCE[op])
     return "reduce_scatter", "", lambda into, given: pg._reduce_scatter_base(into, given, options)
 
 

@@ -17,26 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import _torch, recorded
-from onecard._torch import AllgatherOptions
 from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm import record as tell
+from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OF_TRUTHS, OPTIONS, REDUCE, at_once, dense, moved
 from onecard.comm.groups import Group
 from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
 
 _FOR_THEMSELVES = ("broadcast", "barrier")  # no operator's operands
 Recorded = tuple[Any, ...]  # what is filled, the functional operator's name, its arguments
-
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 
 
 def _wait(
@@ -105,59 +94,17 @@ def _record(name: str, group: Group, record: Callable[[], Recorded] | None) -> N
     trace.record(*record(), process_group=group.process_group)
 
 
-def _at_once(options: Any) -> Any:
-    """Options of a call whose result is awaited right after: no need to hand it to another thread or stream."""
-    options.asyncOp = False
-    return options
-
-
-def _options(op: str) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(_REDUCE[op])
-    return _at_once(options)
-
-
-# Added as bytes, truths would be 2, which no kernel expects in their memory.
-_OF_TRUTHS = {
-    **dict.fromkeys(("sum", "max", "bor"), "max"),
-    **dict.fromkeys(("avg", "product", "min", "band"), "min"),
-    "bxor": "bxor",
-}
-
-_OPTIONS = {op: _options(op) for op in _REDUCE}
-_GATHER, _EXCHANGE = _at_once(AllgatherOptions()), _at_once(dist.AllToAllOptions())
-_BARRIER = _at_once(dist.BarrierOptions())
-
-# Gloo moves these as they are; others travel as bytes, and are added in a wider or a real type.
-_NATIVE = frozenset(
-    {
-        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool,
-        torch.int8, torch.uint8, torch.int32, torch.int64,
-    }
-)  # fmt: skip
-
-
-def _moved(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory in a type that every backend moves."""
-    return tensor if tensor.dtype in _NATIVE else tensor.view(-1).view(torch.uint8)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Contiguous, with a conjugation or a sign that torch has put off carried out."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
 def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> Tensor:
     """The reduction of all ranks' tensors, on every rank. ``op`` as in ``Partial``; "norm2.0" joins 2-norms."""
     if op.startswith("norm"):
         power = float(op[4:])
         joined = all_reduce(local.abs() ** power, group, "sum", inplace=True) ** (1.0 / power)
         return local.copy_(joined) if inplace else joined
-    if local.dtype not in _NATIVE:
+    if local.dtype not in NATIVE:
         joined = _all_reduce_foreign(local, group, op)
         return local.copy_(joined) if inplace else joined
     if local.dtype is torch.bool:
-        op = _OF_TRUTHS[op]
+        op = OF_TRUTHS[op]
     if op in ("max", "min") and local.is_floating_point():
         extreme = _extreme(local, group, op)
         return local.copy_(extreme) if inplace else extreme
@@ -169,7 +116,7 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
             "all_reduce",
             group,
             result,
-            lambda: pg.allreduce([buffer], _OPTIONS[op]),
+            lambda: pg.allreduce([buffer], OPTIONS[op]),
             lambda: (buffer, "all_reduce", buffer, "sum" if op == "avg" else op),
             op,
         )
@@ -191,7 +138,7 @@ def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
         return all_gather(local.unsqueeze(0), group, 0, [1] * group.size).prod(0)
     if op not in ("sum", "avg"):
         raise CommunicationError(f"complex numbers have no {op}: reduce their real and imaginary parts, or their abs()")
-    return torch.view_as_complex(all_reduce(torch.view_as_real(_dense(local)), group, op))
+    return torch.view_as_complex(all_reduce(torch.view_as_real(dense(local)), group, op))
 
 
 def _extreme(local: Tensor, group: Group, op: str) -> Tensor:
@@ -222,15 +169,15 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into
     turned = local.movedim(dim, 0) if dim else local
     if turned.shape[0] < largest:
         turned = torch.cat([turned, turned.new_zeros((largest - turned.shape[0], *turned.shape[1:]))])
-    send = _dense(turned)
+    send = dense(turned)
     gathered = send.new_empty((group.size * largest, *send.shape[1:])) if into is None else into
     if send.numel():
         _wait(
             "all_gather",
             group,
             send,
-            lambda: pg._allgather_base(_moved(gathered), _moved(send), _GATHER),
-            lambda: (_moved(gathered), "all_gather_into_tensor", _moved(send), group.size),
+            lambda: pg._allgather_base(moved(gathered), moved(send), GATHER),
+            lambda: (moved(gathered), "all_gather_into_tensor", moved(send), group.size),
         )
     else:
         check.nothing_sent()
@@ -268,7 +215,7 @@ def reduce_scatter(
         "bor": lambda t: functools.reduce(torch.bitwise_or, t),
         "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
     }
-    return reduce[_OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
+    return reduce[OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
 
 
 def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:
@@ -285,8 +232,8 @@ def _reduce_scatter_base(
     send = local.movedim(dim, 0).contiguous()
     shape = (sizes[0], *send.shape[1:])
     result = send.new_empty(shape) if into is None else into.view(shape)
-    options = _at_once(dist.ReduceScatterOptions())
-    options.reduceOp = dist.ReduceOp(_REDUCE[op])
+    options = at_once(dist.ReduceScatterOptions())
+    options.reduceOp = dist.ReduceOp(REDUCE[op])
     pg = group.process_group
     _wait(
         "reduce_scatter",
@@ -324,11 +271,11 @@ def _exchange(
 ) -> list[Tensor]:
     """``anything``: whether any rank of the group has an element; a rank that has none must take part in the others'."""
     send, shapes = _by_rank(send, group), _by_rank(shapes, group)
-    flat = _dense(torch.cat([part.reshape(-1) for part in send]))
+    flat = dense(torch.cat([part.reshape(-1) for part in send]))
     counts = [shape.numel() for shape in shapes]
     result = like.new_empty(sum(counts))
     out_splits, in_splits = counts, [part.numel() for part in send]
-    if flat.dtype not in _NATIVE:
+    if flat.dtype not in NATIVE:
         size = flat.element_size()
         out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
     pg = group.process_group
@@ -337,8 +284,8 @@ def _exchange(
             "all_to_all",
             group,
             flat,
-            lambda: pg.alltoall_base(_moved(result), _moved(flat), out_splits, in_splits, _EXCHANGE),
-            lambda: (_moved(result), "all_to_all_single", _moved(flat), out_splits, in_splits),
+            lambda: pg.alltoall_base(moved(result), moved(flat), out_splits, in_splits, EXCHANGE),
+            lambda: (moved(result), "all_to_all_single", moved(flat), out_splits, in_splits),
         )
     else:
         check.nothing_sent()
@@ -359,14 +306,14 @@ def broadcast(tensor: Tensor, group: Group, index: int) -> Tensor:
     """Fill ``tensor`` in place on every rank of the group with that of the rank at ``index``."""
     pg = group.process_group
     if pg is not None and tensor.numel():
-        options = _at_once(dist.BroadcastOptions())
+        options = at_once(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = group.order.index(index) if group.order else index, 0
         _wait(
             "broadcast",
             group,
             tensor,
-            lambda: pg.broadcast([_moved(tensor)], options),
-            lambda: (_moved(tensor), "broadcast", _moved(tensor), options.rootRank),
+            lambda: pg.broadcast([moved(tensor)], options),
+            lambda: (moved(tensor), "broadcast", moved(tensor), options.rootRank),
         )
     return tensor
 
@@ -388,4 +335,4 @@ def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group
     if pg is not None:
-        _wait("barrier", group, None, lambda: pg.barrier(_BARRIER))
+        _wait("barrier", group, None, lambda: pg.barrier(BARRIER))

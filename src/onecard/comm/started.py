@@ -22,9 +22,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import recorded
 from onecard._torch import AllgatherOptions
-from onecard.comm import check, collectives, flight, plain, record, trace, world
+from onecard.comm import check, collectives, flight, forms, plain, record, trace, world
 from onecard.comm.groups import Group
-from onecard.comm.ranks import Ranks
+from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
@@ -129,7 +129,7 @@ def reduced(x: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> 
 
 
 def _simple(x: Tensor, op: str) -> bool:
-    known = x.dtype in collectives._NATIVE and x.dtype is not torch.bool
+    known = x.dtype in forms.NATIVE and x.dtype is not torch.bool
     return known and op in ("sum", "avg") and x.is_contiguous() and x.numel() > 0
 
 
@@ -146,7 +146,7 @@ def all_gather(
     if not later or not even or group.order or not x.numel() or not can_wait(x, group):
         return Started.complete(plain.all_gather(x, group, dim, sizes, call))
     dim = plain._dim(x, dim, "all_gather")
-    send = collectives._dense(x.movedim(dim, 0))
+    send = forms.dense(x.movedim(dim, 0))
     plain._begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=group.size * x.shape[dim])
     joining = gathered(send, send.new_empty((group.size * send.shape[0], *send.shape[1:])), group)
     return Started("all_gather", _among(group), joining._work, lambda: joining.wait().movedim(0, dim), joining)
@@ -162,7 +162,7 @@ def gathered(x: Tensor, into: Tensor, group: Group) -> Started:
         "all_gather",
         group,
         x,
-        lambda pg: pg._allgather_base(collectives._moved(into), collectives._moved(x), options),
+        lambda pg: pg._allgather_base(forms.moved(into), forms.moved(x), options),
     )
     return Started("all_gather", _among(group), work, lambda: into, (x, into))
 
@@ -176,7 +176,7 @@ def reduce_scatter(
     later: bool = True,
 ) -> Started:
     """Start a reduce-scatter that sums. Where the parts travel (see collectives.py), ``wait`` adds them."""
-    if not later or x.dtype not in collectives._NATIVE or not x.numel() or not can_wait(x, group):
+    if not later or x.dtype not in forms.NATIVE or not x.numel() or not can_wait(x, group):
         return Started.complete(plain.reduce_scatter(x, group, dim, sizes, call=call))
     dim = plain._dim(x, dim, "reduce_scatter")
     lengths = plain.cut_sizes(x, group, dim, sizes, "reduce_scatter")
@@ -188,7 +188,7 @@ def scattered(
     x: Tensor, group: Group, dim: int, sizes: Sequence[int], op: str = "sum", into: Tensor | None = None
 ) -> Started:
     """Start ``collectives.reduce_scatter``; nobody who watches is told."""
-    if op not in ("sum", "avg") or x.dtype not in collectives._NATIVE or not x.numel() or not can_wait(x, group):
+    if op not in ("sum", "avg") or x.dtype not in forms.NATIVE or not x.numel() or not can_wait(x, group):
         return Started.complete(collectives.reduce_scatter(x, group, dim, sizes, op, into))
 
     def whole(total: Tensor) -> Tensor:
@@ -249,10 +249,10 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
     if _is_recorded():
         _send(x, dst, tag, here.ranks, here.name, call)
         return Started.complete(x)
-    dense = collectives._dense(x)
+    dense = forms.dense(x)
     what = _named("send", tag, call)
     with _starting(what, made):
-        work = here.process_group.send([collectives._moved(dense)], _place(here, dst), tag)
+        work = here.process_group.send([forms.moved(dense)], _place(here, dst), tag)
     handle = Started(what, made, work, lambda: x, (x, dense))
     keep(handle)
     return handle
@@ -268,7 +268,7 @@ def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: s
     dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     what = _named("recv", tag, call)
     with _starting(what, made):
-        work = here.process_group.recv([collectives._moved(dense)], _place(here, src), tag)
+        work = here.process_group.recv([forms.moved(dense)], _place(here, src), tag)
     return Started(what, made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
 
 
@@ -294,18 +294,12 @@ def _is_recorded() -> bool:
 @one_node()
 def _send(x: Tensor, dst: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
     """A send of a recording: of a copy, because a replay may use the memory of ``x`` again before it has arrived."""
-    isend(x.clone(), dst, tag, _group(ranks, name), call)
+    isend(x.clone(), dst, tag, of_ranks(tuple(ranks), name), call)
 
 
 @one_node(0)
 def _receive(x: Tensor, src: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
-    irecv(x, src, tag, _group(ranks, name), call).wait()
-
-
-def _group(ranks: tuple[int, ...], name: str) -> Ranks:
-    from onecard.comm.ranks import of_ranks
-
-    return of_ranks(tuple(ranks), name)
+    irecv(x, src, tag, of_ranks(tuple(ranks), name), call).wait()
 
 
 def finish_sends(timeout: float | None = None) -> None:
@@ -335,8 +329,6 @@ def keep(handle: Started) -> None:
 
 def _message(kind: str, x: Tensor, peer: int, tag: int, group: Ranks | None, call: str) -> tuple[str, Ranks | None]:
     """Check a send or a receive and show it to who watches; the words for errors, and no group where nothing is sent."""
-    from onecard.comm.ranks import of_ranks
-
     here = of_ranks() if group is None else group
     plain._member(here, call)
     if not 0 <= peer < here.size or peer == here.index:
