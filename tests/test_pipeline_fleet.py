@@ -279,8 +279,23 @@ def custom_schedules() -> None:
     pipeline.draw_text(timeline)
 
 
+def clipped_as_torch_does() -> None:
+    """torch's own call between backward and step: its norm is of all stages."""
+    begin("1F1B", 2, 2, pp=2)
+    single, mine = build(gpt(2), True), build(gpt(2), False, loss_fn=token_loss)
+    model = fleet.distributed_model(mine)
+    x, y = tokens(4, 0)
+    token_loss(single(x), y).backward()
+    model.forward_backward_pipeline([x, y])
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (single, model)]
+    close(norms[1], norms[0], "the norm")
+    model.apply_collective_grads()
+    compare(mine, single, "gradients", gradients=True)
+
+
 def on_two_ranks() -> None:
-    for program in (clipped, scaled, low_precision, recomputed, nests, weighted, norms, cuts, custom_schedules):
+    programs = [clipped, clipped_as_torch_does, scaled, low_precision, recomputed, nests, weighted, norms, cuts]
+    for program in [*programs, custom_schedules]:
         program()
 
 

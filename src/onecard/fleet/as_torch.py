@@ -70,7 +70,8 @@ def _of_fleet(parameters: Iterable[Any]) -> bool:
     if not isinstance(parameters, list):
         return False
     parts = (held(p).group for p in parameters)
-    return any(map(gradients.has_sums, parameters)) or any(group is not None and group.size > 1 for group in parts)
+    cut = any(group is not None and group.size > 1 for group in parts)
+    return cut or any(gradients.has_sums(p) or gradients.in_stages(p) for p in parameters)
 
 
 __all__ = ["install"]

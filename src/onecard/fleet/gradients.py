@@ -71,6 +71,13 @@ def has_sums(p: Tensor) -> bool:
     return bool(what.sums or what.copies) or (data is not None and data.size > 1)
 
 
+def in_stages(p: Tensor) -> bool:
+    """Whether other ranks have other parameters of its model."""
+    from onecard.fleet.topology import get_hybrid_communicate_group
+
+    return _data(p) is not None and get_hybrid_communicate_group().degrees["pp"] > 1
+
+
 def _data(p: Tensor) -> Ranks | None:
     return getattr(p, _DATA, None)
 
