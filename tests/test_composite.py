@@ -284,3 +284,25 @@ def test_convolutions_of_every_padding_mode():
                 x = torch.randn(shape, dtype=torch.float64)
                 for place in (Replicate(), Shard(0), Shard(len(shape) - 1)):
                     assert_close(twin(oc.shard_tensor(x, mesh(), [place])).full_tensor(), plain(x))
+
+
+def test_the_gradient_of_a_mean_is_never_whole():
+    """torch divides the expanded gradient: as large as the whole tensor, on every rank."""
+    for mean in (lambda x: x.mean(), lambda x: x.mean((0, 1)), lambda x: x.mean(0, keepdim=True).mean()):
+        with oc.pretend(4, 1):
+            x = torch.nn.Parameter(oc.shard_tensor(torch.ones(8, 6), oc.ProcessMesh(range(4), ["x"]), [oc.Shard(0)]))
+
+            def step(x=x, mean=mean):
+                x.grad = None
+                mean(x.square()).backward()
+
+            nodes = [n for n in oc.record(step)().graph.nodes if "tensor" in n.meta]
+        whole = [n.target for n in nodes if tuple(n.meta["tensor"][0]) == (8, 6)]
+        assert whole and {str(target) for target in whole} == {"aten.expand.default"}, whole  # no memory of its own
+    low = torch.ones(4, dtype=torch.bfloat16).mul_(0.3)
+    mesh = oc.ProcessMesh([0], ["x"])
+    for x in (low, torch.randn(0), torch.randn(5, 3)):
+        ours = oc.shard_tensor(x, mesh, [oc.Shard(0)]).requires_grad_()
+        theirs = x.clone().requires_grad_()
+        for a, b in ((ours.mean(), theirs.mean()), (ours.mean(-1), theirs.mean(-1))):
+            assert torch.equal(a.full_tensor(), b) or (b.isnan().all() and a.full_tensor().isnan().all())

@@ -188,6 +188,25 @@ def _replicated(value: Any) -> Any:
     return reshard(value, value.mesh, [Replicate()] * value.mesh.ndim) if isinstance(value, DistTensor) else value
 
 
+# ---- Means
+
+
+def _mean(op: Any, total_of: Any) -> Callable[..., Any]:
+    """A mean that has a gradient, as a sum that is divided: torch's formula divides the expanded gradient, of the whole shape.
+
+    The expanded gradient of a sum has no memory, and whoever takes it further takes this rank's part of it.
+    """
+
+    def kernel(keyset: DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        wide = isinstance(x, DistTensor) and (x.is_floating_point() or x.is_complex()) and x.element_size() >= 4
+        if not (wide and x.requires_grad and torch.is_grad_enabled() and kwargs.get("dtype") in (None, x.dtype)):
+            return onward(op, keyset, x, *args, **kwargs)
+        total = total_of(x, *args, **kwargs)
+        return total / (x.numel() // max(total.numel(), 1))
+
+    return kernel
+
+
 # ---- Operators that read numbers while they are taken apart
 
 _READ = {
@@ -243,6 +262,8 @@ def _register() -> torch.library.Library:
     intercept(aten._pad_circular.default, _pad_circular)
     for op in (aten.linalg_householder_product.default, aten.ormqr.default):
         intercept(op, _on_wholes(op))
+    intercept(aten.mean.default, _mean(aten.mean.default, aten.sum.default))
+    intercept(aten.mean.dim, _mean(aten.mean.dim, aten.sum.dim_IntList))
     for op, names in _READ.items():
         intercept(op, _with_numbers(op, names))
     intercept(aten._pack_padded_sequence.default, _pack_padded)
