@@ -257,7 +257,7 @@ def test_program(name: str, nproc: int, arguments: list[str], said: str, capfd: 
 
 
 def test_every_program_is_tested_and_listed() -> None:
-    programs = sorted(path.stem for path in SEEDS.glob("*.py"))
+    programs = sorted({path.stem for path in SEEDS.glob("*.py")} - {"graphs_003"})  # that draws: test_static_draw.py
     assert programs == sorted(name for name, *_ in MAINS)
     text = (EXAMPLES / "README.md").read_text()
     for name, nproc, *_ in MAINS:

@@ -116,7 +116,7 @@ def numpys(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "what"),
     [(seeded, "torch.manual_seed is called"), (seeded_unseen, "default_generator is seeded"),
-     (seeded_after, "default_generator is seeded"), (pythons, "Python's random"), (numpys, "NumPy's random")],
+     (seeded_after, "default_generator is seeded")],
 )  # fmt: skip
 def test_draws_that_no_replay_repeats_are_refused(step: Callable[[Tensor], Tensor], what: str) -> None:
     static = oc.to_static(step)
@@ -124,3 +124,11 @@ def test_draws_that_no_replay_repeats_are_refused(step: Callable[[Tensor], Tenso
     with pytest.raises(RecordingError, match=f"{what}.*inside the step, at .*test_static_random.py.*fork_rng"):
         static(torch.ones(2))
     assert torch.random.default_generator is torch.default_generator
+
+
+@pytest.mark.parametrize(("step", "what"), [(pythons, "Python's"), (numpys, "NumPy's")])
+def test_draws_in_python_are_said(step: Callable[[Tensor], Tensor], what: str) -> None:
+    static = oc.to_static(step)
+    static(torch.ones(2))
+    with pytest.warns(UserWarning, match=f"draws from {what} random; every replay repeats"):
+        static(torch.ones(2))

@@ -21,6 +21,7 @@ from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm import record as tell
 from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OF_TRUTHS, OPTIONS, REDUCE, at_once, dense, moved
 from onecard.comm.groups import Group
+from onecard.comm.pretend import pretending
 from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
 
@@ -219,10 +220,12 @@ def reduce_scatter(
 
 
 def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:
-    """Whether the backend's own reduce-scatter is taken: NCCL's, and that of shared memory, which adds as it reads."""
+    """Whether the backend has a reduce-scatter that is taken: NCCL, shared memory, which adds as it reads, a pretended world."""
     if op not in ("sum", "avg") or len(set(sizes)) > 1 or group.order or local.is_meta or not local.numel():
         return False
-    shared = hasattr(group.process_group, "stamp") and local.is_floating_point() and not trace.tracing()
+    shared = (
+        (hasattr(group.process_group, "stamp") or pretending()) and local.is_floating_point() and not trace.tracing()
+    )
     return local.is_cuda or shared
 
 

@@ -6,8 +6,10 @@ forth within a step. torch does that below all that a mode sees, so its generato
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
-from onecard.comm import record
+from onecard.comm import record, trace
 from onecard.errors import RecordingError
 from onecard.recorded import one_node
 
@@ -71,8 +73,7 @@ def _refuse_if_listening(what: str) -> None:
 def _refused(what: str) -> RecordingError:
     return RecordingError(
         f"{what} inside the step, at {record.user_line()}, which a replay would not repeat. Seed before the recorded step; to "
-        "set a state back within it: state = torch.get_rng_state() and torch.set_rng_state(state), or torch.random.fork_rng(). "
-        "Numbers drawn in Python (random, NumPy) are arguments of the step"
+        "set a state back within it: state = torch.get_rng_state() and torch.set_rng_state(state), or torch.random.fork_rng()"
     )
 
 
@@ -91,7 +92,7 @@ class Watch:
     """Finds what has set torch's default generator in another way, and draws that are none of torch's."""
 
     def __init__(self) -> None:
-        self._state = torch.default_generator.get_state()
+        self._state = _state()
         self._python, self._numpy = random.getstate(), _numpy()
 
     def check(self) -> None:
@@ -100,24 +101,35 @@ class Watch:
         Raises:
             RecordingError: the generator is not as the last draw left it.
         """
-        if not torch.equal(self._state, torch.default_generator.get_state()):
+        if _state() != self._state:
             raise _refused("torch.default_generator is seeded or set")
 
     def note(self) -> None:
         """After a draw."""
-        self._state = torch.default_generator.get_state()
+        self._state = _state()
 
     def end(self) -> None:
-        """After the step.
+        """After the step. What was drawn in Python is a part of the recording: said, because it may be meant.
 
         Raises:
-            RecordingError: something was drawn from Python's or NumPy's generator.
+            RecordingError: the generator is not as the last draw left it.
         """
         self.check()
-        if random.getstate() != self._python:
-            raise _refused("Python's random is drawn from")
-        if _numpy() != self._numpy:
-            raise _refused("NumPy's random is drawn from")
+        if trace.faking():
+            return  # fake tensors draw themselves
+        for what, before, now in (("Python's", self._python, random.getstate()), ("NumPy's", self._numpy, _numpy())):
+            if now != before:
+                warnings.warn(
+                    f"the step draws from {what} random; every replay repeats what was drawn while it was recorded. "
+                    "Draw before the step, and pass the numbers as arguments",
+                    stacklevel=2,
+                )
+
+
+def _state() -> bytes:
+    """That of torch's default generator: not as a tensor, which no mode may see."""
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _numpy() -> Any:

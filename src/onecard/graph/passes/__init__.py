@@ -80,17 +80,18 @@ def stages(
     for name, run in chosen(kernels, also).items():
         if name not in without:
             made = run(found[-1][1])
-            if made is found[-1][1]:
-                continue
-            made.lint()
-            try:
-                check_started(made)
-            except RecordingError as fault:
-                raise RecordingError(
-                    f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out"
-                ) from None
-            found.append((name, made))
+            if made is not found[-1][1]:
+                _looked_at(name, made)
+            found.append((name, made))  # also one that had nothing to do here: on another rank it may have had
     return found
+
+
+def _looked_at(name: str, made: fx.Graph) -> None:
+    made.lint()
+    try:
+        check_started(made)
+    except RecordingError as fault:
+        raise RecordingError(f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out") from None
 
 
 __all__ = [

@@ -41,7 +41,7 @@ def in_place(graph: fx.Graph) -> fx.Graph:
         root = _spent(node, memory) if target is not None else None
         if root is not None and root not in taken and last[root] == order[node]:
             names[node] = made.call_function(target, *fx.map_arg((node.args, node.kwargs), names.__getitem__))
-            names[node].meta.update(node.meta)
+            names[node].meta.update(node.meta, own=False)
             taken.add(root)
         else:
             names[node] = made.node_copy(node, names.__getitem__)
