@@ -77,7 +77,8 @@ def test_operators_replayed():
     refused = {name for name, o in outcomes.items() if o.state == "refused"}
     wrong = [o for name, o in outcomes.items() if name not in refused]
     assert not (faults := report.faults("onecard replayed", wrong, 3)), faults
-    assert refused == {"nonzero"}, "its shape depends on values"
+    # The shape of one depends on values; of the other the database sets the seed within the call.
+    assert refused == {"nonzero", "nn.functional.dropout"}
     assert not [o.name for o in outcomes.values() if o.cases < 2]
 
 
