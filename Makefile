@@ -10,10 +10,13 @@ STAMP := .venv/installed-$(TORCH_VERSION)
 train: $(STAMP)
 	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
 
+# Tests that run side by side; each may start as many processes as it has ranks.
+WORKERS ?= 2
+
 # One thread for each process: the tests start many, on few cores.
 test: export OMP_NUM_THREADS = 1
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Random training programs against plain torch, on real ranks. One again: make fuzz ARGS="--seed 17 --count 1".
 fuzz: export OMP_NUM_THREADS = 1

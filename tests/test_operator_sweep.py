@@ -70,7 +70,7 @@ def test_operators_of_merged_dims():
 
 def test_operators_replayed():
     """Each case as a recorded step; the whole sweep is ``benchmarks/operator_sweep.py --libraries "onecard replayed"``."""
-    names = [*RIGHT[6:36:2], "sort", "nonzero", "nn.functional.dropout"]
+    names = [*RIGHT[6:36:4], "sort", "nonzero", "nn.functional.dropout"]
     outcomes = {
         o.name: o for o in operator_sweep.sweep(names, engine.Options("onecard replayed", samples=1, placings=2))
     }
