@@ -18,7 +18,7 @@ from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
-from onecard.fleet.training import GradScaler
+from onecard.fleet.training import distributed_scaler
 from onecard.layout import Layout
 from onecard.parallel.blocks import Blocks, Piece, Policy
 from onecard.parallel.optimizer import keep_laid_out
@@ -158,7 +158,7 @@ def group_sharded_parallel(
         if p.requires_grad and id(t) in updated:
             p.register_post_accumulate_grad_hook(_handing_on(t, update))
     keep_laid_out(optimizer, update.lay_out)
-    return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else _scaler(scaler)
+    return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else distributed_scaler(scaler)
 
 
 def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
@@ -217,12 +217,6 @@ def _summand(twin: Any, grad: Tensor) -> DistTensor:
 
 def _no_gradient(twin: Any) -> DistTensor:
     return _summand(twin, torch.zeros(twin.shape, dtype=twin.dtype, device=twin._spec.device))
-
-
-def _scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    made = GradScaler("cpu", enabled=scaler.is_enabled())
-    made.__dict__.update(scaler.__dict__)
-    return made
 
 
 def save_group_sharded_model(
