@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
 from onecard import fleet
-from onecard.errors import CommunicationError
+from onecard.errors import CommunicationError, RecordingError
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
@@ -260,3 +260,35 @@ def test_words():
         fleet.group_sharded_parallel(cut, torch.optim.SGD(cut.parameters(), 0.1), "os")
     with pytest.raises(FleetError, match="takes what group_sharded_parallel returned"):
         fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]
+
+
+def recorded() -> None:
+    for level in LEVELS:
+        found = []
+        for static in (False, True):
+            torch.manual_seed(0)
+            net: Any = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7))
+            net, optimizer, _ = fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters(), 0.05), level)
+
+            def step(x: Tensor, y: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+                loss = cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            run: Any = oc.to_static(step) if static else step
+            data, losses = torch.Generator().manual_seed(oc.get_rank()), []
+            for number in range(5):
+                given = torch.randn(4, 6, generator=data), torch.randint(7, (4,), generator=data)
+                if static and number == 1 and level == "p_g_os":
+                    with pytest.raises(RecordingError, match="gives a tensor other memory"):
+                        run(*given)
+                    break
+                losses.append(run(*given).item())
+            found.append(losses)
+        assert found[1] == found[0][: len(found[1])] and len(found[1]) == (1 if level == "p_g_os" else 5), level
+
+
+def test_steps_are_recorded_where_parameters_stay() -> None:
+    run_ranks(recorded, 2)

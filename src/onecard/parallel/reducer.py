@@ -17,6 +17,7 @@ from torch import Tensor
 from onecard import _torch
 from onecard.comm import collectives, record
 from onecard.comm.groups import group
+from onecard.recorded import unrecorded
 from onecard.tensor import DistTensor, memory, strides
 from onecard.tensor.buckets import Cut, Room, fill, start_scatter, start_settle
 from onecard.tensor.dist_tensor import wrap
@@ -148,9 +149,10 @@ class Reducer:
         params = [*self._bucket_of]
         if self._zero is None or self._overlap or not params:
             return
-        there = torch.tensor([_pending(p.grad) for p in params], dtype=torch.uint8, device=params[0].device)
-        record.serving.here = ("gradients", "which there are", (len(params),))
-        anywhere = collectives.all_reduce(there, group(params[0].mesh, 0), "max").tolist()
+        with unrecorded():  # the same in every replay
+            there = torch.tensor([_pending(p.grad) for p in params], dtype=torch.uint8, device=params[0].device)
+            record.serving.here = ("gradients", "which there are", (len(params),))
+            anywhere = collectives.all_reduce(there, group(params[0].mesh, 0), "max").tolist()
         for param, used in zip(params, anywhere, strict=True):
             if used and not _pending(param.grad):
                 if param.grad is not None:
