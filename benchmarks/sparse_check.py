@@ -76,7 +76,8 @@ class Inside:
 def watch_check() -> Inside:
     """Time every way into the check."""
     from onecard.comm import clock
-    from onecard.tensor import foreach, program, watched
+    from onecard.tensor import watched
+    from onecard.tensor.dispatch import foreach, program
 
     inside = Inside()
     inside.watch(watched.Operands, "compare")

@@ -11,7 +11,7 @@ import torch
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.tensor import memory
+from onecard.tensor.aliasing import memory
 from onecard.testing import assert_close, multirank
 
 sys.path.insert(0, str(Path(__file__).parent))

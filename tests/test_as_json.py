@@ -76,7 +76,7 @@ def test_the_form() -> None:
     layout = {"onecard": "Layout", "version": 1, "mesh": mesh, "dims": [parts, []], "pending": [["dp", "sum"]]}
     spec = {"layout": layout, "shape": [12, 5], "stride": [5, 1], "dtype": "bfloat16", "device": "cuda:1"}
     assert oc.to_json(SPEC) == {"onecard": "Spec", "version": 1, **spec}
-    assert again(SPEC.with_alias(COPY).with_note((1,))) is SPEC
+    assert again(SPEC.with_alias(COPY).with_hint((1,))) is SPEC
 
 
 DROP = "<leave it out>"

@@ -18,8 +18,8 @@ from onecard import layout as layouts
 from onecard import resharding
 from onecard.layout import Layout
 from onecard.tensor import spec as specs
-from onecard.tensor.dispatch import programs
-from onecard.tensor.recent import Recent
+from onecard.tensor.dispatch.entry import programs
+from onecard.tensor.dispatch.recent import Recent
 
 # Caches without a bound, whose keys are finite in number.
 FINITE = {

@@ -79,7 +79,7 @@ def test_shapes_of_equal_shards_do_not_meet() -> None:
 
 
 @multirank(2)
-def test_a_foreach_operator_that_settles_its_own_second_operand() -> None:
+def test_a_foreach_operator_that_reduces_its_own_second_operand() -> None:
     """x * x of a pending x: one of the two must be summed first, and as both are one tensor, so is the other."""
     mesh = oc.ProcessMesh([0, 1], ["x"])
     rank = torch.distributed.get_rank()

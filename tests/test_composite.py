@@ -1,4 +1,4 @@
-"""Composite operators that DistTensors take whole (tensor/composite.py), against plain torch."""
+"""Composite operators that DistTensors take whole (tensor/dispatch/composite.py), against plain torch."""
 
 import warnings
 from itertools import product
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import onecard as oc
 from onecard import Replicate, Shard
 from onecard.errors import DispatchError
-from onecard.tensor import composite, fallback, intercept
+from onecard.tensor.dispatch import composite, fallback, intercept
 from onecard.testing import assert_close, multirank
 
 BATCH, TIME, WIDTH, OUT, HEADS = 2, 5, 4, 6, 4

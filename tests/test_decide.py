@@ -64,7 +64,7 @@ def test_the_example_of_the_seed(size):
     assert asked.decision.reason() == "x cuts k"
 
 
-def test_relu_of_a_pending_sum_settles_it():
+def test_relu_of_a_pending_sum_reduces_it():
     asked = Asked(RELU, "self", [(64, 16)], [(64, 16)], [P])
     assert (asked.operands, asked.results) == ([R], [R])
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.tensor.recording import record_of
+from onecard.tensor.deferred.calls import record_of
 from onecard.testing import multirank
 
 
@@ -237,7 +237,7 @@ def rows_and_columns(mesh):
 def test_rows_and_columns_are_written_in_parts():
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr("onecard.tensor.replay.LARGE", 0)
+        patch.setattr("onecard.tensor.deferred.replay.LARGE", 0)
         rows_and_columns(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]))
 
 
@@ -257,8 +257,8 @@ def test_truncated_normals_are_never_whole(kwargs):
         expected = make()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr("onecard.tensor.replay.LARGE", 0)
-        patch.setattr("onecard.tensor.pieces.PIECE", 50)
+        patch.setattr("onecard.tensor.deferred.replay.LARGE", 0)
+        patch.setattr("onecard.tensor.deferred.pieces.PIECE", 50)
         with oc.deferred_init():
             deferred = make()
         x = oc.shard_tensor(deferred, oc.ProcessMesh([0, 1], ["x"]), [oc.Shard(1)])
@@ -266,8 +266,8 @@ def test_truncated_normals_are_never_whole(kwargs):
 
 
 def test_questions_are_answered_by_every_stretch(monkeypatch):
-    monkeypatch.setattr("onecard.tensor.pieces.PIECE", 7)
-    monkeypatch.setattr("onecard.tensor.replay.LARGE", 0)
+    monkeypatch.setattr("onecard.tensor.deferred.pieces.PIECE", 7)
+    monkeypatch.setattr("onecard.tensor.deferred.replay.LARGE", 0)
     with oc.deferred_init():
         x = torch.zeros(5, 9)
         x.bernoulli_(1.0)
@@ -280,7 +280,7 @@ def test_questions_are_answered_by_every_stretch(monkeypatch):
 
 
 def test_making_large_tensors_whole_is_told(monkeypatch):
-    monkeypatch.setattr("onecard.tensor.replay.LARGE", 0)
+    monkeypatch.setattr("onecard.tensor.deferred.replay.LARGE", 0)
     mesh = oc.ProcessMesh([0], ["x"])
     with oc.deferred_init():
         x, y = torch.randn(4, 4), torch.randn(4, 4)

@@ -139,7 +139,7 @@ def test_what_the_program_asks_for_is_explicit() -> None:
     with oc.explain() as report:
         oc.reshard(x, MESH, [oc.Shard(1)])  # the reshard
         x.full_tensor()
-        pending.settle()
+        pending.reduce_partial()
     assert [(m.step.kind, m.explicit) for m in report.messages] == [
         ("all_to_all", True), ("all_gather", True), ("all_reduce", True),
     ]  # fmt: skip
@@ -228,7 +228,7 @@ def test_backward_and_optimizers_are_watched_too() -> None:
         (oc.shard_tensor(torch.ones(4, 2), MESH, [oc.Shard(0)]) @ weight).sum().backward()  # leaves a pending gradient
         with pytest.raises(ImplicitCommunication, match=r"gradients at .* needs all_reduce of 16 bytes"):
             optimizer.step()
-        weight.grad.settle()
+        weight.grad.reduce_partial()
         optimizer.step()
     assert_close(weight.detach(), torch.full((2, 2), 0.6))
 

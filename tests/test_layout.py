@@ -135,12 +135,12 @@ def test_equal_layouts_are_one_object():
     assert Layout.of(TWO, 2, [Shard(0), Partial("avg")]) is not layout
 
 
-def test_settled():
+def test_reduced():
     layout = Layout.of(TWO, 2, [Shard(0), Partial()])
-    assert layout.settled() is Layout.of(TWO, 2, [Shard(0), Replicate()])
-    assert layout.settled().settled() is layout.settled()
-    assert not layout.settled().is_replicated
-    assert Layout.of(TWO, 2, [Partial(), Partial()]).settled() is Layout.replicated(TWO, 2)
+    assert layout.reduced() is Layout.of(TWO, 2, [Shard(0), Replicate()])
+    assert layout.reduced().reduced() is layout.reduced()
+    assert not layout.reduced().is_replicated
+    assert Layout.of(TWO, 2, [Partial(), Partial()]).reduced() is Layout.replicated(TWO, 2)
 
 
 def test_repr_names_axes_and_a_swapped_order():

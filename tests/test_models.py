@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.tensor import fallback
+from onecard.tensor.dispatch import fallback
 from onecard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="pip install onecard[test]")

@@ -162,7 +162,7 @@ def test_a_copy_that_stands_for_a_view_is_taken_again_after_a_write():
     x.add_(1)
     assert_close(view, torch.ones(3, 4))
     assert_close(cut + 1, torch.full((2, 3), 2.0))
-    for read in (lambda: cut.full_tensor(), lambda: cut.settle().to_local()):
+    for read in (lambda: cut.full_tensor(), lambda: cut.reduce_partial().to_local()):
         x.add_(1)
         assert_close(read(), x.full_tensor()[1:3])
 

@@ -209,7 +209,7 @@ def test_shard_op_says_what_does_not_fit() -> None:
 
 
 @multirank(4)
-def test_clipping_settles_the_norms_in_one_message():
+def test_clipping_reduces_the_norms_in_one_message():
     """Of parameters cut and whole. A whole value never becomes a summand of a norm: that would lose its sign."""
     mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     cut = [oc.Replicate(), oc.Shard(0)]

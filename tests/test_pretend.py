@@ -18,7 +18,7 @@ import onecard as oc
 from onecard.comm import groups
 from onecard.comm.state import kept
 from onecard.errors import CommunicationError, DispatchError
-from onecard.tensor.dispatch import programs
+from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, multirank
 
 PACKAGE = Path(oc.__file__).parent
@@ -28,18 +28,19 @@ R, S = oc.Replicate, oc.Shard
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
         "comm.check._switched", "comm.groups.also_forget",
-        "comm.shm.functional._kept", "tensor.chance.factories", "tensor.chance.handlers",
-        "tensor.dispatch.builders",
+        "comm.shm.functional._kept", "tensor.random_operators.draw.factories", "tensor.random_operators.draw.handlers",
+        "tensor.dispatch.entry.builders",
     ),
     "the mechanism itself": ("comm.state.kept",),
     "functions of their key alone, of a bounded number of entries": (
-        "comm.clock._codes", "comm.shm.reduction.fold", "tensor.chance._law", "tensor.dispatch.by_value",
-        "tensor.strides.expanded", "tensor.strides.overlaps", "tensor.strides.own_stride", "tensor.strides.place",
+        "comm.clock._codes", "comm.shm.reduction.fold", "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
+        "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
+        "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place",
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "parallel.layer.replaced", "parallel.optimizer._checked",
         "parallel.resume._seen", "parallel.resume.sharders",
-        "tensor.memory.copies", "tensor.recording.records",
+        "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
     ),
     "what the environment asks of the process, or has been said to it": (
         "comm.check.on", "comm.shm.backend._warned", "fleet.as_torch._done", "fleet.training._hooked",
@@ -198,7 +199,7 @@ def test_a_real_tensor_is_read_by_a_pretended_rank_and_not_changed():
     for size in (2, 5)[: me + 1]:
         with oc.pretend(size, me):
             assert (x * 2).layout.pending
-            with pytest.raises(DispatchError, match=r"a real tensor with a pending value, .* x\.settle\(\)"):
+            with pytest.raises(DispatchError, match=r"a real tensor with a pending value, .* x\.reduce_partial\(\)"):
                 x.exp()
             inside = oc.shard_tensor(torch.ones(4), mesh, [S(0)])
             (parameter * inside).sum().backward()

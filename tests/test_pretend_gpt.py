@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.cost import Machine
-from onecard.tensor.dispatch import programs
+from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, run_ranks
 
 GPT_FOLDER = Path(__file__).parents[1] / "examples" / "gpt"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onecard as oc
-from onecard.tensor import strides
+from onecard.tensor.aliasing import strides
 from onecard.testing import assert_close, multirank
 
 R, S, P = oc.Replicate(), oc.Shard, oc.Partial

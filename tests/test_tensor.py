@@ -295,4 +295,4 @@ def test_a_dtype_by_name_is_refused_with_the_one_that_works():
 def test_what_is_printed_of_a_pending_sum_is_called_a_summand():
     x = oc.shard_tensor(torch.ones(4), mesh2(), [oc.Shard(0)]).sum()
     assert "[x=Partial(sum)]" in repr(x) and "local summand []: 2.)" in repr(x)
-    assert "local []: 4.)" in repr(x.settle())
+    assert "local []: 4.)" in repr(x.reduce_partial())

@@ -169,7 +169,7 @@ def test_schedulers() -> None:
 
 @multirank(2)
 def test_a_rate_that_changes_each_step_decides_nothing_again() -> None:
-    from onecard.tensor.dispatch import programs
+    from onecard.tensor.dispatch.entry import programs
 
     _, (twin, lay_out) = twins("tp")
     optimizer = oc.shard_optimizer(torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9))

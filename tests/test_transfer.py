@@ -196,7 +196,7 @@ def test_outside_the_mesh_layouts_follow_what_is_settled_inside(taken):
     p = oc.shard_tensor(torch.ones(4, 6), one, [oc.Shard(1)]) @ oc.shard_tensor(torch.ones(6, 4), one, [oc.Shard(0)])
     assert p.placements == (oc.Partial(),)
     seen = {"it": lambda: p, "a view": lambda: p.view(-1), "a part": lambda: p.unbind(0)[1]}[taken]()
-    torch.relu(seen)  # settles the sum
+    torch.relu(seen)  # reduces the sum
     assert seen.placements == (oc.Replicate(),)
     assert_close(oc.reshard(p, two, [oc.Replicate()]).full_tensor(), torch.full((4, 4), 6.0))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import onecard as oc
 from onecard.cost import MACHINE
 from onecard.layout import Layout
-from onecard.transfer import box_of, far_lower_bound, lower_bound, plan_transfer, settled_source
+from onecard.transfer import box_of, far_lower_bound, lower_bound, plan_transfer, reduced_source
 
 
 def nth_permutation(items, n):
@@ -178,5 +178,5 @@ def test_replicas_share_the_sending():
 
 def test_a_pending_source_is_cut_before_it_leaves():
     mesh = oc.ProcessMesh([0, 1], ["x"])
-    assert settled_source(Layout.of(mesh, 2, [oc.Partial()]), (2, 6)) is Layout.of(mesh, 2, [oc.Shard(1)])
-    assert settled_source(Layout.of(mesh, 1, [oc.Partial()]), (1,)) is Layout.of(mesh, 1, [oc.Replicate()])
+    assert reduced_source(Layout.of(mesh, 2, [oc.Partial()]), (2, 6)) is Layout.of(mesh, 2, [oc.Shard(1)])
+    assert reduced_source(Layout.of(mesh, 1, [oc.Partial()]), (1,)) is Layout.of(mesh, 1, [oc.Replicate()])

@@ -14,8 +14,8 @@ from onecard.rules import Form
 from onecard.rules.register import unproved
 from onecard.rules.registry import rows
 from onecard.rules.stated import check_row
-from onecard.tensor import first_calls
-from onecard.tensor.dispatch import programs
+from onecard.tensor.dispatch import first_calls
+from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, multirank
 
 MESH = oc.ProcessMesh([0, 1], ["x"])
@@ -77,7 +77,7 @@ REFUSED = {
     "no reduction": ((centre, "n d -> d"), {"reduce": "mean"}, "reduce='mean' is no reduction"),
     "too many reductions": ((centre, "n d -> d"), {"reduce": ("sum", "max")}, r"for 2 result\(s\)"),
     "a hook that is none": ((centre, "n d -> n d"), {"local": "shift"}, "local='shift' is no function"),
-    "a note on no operand": ((centre, "n d -> n d"), {"note": ("weight", "n")}, "note= names 'weight'"),
+    "a hint on no operand": ((centre, "n d -> n d"), {"hint": ("weight", "n")}, "hint= names 'weight'"),
 }
 
 
@@ -144,7 +144,7 @@ BELIEVED: dict[str, tuple[Any, ...]] = {
     "argmax": ("aten::argmax", "a b -> b", {"reduce": "max"}, lambda x: x.argmax(0), (X,), SHARD, False),
     "unread, but read": (scale, "n d, n -> n d", {"unread": "s"}, lambda x: scale(x, S.double()), (X,), SHARD, False),
     "scale": (scale, "n d, n -> n d", {"linear": "x * s"}, scale, (X, S), SHARD, True),
-    "scale of a sum": (scale, "n d, n -> n d", {"linear": "x * s"}, scale, (X, S), SUM, True),  # one of the two is settled
+    "scale of a sum": (scale, "n d, n -> n d", {"linear": "x * s"}, scale, (X, S), SUM, True),  # one of the two is reduced
     "instead": (centre, "n d -> n d", {"whole": "n", "instead": lambda x: x - x.sum(0)}, centre, (X,), SHARD, False),
     "in place": ("aten::tanh", "... -> ...", {"linear": "self"}, lambda x: x.mul(1).tanh_(), (X / 9,), SUM, False),
     "out=": ("aten::tanh", "... -> ...", {"linear": "self"}, lambda x: torch.tanh(x, out=x.mul(1)), (X / 9,), SUM, False),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import onecard as oc
 from onecard.errors import OnecardError
-from onecard.tensor import fallback
+from onecard.tensor.dispatch import fallback
 
 
 class Library(Protocol):

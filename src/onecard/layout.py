@@ -10,7 +10,7 @@ Three written rules that everything else relies on:
   value is the reduction (its operator) over the ranks' local tensors.
 * **Gradients.** The gradient of a value is one whole tensor like any other and may have any layout; that of a
   replicated value often arrives pending. It is summed once: when an operator needs it whole (see
-  ``DistTensor.settle``), or in buckets when the optimizer reads the parameters' gradients.
+  ``DistTensor.reduce_partial``), or in buckets when the optimizer reads the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Layout:
         """The axes that cut a dim, in one piece or in parts."""
         return axes_of(self.dims[dim])
 
-    def settled(self) -> Layout:
+    def reduced(self) -> Layout:
         """The same layout with every pending axis replicated."""
         return Layout.make(self.mesh, self.dims) if self.pending else self
 

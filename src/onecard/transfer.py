@@ -146,10 +146,10 @@ def split(box: Box, parts: int) -> list[Box]:
     return [(*box[:dim], (start + at, start + at + size), *box[dim + 1 :]) for at, size in cuts if size]
 
 
-def settled_source(layout: Layout, shape: Shape) -> Layout:
+def reduced_source(layout: Layout, shape: Shape) -> Layout:
     """Where to bring a pending tensor before it leaves its mesh: summed, and cut where that saves half of the message."""
     if layout.merged:
-        return layout.settled()
+        return layout.reduced()
     dims = [list(axes) for axes in layout.dims]
     for axis, _ in layout.pending:
         sizes = [
@@ -170,7 +170,7 @@ def plan_transfer(
 
     Args:
         shape, itemsize: of the whole tensor.
-        source: a layout without pending axes (see ``settled_source``).
+        source: a layout without pending axes (see ``reduced_source``).
         target: any layout on any mesh; of a pending one only the ranks receive that must hold a value.
         hosts: the ranks of each host; those that are not named share one.
         machine: what it is priced with.

@@ -13,7 +13,8 @@ import onecard as oc
 from onecard.comm import collectives
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows
-from onecard.tensor import dispatch, memory
+from onecard.tensor.aliasing import memory
+from onecard.tensor.dispatch import entry as dispatch
 
 _clip_value = torch.nn.utils.clip_grad_value_
 _all_gather = collectives.all_gather

@@ -30,7 +30,7 @@ _SHOWN = 5  # names in an error
 
 def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpected: str, dtype: str) -> Any:
     """Fill a state; the state. Every rank of the world calls it."""
-    saving.settle()
+    saving.finish()
     walk, result, error, digest, links = None, None, "", "", False
     try:
         _check_words(
@@ -160,7 +160,7 @@ def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
         x = from_dtensor(x)
     if not isinstance(x, DistTensor):
         return tuple((0, n) for n in x.shape), x.detach(), None
-    x.settle()
+    x.reduce_partial()
     x._refresh()
     layout, me = x._spec.layout, world.get_rank()
     if layout.merged:  # read in one piece, and laid out afterwards

@@ -57,7 +57,7 @@ class Share:
 
 
 def sources_of(tensors: dict[str, Tensor]) -> dict[str, Source]:
-    """What this rank has of each tensor. Pending sums are settled, merged dims laid out in one piece: all ranks call it."""
+    """What this rank has of each tensor. Pending sums are reduced, merged dims laid out in one piece: all ranks call it."""
     found: dict[str, Source] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
@@ -78,7 +78,7 @@ def _source(name: str, x: Any, alias: str | None) -> Source:
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
     if not isinstance(x, DistTensor):
         return Source(name, x.dtype, tuple(x.shape), None, x.detach(), alias)
-    x = x.settle()
+    x = x.reduce_partial()
     if x._spec.layout.merged:
         x = reshard(x, x.mesh, list(x._spec.layout.in_one_piece().placements))
     x._refresh()

@@ -161,7 +161,7 @@ class Saving:
 
 def start(state: Any, path: Path, root: Path, step: int | None, keep: int | None, wait: bool) -> Saving:
     """Save, or begin to."""
-    settle()
+    finish()
     saving = Saving(path, root, step, keep)
     index, shares = saving._begin(state)
     mine = [share for share in shares if share.rank == world.get_rank()]
@@ -199,7 +199,7 @@ def save_alone(path: Path, node: Any, sources: dict[str, Source], content: Calla
         saving._end_claim()
 
 
-def settle() -> None:
+def finish() -> None:
     """Wait for a save that goes on in the background.
 
     Raises:
@@ -298,4 +298,4 @@ def in_words(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {fault}"
 
 
-__all__ = ["Saving", "save_alone", "settle", "start"]
+__all__ = ["Saving", "save_alone", "finish", "start"]

@@ -68,7 +68,7 @@ class Before:
         """Distributed tensors that have another local part, or lie otherwise, than before."""
         for key, (local, spec) in self.locals.items():
             x: Any = self.alive[key]()
-            if x is not None and (id(x._local) != local or x._spec.with_note(()) is not spec.with_note(())):
+            if x is not None and (id(x._local) != local or x._spec.with_hint(()) is not spec.with_hint(())):
                 yield x
 
 

@@ -27,8 +27,8 @@ from onecard.graph.phases import Phases
 from onecard.graph.randomness import Watch
 from onecard.random import Key
 from onecard.rules.call import schema_of
+from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.recording import storage_of
 
 aten = torch.ops.aten
 Condition = tuple[

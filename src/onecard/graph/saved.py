@@ -31,7 +31,7 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
 from onecard.transfer import Transfer, plan_transfer
 
-FORMAT = 1
+FORMAT = 2
 _NOT_LOADED = ("from_file",)
 _PYTHON = {f.__name__: f for f in (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.neg,
@@ -210,7 +210,7 @@ def _many(*parts: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], list[
 
 _LAYOUT, _SPEC = (
     _many("mesh", "dims", "pending"),
-    _many("layout", "shape", "stride", "dtype", "device", "note", "alias"),
+    _many("layout", "shape", "stride", "dtype", "device", "hint", "alias"),
 )
 _PLAN = _many("shape", "itemsize", "source", "target", "hosts")
 _FX = tuple(type(a) for a in fx.Graph().call_function(max, ([0], {})).args)  # what FX makes of lists and dicts

@@ -19,8 +19,8 @@ from onecard.parallel.local_code import local_map
 from onecard.parallel.recurrent import batch_placements
 from onecard.recorded import values_of
 from onecard.tensor import DistTensor
-from onecard.tensor.composite import numbers_of
-from onecard.tensor.intercept import intercept, onward
+from onecard.tensor.dispatch.composite import numbers_of
+from onecard.tensor.dispatch.intercept import intercept, onward
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction

@@ -36,7 +36,7 @@ class Masters:
         self._swapped = False
         for param, cut, part in cuts:
             if offload or param.dtype in (torch.float16, torch.bfloat16):
-                layout = param._spec.layout.settled() if cut is None else cut.layout
+                layout = param._spec.layout.reduced() if cut is None else cut.layout
                 device = torch.device("cpu") if offload and not part.is_meta else part.device
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 spec = Spec.make(layout, param.shape, contiguous_stride(param.shape), dtype, device)

@@ -17,7 +17,7 @@ from onecard.parallel.reducer import Reducer
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of
 from onecard.tensor import DistTensor
-from onecard.tensor.buckets import settle_all
+from onecard.tensor.buckets import reduce_all
 
 
 def shard_optimizer(
@@ -64,13 +64,13 @@ def shard_optimizer(
     reducer = Reducer(params, None, every=False, overlap=True) if overlaps(overlap, params) else None
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        def settle() -> None:
+        def reduce() -> None:
             if reducer is not None:
                 reducer.before_step()
-            settle_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
+            reduce_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
-        settle()
-        return _with_closure(args, kwargs, settle)
+        reduce()
+        return _with_closure(args, kwargs, reduce)
 
     optimizer.register_step_pre_hook(sum_gradients)
     sharder = None if shard_fn is None else _StateSharder(shard_fn)

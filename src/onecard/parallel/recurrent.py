@@ -18,8 +18,8 @@ from onecard._torch import DispatchKeySet
 from onecard.mesh import ProcessMesh
 from onecard.parallel.local_code import local_map
 from onecard.tensor import DistTensor
-from onecard.tensor.composite import numbers_of
-from onecard.tensor.intercept import intercept
+from onecard.tensor.dispatch.composite import numbers_of
+from onecard.tensor.dispatch.intercept import intercept
 
 aten = torch.ops.aten
 

@@ -18,8 +18,9 @@ from onecard import _torch
 from onecard.comm import collectives, record
 from onecard.comm.groups import group
 from onecard.recorded import unrecorded
-from onecard.tensor import DistTensor, memory, strides
-from onecard.tensor.buckets import Cut, Room, fill, start_scatter, start_settle
+from onecard.tensor import DistTensor
+from onecard.tensor.aliasing import memory, strides
+from onecard.tensor.buckets import Cut, Room, fill, start_reduce, start_scatter
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -84,7 +85,7 @@ class Reducer:
                 param.register_hook(lambda grad, param=param: self.before(param))
                 param.register_post_accumulate_grad_hook(self.after)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Sum now what is pending."""
         self._await()
         self._fill()
@@ -93,7 +94,7 @@ class Reducer:
 
     def before_step(self) -> None:
         """The optimizer is about to read the gradients."""
-        self.settle()
+        self.finish()
         self._expected = self._backwards or self._expected
         self._backwards = 0
 
@@ -111,7 +112,7 @@ class Reducer:
         """A gradient has been added."""
         if not isinstance(param.grad, DistTensor):
             return
-        param.grad._due = self.settle
+        param.grad._due = self.finish
         number = self._bucket_of[param]
         if self._now or param in self._kept:
             self._ready[number][param] = None
@@ -208,7 +209,7 @@ class Reducer:
         given = [self._widened(_of_gradient(p, cut)) for p, cut in cuts if cut is not None]
         due = [p for p, cut in cuts if cut is not None]
         parts = start_scatter(given, "gradients", later, label, self._room)
-        summed = start_settle(whole, "gradients", later=later, label=label)
+        summed = start_reduce(whole, "gradients", later=later, label=label)
 
         def end() -> None:
             for param, cut, part in zip(due, given, parts(), strict=True):

@@ -52,7 +52,7 @@ def place_for(
         device = param.device if len(shape) else "cpu"  # counters, which torch keeps there
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     alike = tuple(shape) == tuple(param.shape)
-    layout = param._spec.layout.settled() if alike else _reduced(param._spec.layout, param.shape, shape)
+    layout = param._spec.layout.reduced() if alike else _reduced(param._spec.layout, param.shape, shape)
     made = _blank(shape, dtype, layout, param)
     return sharders[optimizer](key, param, made) if alike and optimizer in sharders else made
 
@@ -127,7 +127,7 @@ def lay_out_as(value: Tensor, like: DistTensor) -> DistTensor:
         >>> lay_out_as(torch.zeros(4), like).placements
         (Shard(dim=0),)
     """
-    return lay_out_with(value, like._spec.layout.settled())
+    return lay_out_with(value, like._spec.layout.reduced())
 
 
 def lay_out_with(value: Tensor, layout: Layout) -> DistTensor:

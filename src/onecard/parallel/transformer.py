@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 
 from onecard._torch import DispatchKeySet
 from onecard.tensor import DistTensor, shard_tensor
-from onecard.tensor.intercept import intercept, onward
+from onecard.tensor.dispatch.intercept import intercept, onward
 
 aten = torch.ops.aten
 

@@ -27,8 +27,9 @@ from onecard.parallel.master import Masters
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
 from onecard.parts import chunk
-from onecard.tensor import DistTensor, memory, strides
-from onecard.tensor.buckets import Cut, gather_all, settle_all
+from onecard.tensor import DistTensor
+from onecard.tensor.aliasing import memory, strides
+from onecard.tensor.buckets import Cut, gather_all, reduce_all
 from onecard.tensor.spec import OWN, Spec
 
 
@@ -202,7 +203,7 @@ class ShardedUpdate:
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
             cuts.append(cut) if cut is not None else others.append(param.grad)
         reduce_gradients(cuts)
-        settle_all(others, "gradients", explicit=False)
+        reduce_all(others, "gradients", explicit=False)
         for cut in cuts:
             if cut.layout is not cut.x._spec.layout:
                 self._during.append((cut, cut.x._spec))

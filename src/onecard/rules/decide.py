@@ -22,7 +22,7 @@ from onecard.rules.rule import Bound, Shape
 Cost = Callable[[Shape, int, Layout, Layout], float]
 Sized = tuple[Shape, int]
 
-# Half of what it costs to settle a pending result counts now: the sum may still merge with another, or never be needed.
+# Half of what it costs to reduce a pending result counts now: the sum may still merge with another, or never be needed.
 PENDING_SHARE = 0.5
 
 
@@ -64,7 +64,7 @@ def decide(
     cost: Cost,
     fixed: Mapping[int, Layout] | None = None,
     kept: Collection[int] = (),
-    noted: Mapping[int, int] | None = None,
+    hinted: Mapping[int, int] | None = None,
     machine: Machine = MACHINE,
 ) -> Decision | None:
     """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
@@ -75,7 +75,7 @@ def decide(
         operands, results: shape and bytes of an element of each.
         cost: seconds to change a layout; the time that a rank computes is added to it.
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
-        noted: for an axis, the factor of the results that it had better cut if nothing speaks against it.
+        hinted: for an axis, the factor of the results that it had better cut if nothing speaks against it.
         kept: operands that must keep their layout, because the operator writes to them.
         machine: what computations are priced with, as ``cost`` prices messages.
 
@@ -86,7 +86,7 @@ def decide(
     best: Decision | None = None
     for rule in _rules(bound, layouts):
         options = [_options(rule, layouts, axis) for axis in range(mesh.ndim)]
-        for axis, factor in (noted or {}).items():
+        for axis, factor in (hinted or {}).items():
             if rule is bound:
                 options[axis].insert(0, Use(factor=factor))
         for uses in product(*options):
@@ -326,7 +326,7 @@ def _price(
             seconds += cost(shape, size, layout, target)
     for layout, (shape, size) in zip(candidate[1], results, strict=True):
         if layout.pending:
-            seconds += PENDING_SHARE * cost(shape, size, layout, layout.settled())
+            seconds += PENDING_SHARE * cost(shape, size, layout, layout.reduced())
     return seconds
 
 

@@ -26,7 +26,7 @@ class Row:
         positions: the factors along which ``local`` needs to know which indices a rank has (``span``, offsets): such a factor
             is cut in one piece only (see ``Layout``). "" if it looks at shapes alone; left out, it is taken to need all.
         instead: runs the call as other operators when an operand arrives cut along a factor that must be whole.
-        note: (operand, factor). A forward operator notes on the operand which axes cut the factor; its backward operator,
+        hint: (operand, factor). A forward operator leaves a hint on the operand which axes cut the factor; its backward operator,
             whose result alone has the factor, cuts it likewise. So the gradient of a table is cut as the table is.
         values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
         results: makes the result tensors (meta) where PyTorch's meta function refuses what its kernels accept.
@@ -37,7 +37,7 @@ class Row:
     local: Callable[..., None] | None = None
     instead: Callable[..., Any] | None = None
     values: bool = False
-    note: tuple[str, str] | None = None
+    hint: tuple[str, str] | None = None
     results: Callable[[Call], list[Tensor]] | None = None
     positions: str | None = None
 
@@ -65,7 +65,7 @@ _TRAITS = {f.name for f in fields(Form)} - {"text"}
 def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
-    Options are the traits of ``Form`` (with a text) and ``local``, ``positions``, ``instead``, ``note``, ``values``,
+    Options are the traits of ``Form`` (with a text) and ``local``, ``positions``, ``instead``, ``hint``, ``values``,
     ``results`` of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}

@@ -30,8 +30,8 @@ def check_row(name: str, row: Row) -> None:
         value = getattr(row, option)
         if value is not None and not callable(value):
             raise RuleError(f"row {name!r}: {option}={value!r} is no function")
-    if row.note is not None:
-        _check_names(name, "note", [row.note[0]], schemas)
+    if row.hint is not None:
+        _check_names(name, "hint", [row.hint[0]], schemas)
     if isinstance(row.form, Form):
         _check_traits(name, row.form, schemas)
         check_form(name, row.form, row)
@@ -163,11 +163,11 @@ def _check_reductions(name: str, form: Form, signature: Signature) -> None:
 
 
 def _check_sources(name: str, form: Form, signature: Signature, row: Row) -> None:
-    """Each factor of a result comes from an operand, is never cut, is made by the row's hook, or is noted."""
+    """Each factor of a result comes from an operand, is never cut, is made by the row's hook, or is hinted."""
     if row.local is not None:
         return
-    noted = {row.note[1]} if row.note is not None else set()
-    allowed = names_of(form.whole) | noted | {"_"}
+    hinted = {row.hint[1]} if row.hint is not None else set()
+    allowed = names_of(form.whole) | hinted | {"_"}
     known = {n for term in signature.operands for n in _names(term)}
     for number, term in enumerate(signature.results):
         for factor in _names(term):

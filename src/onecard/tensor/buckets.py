@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onecard import recorded
-from onecard import resharding as planner
+from onecard import recorded, resharding
 from onecard.comm import collectives, groups, record, started
 from onecard.comm.groups import Group
 from onecard.comm.run import lengths
@@ -18,14 +17,14 @@ from onecard.comm.state import machine
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path
-from onecard.tensor import memory
+from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, announce
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel; a tensor that fills a bucket alone is summed where it lies
 Item = TypeVar("Item")
 
 
-def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = True) -> None:
+def reduce_all(tensors: Sequence[Any], name: str = "reduce_partial", explicit: bool = True) -> None:
     """Sum every pending tensor of a list in place, in buckets: one message for many small tensors.
 
     Gradients that an optimizer wants cut are cut (``DistTensor._due``), and so need no message of their whole size.
@@ -37,10 +36,10 @@ def settle_all(tensors: Sequence[Any], name: str = "settle", explicit: bool = Tr
     chosen = [*{id(t): t for t in tensors if isinstance(t, DistTensor)}.values()]
     for due in {id(x._due): x._due for x in chosen if x._due is not None and x._spec.layout.pending}.values():
         due()
-    start_settle(chosen, name, explicit, later=False)()
+    start_reduce(chosen, name, explicit, later=False)()
 
 
-def start_settle(
+def start_reduce(
     tensors: Sequence[DistTensor], name: str, explicit: bool = False, later: bool = True, label: str = "self"
 ) -> Callable[[], None]:
     """Start the sums of pending tensors, in buckets; what it gives waits for them, and makes the tensors whole.
@@ -84,14 +83,14 @@ def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[It
 def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool, label: str) -> Callable[[], None]:
     x, layout = bucket[0], bucket[0]._spec.layout
     if len(bucket) == 1 and not later:
-        x._become(layout.settled(), name, "self", "summed once, where it is needed whole", explicit)
+        x._become(layout.reduced(), name, "self", "summed once, where it is needed whole", explicit)
         return _nothing
     alone = len(bucket) == 1 and x._local.is_contiguous() and memory.alone(x)
     flat = x._local.view(-1) if alone else torch.cat([x._local.reshape(-1) for x in bucket])
     shape = (flat.numel(),)
     if record.observers.here:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
-        steps = planner.plan(shape, flat.element_size(), one_dim, one_dim.settled(), machine.here)
+        steps = resharding.plan(shape, flat.element_size(), one_dim, one_dim.reduced(), machine.here)
         announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
     record.serving.here = (name, label, shape)
     (axis, op), *others = layout.pending
@@ -121,11 +120,11 @@ def _nothing() -> None:
     pass
 
 
-def settle_first(func: Any, paths: Sequence[Path], name: str) -> Callable[..., Any]:
-    """The operator, after the tensors at these places of a list were settled together."""
+def reduce_first(func: Any, paths: Sequence[Path], name: str) -> Callable[..., Any]:
+    """The operator, after the tensors at these places of a list were reduced together."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        settle_all([(args[at] if isinstance(at, int) else kwargs[at])[i] for at, i in paths], name, explicit=False)
+        reduce_all([(args[at] if isinstance(at, int) else kwargs[at])[i] for at, i in paths], name, explicit=False)
         return func(*args, **kwargs)
 
     return call
@@ -199,7 +198,7 @@ def start_scatter(
 ) -> Callable[[], list[Tensor]]:
     """Start ``scatter_all``; what it gives waits for it, and gives the parts. What is more than a sum runs at once.
 
-    ``label``: as of ``start_settle``.
+    ``label``: as of ``start_reduce``.
     """
     found: dict[int, Tensor] = {}
     buckets: dict[Any, list[Cut]] = {}
@@ -274,7 +273,7 @@ def gather_all(cuts: Sequence[Cut], name: str) -> None:
 
 
 def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str = "self") -> Callable[[], None]:
-    """Start ``gather_all``; what it gives waits for it. ``label``: as of ``start_settle``."""
+    """Start ``gather_all``; what it gives waits for it. ``label``: as of ``start_reduce``."""
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
         buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
@@ -332,13 +331,13 @@ def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label:
     cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
     if kind == "reduce_scatter":
         summands = Layout.make(cut.mesh, ((),), ((cut.axis, op),))
-        steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        steps = resharding.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
         reason = "summed once; each rank keeps the part that it updates"
     elif kind == "all_reduce":
         summands = Layout.make(cut.mesh, ((cut.axis,),), ((other, op),))  # type: ignore[arg-type]
-        steps = planner.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        steps = resharding.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
         reason = "the parts, summed along the other axes"
     else:
-        steps = planner.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
+        steps = resharding.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
         reason = "each rank has updated its part"
     announce(steps, name, "self", shape, reason, False, len(bucket))

@@ -13,7 +13,7 @@ from onecard.tensor.dist_tensor import DistTensor
 
 def _part(x: DistTensor) -> tuple[Tensor, tuple[int, ...]] | None:
     """This rank's part and where it begins; None if it has none."""
-    x.settle()._refresh()
+    x.reduce_partial()._refresh()
     layout = x._spec.layout
     if layout.merged:
         raise DispatchError(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from onecard import _torch
-from onecard import resharding as planner
+from onecard import _torch, resharding
 from onecard.comm import record
 from onecard.comm.claims import Claim
 from onecard.comm.run import run as run_steps
@@ -20,8 +19,8 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.resharding import Step
-from onecard.tensor import memory, strides
-from onecard.tensor.intercept import KEYS
+from onecard.tensor.aliasing import memory, strides
+from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.refusals import no_flat_form
 from onecard.tensor.spec import OWN, STALE, Spec
 
@@ -132,38 +131,40 @@ class DistTensor(Tensor):
         if self._spec.alias == STALE:
             memory.refresh(self)
 
-    def settle(self) -> DistTensor:
+    def reduce_partial(self) -> DistTensor:
         """Sum what is pending, in place: the value stays, its layout loses the pending axes. Returns self.
 
         Operators do this by themselves the first time they need the value whole, so that no sum runs twice.
         """
         layout = self._spec.layout
         if layout.pending:
-            self._become(layout.settled(), "settle", "self", "asked for", explicit=True)
+            self._become(layout.reduced(), "reduce_partial", "self", "asked for", explicit=True)
         return self
 
+    settle = reduce_partial  # the name that it had first
+
     def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> Tensor:
-        """This rank's shard under another layout. A pending sum that is settled stays settled (see ``memory``)."""
+        """This rank's shard under another layout. A pending sum that is reduced stays reduced (see ``memory``)."""
         self._refresh()
         spec = self._spec
         source, shape = spec.layout, tuple(spec.shape)
-        settles = bool(source.pending) and target is source.settled()
+        reduces = bool(source.pending) and target is source.reduced()
         if spec.home is not home.here:
-            spec.check_home(settles)
-        steps = planner.plan(shape, spec.dtype.itemsize, source, target, machine.here)
+            spec.check_home(reduces)
+        steps = resharding.plan(shape, spec.dtype.itemsize, source, target, machine.here)
         if record.observers.here and spec.here:
             announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
         if steps:  # else nothing is sent, and one rank may ask alone
             record.serving.here = (op, operand, shape)
         if not spec.here:
-            if settles:
+            if reduces:
                 memory.adopt(self, self._local)
             return self._local
-        if not settles:
+        if not reduces:
             return (
                 strides.named(strides.place(spec)(run_steps(steps, self._local, shape)), spec) if steps else self._local
             )
-        memory.settle(self, lambda local, owned: run_steps(steps, local, shape, owned))
+        memory.reduce_partial(self, lambda local, owned: run_steps(steps, local, shape, owned))
         return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding as planner
+from onecard import resharding
 from onecard.comm import collectives, groups, hosts, pretend, record, world
 from onecard.comm.run import run as run_steps
 from onecard.comm.state import machine
@@ -15,12 +15,12 @@ from onecard.comm.transfer import run_transfer
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.tensor import strides
+from onecard.tensor.aliasing import strides
+from onecard.tensor.deferred.calls import record_of
+from onecard.tensor.deferred.replay import materialise
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.recording import record_of
-from onecard.tensor.replay import materialise
 from onecard.tensor.spec import Spec, contiguous_stride
-from onecard.transfer import plan_transfer, settled_source
+from onecard.transfer import plan_transfer, reduced_source
 
 
 def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
@@ -36,7 +36,7 @@ def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTen
         whole = _from_rank(whole.to(device), layout.mesh, src)
     local = layout.local_part(whole).to(device).clone(memory_format=torch.contiguous_format)
     pending = Layout.make(layout.mesh, layout.dims)
-    steps = planner.plan(tuple(shape), whole.element_size(), pending, layout, machine.here)
+    steps = resharding.plan(tuple(shape), whole.element_size(), pending, layout, machine.here)
     return wrap(run_steps(steps, local, shape).contiguous(), spec)
 
 
@@ -79,7 +79,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else _to_layout(grad, ctx.spec.layout.settled(), "gradient of from_local"), None
+        return None if grad is None else _to_layout(grad, ctx.spec.layout.reduced(), "gradient of from_local"), None
 
 
 class ToLocal(torch.autograd.Function):
@@ -93,7 +93,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         spec = ctx.spec
-        return wrap(grad.contiguous(), spec.with_layout(spec.layout.settled()))
+        return wrap(grad.contiguous(), spec.with_layout(spec.layout.reduced()))
 
 
 class Reshard(torch.autograd.Function):
@@ -102,7 +102,7 @@ class Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)  # zeros would be a plain tensor
-        ctx.layout = x._spec.layout.settled()
+        ctx.layout = x._spec.layout.reduced()
         return _reshard(x, layout, "reshard")
 
     @staticmethod
@@ -124,7 +124,7 @@ class MeshTransfer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.layout = x._spec.layout.settled()
+        ctx.layout = x._spec.layout.reduced()
         return _transfer(x, layout, "reshard")
 
     @staticmethod
@@ -135,16 +135,16 @@ class MeshTransfer(torch.autograd.Function):
 def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) -> DistTensor:
     """The tensor on another mesh; what is pending is summed on its own mesh first."""
     groups.check_world(layout.mesh)
-    planner.check_norms(x._spec.layout, layout)
+    resharding.check_norms(x._spec.layout, layout)
     shape = tuple(x.shape)
-    source = settled_source(x._spec.layout, shape)
-    if planner.alike(shape, source, layout) is None:
-        source = planner.one_piece(shape, source, layout)
+    source = reduced_source(x._spec.layout, shape)
+    if resharding.alike(shape, source, layout) is None:
+        source = resharding.one_piece(shape, source, layout)
     local = _to_layout(x, source, name)
     ranks = {*source.mesh.process_ids, *layout.mesh.process_ids}
     near = () if local.is_meta else hosts.among(ranks)
     if source.merged or layout.merged:
-        sizes, opened, goal = planner.alike(shape, source, layout)  # type: ignore[misc]
+        sizes, opened, goal = resharding.alike(shape, source, layout)  # type: ignore[misc]
         plan = plan_transfer(
             tuple(n for parts in sizes for n in parts), x.dtype.itemsize, opened, goal, near, machine.here
         )
@@ -153,7 +153,7 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
         plan = plan_transfer(shape, x.dtype.itemsize, source, layout, near, machine.here)
     if record.observers.here:
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
-        step = planner.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
+        step = resharding.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
     made = run_transfer(plan, local, answered)
     if plan.target is not layout and layout.mesh.coordinate() is not None:
@@ -194,7 +194,7 @@ class Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         spec = ctx.spec
         whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad
-        return distribute(whole, spec.layout.settled())
+        return distribute(whole, spec.layout.reduced())
 
 
 def _whole(x: Tensor, name: str) -> Tensor:

@@ -28,11 +28,11 @@ class Spec:
         dtype, device: of the local tensors.
         here: whether this process is in the mesh.
         home: the world in which it was made.
-        note: axes that an operator noted on this tensor for its backward (see ``Row.note``).
+        hint: axes that an operator hinted on this tensor for its backward (see ``Row.hint``).
         alias: OWN, COPY, WINDOWS or STALE.
     """
 
-    __slots__ = ("__weakref__", "alias", "device", "dtype", "here", "home", "layout", "note", "shape", "stride")
+    __slots__ = ("__weakref__", "alias", "device", "dtype", "here", "hint", "home", "layout", "shape", "stride")
     layout: Layout
     shape: torch.Size
     stride: tuple[int, ...]
@@ -40,7 +40,7 @@ class Spec:
     device: torch.device
     here: bool
     home: object
-    note: tuple[int, ...]
+    hint: tuple[int, ...]
     alias: str
 
     @staticmethod
@@ -50,16 +50,16 @@ class Spec:
         stride: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        note: tuple[int, ...] = (),
+        hint: tuple[int, ...] = (),
         alias: str = OWN,
     ) -> Spec:
         """The one spec with these properties."""
-        key = (layout, shape, stride, dtype, device, note, alias)
+        key = (layout, shape, stride, dtype, device, hint, alias)
         found = _interned.here.get(key)
         if found is None:
             found = object.__new__(Spec)
             found.layout, found.shape, found.stride, found.dtype, found.device = layout, shape, stride, dtype, device
-            found.note, found.alias = note, alias
+            found.hint, found.alias = hint, alias
             found.here = layout.mesh.coordinate() is not None
             found.home = home.here
             _interned.here[key] = found
@@ -74,13 +74,13 @@ class Spec:
         """A tensor with memory of its own, laid out otherwise."""
         return Spec.make(layout, self.shape, self.stride, self.dtype, self.device)
 
-    def with_note(self, note: tuple[int, ...]) -> Spec:
-        """The same spec with another note."""
-        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, note, self.alias)
+    def with_hint(self, hint: tuple[int, ...]) -> Spec:
+        """The same spec with another hint."""
+        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, hint, self.alias)
 
     def with_alias(self, alias: str) -> Spec:
         """The same spec of other memory."""
-        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, self.note, alias)
+        return Spec.make(self.layout, self.shape, self.stride, self.dtype, self.device, self.hint, alias)
 
     def check_home(self, changes: bool) -> None:
         """Raise a DispatchError if the tensor is of another world; one of the real world may be read by a pretended rank."""
@@ -91,8 +91,8 @@ class Spec:
                 f"{self!r} was made by a pretended rank, so its values mean nothing: use it inside the same onecard.pretend(...)"
             )
         raise DispatchError(
-            f"{self!r} is a real tensor with a pending value, which a pretended rank cannot settle: nothing would be sent, and "
-            "the value would be lost. Settle it before onecard.pretend(...): x.settle()"
+            f"{self!r} is a real tensor with a pending value, which a pretended rank cannot reduce: nothing would be sent, and "
+            "the value would be lost. Reduce it before onecard.pretend(...): x.reduce_partial()"
         )
 
     def meta(self) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _operand(name: str, tensor: Tensor, query: list[str]) -> str:
 
 
 def _forward(call: Call) -> Form | None:
-    """With dropout there is no rule: see tensor/attention.py."""
+    """With dropout there is no rule: see tensor/random_operators/attention.py."""
     query = _heads(call)
     if query is None or call.dropout_p:
         return None

@@ -130,7 +130,7 @@ def _embedding_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding", local=_embedding_local, positions="v", note=("indices", "v"))
+@row("embedding", local=_embedding_local, positions="v", hint=("indices", "v"))
 def _embedding(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     return Form(signature([["v", "d"], i], [[*i, "d"]]), linear="weight")
@@ -150,7 +150,7 @@ def _embedding_backward_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding_dense_backward", local=_embedding_backward_local, positions="v", note=("indices", "v"))
+@row("embedding_dense_backward", local=_embedding_backward_local, positions="v", hint=("indices", "v"))
 def _embedding_backward(call: Call) -> Form:
     i = names(call.indices.dim(), "i")
     # Scaling by frequency counts an index over the whole batch.

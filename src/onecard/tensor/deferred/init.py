@@ -17,10 +17,10 @@ from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
 from onecard.errors import DispatchError
 from onecard.random import new_key
 from onecard.rules.call import schema_of
-from onecard.tensor.chance import factories, handlers
+from onecard.tensor.deferred.calls import FILLS, Node, Record, forget_the_dead, record_of, storage_of
+from onecard.tensor.deferred.replay import whole
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.recording import FILLS, Node, Record, forget_the_dead, record_of, storage_of
-from onecard.tensor.replay import whole
+from onecard.tensor.random_operators.draw import factories, handlers
 
 aten = torch.ops.aten
 

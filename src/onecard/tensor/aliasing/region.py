@@ -12,8 +12,8 @@ from onecard import random
 from onecard.errors import DispatchError
 from onecard.random import Key
 from onecard.rules.call import schema_of
-from onecard.tensor.chance import arguments, law_of
 from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.random_operators.draw import arguments, law_of
 
 aten = torch.ops.aten
 VIEWS = (aten.select.int, aten.slice.Tensor)

@@ -26,9 +26,9 @@ from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.table.matmul import linear_backward, subscripts
 from onecard.tensor.convert import reshard
+from onecard.tensor.dispatch.fallback import out_of_place
+from onecard.tensor.dispatch.intercept import DISPATCH, KEY, intercept, onward
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.fallback import out_of_place
-from onecard.tensor.intercept import DISPATCH, KEY, intercept, onward
 from onecard.tensor.moves import whole_on_mesh
 
 aten = torch.ops.aten

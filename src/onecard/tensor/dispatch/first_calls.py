@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding as planner
+from onecard import resharding
 from onecard._torch import tree_map
 from onecard.comm import pretend, record
 from onecard.comm.run import run as run_steps
@@ -19,8 +19,8 @@ from onecard.layout import Layout
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.register import unproved
 from onecard.rules.registry import row_name
+from onecard.tensor.dispatch.program import Program
 from onecard.tensor.dist_tensor import DistTensor, announce
-from onecard.tensor.program import Program
 
 COMPARED = (1, 2, 4)  # which calls of a program: the first one's operands may be zeros
 # By dtype, relative to the largest number among operands and results; a wrong rule is off by far more.
@@ -90,7 +90,7 @@ def _agreed(operand: DistTensor, why: str) -> str:
     """What some rank has against its part, on every rank: else the others would wait for it."""
     mesh = operand.mesh
     everywhere = Layout.make(mesh, (), tuple((axis, "sum") for axis in range(mesh.ndim)))
-    steps = planner.plan((), 8, everywhere, Layout.replicated(mesh, 0), machine.here)
+    steps = resharding.plan((), 8, everywhere, Layout.replicated(mesh, 0), machine.here)
     record.serving.here = ("first call", "its faults", ())
     faults = run_steps(steps, torch.tensor(float(bool(why)), device=operand._spec.device), ())
     return why or ("a part does not fit on another rank" if faults.item() else "")
@@ -153,7 +153,7 @@ def _gathered(x: Tensor, name: str, what: str) -> Tensor:
         return x
     spec = x._spec
     shape, target = tuple(spec.shape), Layout.replicated(spec.layout.mesh, len(spec.shape))
-    steps = planner.plan(shape, spec.dtype.itemsize, spec.layout, target, machine.here)
+    steps = resharding.plan(shape, spec.dtype.itemsize, spec.layout, target, machine.here)
     if record.observers.here:
         announce(
             steps, name, what, shape, "the rule was registered without verify=: its first calls are compared", True

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
-from onecard.tensor.intercept import intercept, onward
-from onecard.tensor.replay import empty
+from onecard.tensor.deferred.replay import empty
+from onecard.tensor.dispatch.intercept import intercept, onward
 
 aten = torch.ops.aten
 Drop = Callable[[Tensor, float], Tensor]

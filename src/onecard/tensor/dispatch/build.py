@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding as planner
+from onecard import resharding
 from onecard.comm import sparse_check
 from onecard.comm.groups import check_world
 from onecard.comm.state import machine
@@ -22,10 +22,11 @@ from onecard.rules.decide import Decision, decide, factor_of
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound, bind
-from onecard.tensor import fallback, memory
-from onecard.tensor.buckets import settle_first
+from onecard.tensor.aliasing import memory
+from onecard.tensor.buckets import reduce_first
+from onecard.tensor.dispatch import fallback
+from onecard.tensor.dispatch.program import Program, own_result, placed
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.program import Program, own_result, placed
 from onecard.tensor.spec import OWN, Spec
 from onecard.tensor.watched import Operands
 
@@ -60,19 +61,19 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         # Overwriting every summand would count the new value once a rank.
         program.expand = fallback.copy_back(func)
         return program
-    layouts = [layout.settled() if i in bound.unread else layout for i, layout in enumerate(layouts)]
+    layouts = [layout.reduced() if i in bound.unread else layout for i, layout in enumerate(layouts)]
     if row.instead is not None and cuts_whole(bound, layouts):
         program.expand = row.instead
         return program
-    noted = _noted(row, call, bound, values)
-    decision = _decision(program, call, bound, layouts, noted)
+    hinted = _hinted(row, call, bound, values)
+    decision = _decision(program, call, bound, layouts, hinted)
     if decision is None:
         program.expand = fallback.copy_back(func)
         return program
     bound = decision.bound
     _plan(program, call, bound, layouts, decision, device)
-    if row.note is not None and not noted:
-        _note(program, call, bound, decision, row.note)
+    if row.hint is not None and not hinted:
+        _hint(program, call, bound, decision, row.hint)
     _localise(program, call, row, bound, layouts, decision, device, coordinate)
     if sparse_check.on.here and mesh.size > 1:
         named = zip(call.names, call.paths, values, strict=True)
@@ -107,17 +108,17 @@ def _rule(call: Call) -> tuple[Row | None, Bound | None]:
         return row, None
 
 
-def _noted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[int, int]:
-    """What the forward operator noted, if this is its backward: axis -> factor of the result."""
-    factor = bound.factor(row.note[1]) if row.note is not None else None
-    if row.note is None or factor is None or any(factor in dim for dims in bound.operands for dim in dims):
+def _hinted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[int, int]:
+    """What the forward operator hinted, if this is its backward: axis -> factor of the result."""
+    factor = bound.factor(row.hint[1]) if row.hint is not None else None
+    if row.hint is None or factor is None or any(factor in dim for dims in bound.operands for dim in dims):
         return {}
-    carrier = values[call.index(row.note[0])]
-    return dict.fromkeys(carrier._spec.note, factor) if isinstance(carrier, DistTensor) else {}
+    carrier = values[call.index(row.hint[0])]
+    return dict.fromkeys(carrier._spec.hint, factor) if isinstance(carrier, DistTensor) else {}
 
 
 def _decision(
-    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], noted: dict[int, int]
+    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], hinted: dict[int, int]
 ) -> Decision | None:
     """Decide, with what the operator writes to kept where it lies."""
     aliases = _aliases(call)
@@ -129,10 +130,10 @@ def _decision(
         layouts,
         [(tuple(t.shape), t.element_size()) for t in call.operands],
         [(tuple(t.shape), t.element_size()) for t in call.results],
-        partial(planner.seconds, machine=machine.here),
+        partial(resharding.seconds, machine=machine.here),
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
         kept,
-        noted,
+        hinted,
         machine.here,
     )
 
@@ -152,22 +153,22 @@ def _plan(
         for i, (path, layout, target, name) in enumerate(operands)
         if layout is not target and i not in bound.unread
     )
-    # Where the operand is only settled, that happens in place, and the view is one of it.
-    program.copies = call.schema.views and any(layouts[0].settled() is not target for _, target, _ in program.moves)
+    # Where the operand is only reduced, that happens in place, and the view is one of it.
+    program.copies = call.schema.views and any(layouts[0].reduced() is not target for _, target, _ in program.moves)
     if program.moves:
         program.pending = tuple(
             (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
         )
-    settled = [p for p, layout, target, _ in operands if p[1] >= 0 and layout.pending and layout.settled() is target]
-    if len(settled) > 1:  # of one list, as in torch.stack: one message rather than one for each
-        program.expand = settle_first(program.func, settled, program.name)
+    reduced = [p for p, layout, target, _ in operands if p[1] >= 0 and layout.pending and layout.reduced() is target]
+    if len(reduced) > 1:  # of one list, as in torch.stack: one message rather than one for each
+        program.expand = reduce_first(program.func, reduced, program.name)
 
 
-def _note(program: Program, call: Call, bound: Bound, decision: Decision, note: tuple[str, str]) -> None:
-    """What to note on an operand for the backward operator."""
-    operand, factors = call.index(note[0]), bound.factors(note[1])
+def _hint(program: Program, call: Call, bound: Bound, decision: Decision, hint: tuple[str, str]) -> None:
+    """What to hint on an operand for the backward operator."""
+    operand, factors = call.index(hint[0]), bound.factors(hint[1])
     axes = tuple(axis for axis, use in enumerate(decision.uses) if use.factor in factors)
-    program.note = (call.paths[operand], axes) if axes else None
+    program.hint = (call.paths[operand], axes) if axes else None
 
 
 def _frame(call: Call, here: bool) -> tuple[Any, ...]:
@@ -233,7 +234,7 @@ def _shorten(program: Program, call: Call, given: int) -> None:
         or program.moves
         or program.aliases
         or program.writes
-        or program.note
+        or program.hint
         or program.shares
         or program.copies
     )

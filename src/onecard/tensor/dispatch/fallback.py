@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import _torch
-from onecard import resharding as planner
+from onecard import _torch, resharding
 from onecard._torch import no_dispatch, tree_leaves, tree_map
 from onecard.comm import record
 from onecard.comm.state import Kept, machine
 from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
-from onecard.tensor import dist_tensor, memory
+from onecard.tensor import dist_tensor
+from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
 
@@ -120,8 +120,8 @@ def copy_back(func: Any) -> Callable[..., Any]:
         if not isinstance(target, DistTensor) or not target._spec.layout.pending:
             write(target, functional(target, *args, **kwargs))
         else:
-            # A sum cannot absorb this while it is pending: settle it in place, which keeps its value, and try again.
-            return func(target.settle(), *args, **kwargs)
+            # A sum cannot absorb this while it is pending: reduce it in place, which keeps its value, and try again.
+            return func(target.reduce_partial(), *args, **kwargs)
         return target
 
     return expand
@@ -307,7 +307,7 @@ def _warn(func: Any, operands: list[DistTensor]) -> None:
     sent = sum(
         step.bytes
         for t in operands
-        for step in planner.plan(
+        for step in resharding.plan(
             tuple(t.shape), t.dtype.itemsize, t._spec.layout, Layout.replicated(t.mesh, t.dim()), machine.here
         )
     )

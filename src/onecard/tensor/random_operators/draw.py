@@ -23,8 +23,8 @@ from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
 from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
-from onecard.tensor import memory
-from onecard.tensor.dispatch import handle
+from onecard.tensor.aliasing import memory
+from onecard.tensor.dispatch.entry import handle
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
 
@@ -40,7 +40,7 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
     if not isinstance(x, DistTensor):
         return random.fill(x, law, key)
     memory.check_writable(x, name)
-    x.settle()
+    x.reduce_partial()
     spec = x._spec
     if spec.here:
         layout, shape, local = spec.layout, spec.shape, x._local

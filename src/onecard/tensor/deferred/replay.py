@@ -15,12 +15,12 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import schema_of
-from onecard.tensor.chance import factories, handlers
+from onecard.tensor.aliasing.region import VIEWS, Region
+from onecard.tensor.deferred.calls import Node, Record, Slot, record_of
+from onecard.tensor.deferred.pieces import answer
+from onecard.tensor.dispatch.fallback import GatheredOperatorWarning
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.fallback import GatheredOperatorWarning
-from onecard.tensor.pieces import answer
-from onecard.tensor.recording import Node, Record, Slot, record_of
-from onecard.tensor.region import VIEWS, Region
+from onecard.tensor.random_operators.draw import factories, handlers
 from onecard.tensor.spec import Spec, contiguous_stride
 
 Make = Callable[[Node], Any]  # what a call that has no tensor among its arguments gives
@@ -35,7 +35,7 @@ def materialise(tensor: Tensor, layout: Layout) -> DistTensor:
     """
     record, slot = _known(tensor)
     record.laid_out.add(slot.storage)
-    target = layout.settled()
+    target = layout.reduced()
     try:
         value = _run(record, slot, _laid_out(target, tensor.shape))
     except DispatchError as fault:

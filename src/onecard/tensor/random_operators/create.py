@@ -12,16 +12,16 @@ from onecard import random
 from onecard.errors import DispatchError
 from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
-from onecard.tensor import memory
-from onecard.tensor.chance import key_for
-from onecard.tensor.dispatch import handle
+from onecard.tensor.aliasing import memory
+from onecard.tensor.deferred.replay import empty
+from onecard.tensor.dispatch.entry import handle
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.replay import empty
+from onecard.tensor.random_operators.draw import key_for
 
 
 def _empty(size: Sequence[int], mesh: ProcessMesh, placements: Sequence[Placement], dtype: Any) -> DistTensor:
     layout = Layout.of(mesh, len(size), check_placements(mesh, placements))
-    return empty(size, layout.settled(), dtype or torch.get_default_dtype())
+    return empty(size, layout.reduced(), dtype or torch.get_default_dtype())
 
 
 def rand(
@@ -131,7 +131,7 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     if out.shape != size:
         raise DispatchError(f"{func}: out= is {describe(out)}, the result is {list(size)}; make them alike")
     memory.check_writable(out, "eye")
-    out.settle()
+    out.reduce_partial()
     if out._spec.layout.merged:
         return out.copy_(torch.eye(*size))
     if out._spec.here:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onecard import _torch
-from onecard import resharding as planner
+from onecard import _torch, resharding
 from onecard._torch import tree_leaves
 from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
@@ -24,12 +23,13 @@ from onecard.mesh import ProcessMesh
 from onecard.parts import axes_of
 from onecard.rules.call import Path, schema_of
 from onecard.rules.registry import find
-from onecard.tensor import fallback, memory
-from onecard.tensor.buckets import settle_all
-from onecard.tensor.dispatch import Direct, builders, by_value, dispatch, handle, program_for
+from onecard.tensor.aliasing import memory
+from onecard.tensor.buckets import reduce_all
+from onecard.tensor.dispatch import fallback
+from onecard.tensor.dispatch.entry import Direct, builders, by_value, dispatch, handle, program_for
+from onecard.tensor.dispatch.first_calls import believed
+from onecard.tensor.dispatch.program import Program
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
-from onecard.tensor.first_calls import believed
-from onecard.tensor.program import Program
 from onecard.tensor.spec import OWN
 from onecard.tensor.watched import written
 
@@ -59,14 +59,14 @@ class ForeachProgram:
     def _run(self, args: Any, kwargs: Any) -> Any:
         if not self.together:
             return one_by_one(self.element)(self.func, args, kwargs)
-        settle = [_item(args, i, m[0]) for i, m in self.moves]
-        settled = [(x, m[1]) for x, (_, m) in zip(settle, self.moves, strict=True) if _only_settles(x, m[1])]
-        settle_all([x for x, _ in settled], self.name, False)
-        if any(x._spec.layout is not target for x, target in settled):  # it was cut: somebody wants it so
+        operands = [_item(args, i, m[0]) for i, m in self.moves]
+        reduced = [(x, m[1]) for x, (_, m) in zip(operands, self.moves, strict=True) if _only_reduces(x, m[1])]
+        reduce_all([x for x, _ in reduced], self.name, False)
+        if any(x._spec.layout is not target for x, target in reduced):  # it was cut: somebody wants it so
             return program_for(self.func, args, kwargs)._run(args, kwargs)
         for i, p in enumerate(self.elements):
             if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
-                # Settling one operand settled another one: decide again.
+                # Reducing one operand reduced another one: decide again.
                 return program_for(self.func, args, kwargs)._run(args, kwargs)
         if not self.one_kernel:
             return one_by_one(self.element)(self.func, args, kwargs)
@@ -206,8 +206,8 @@ def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:
                     memory.wrote(x)
 
 
-def _only_settles(x: Any, target: Layout) -> bool:
-    return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and x._spec.layout.settled() is target
+def _only_reduces(x: Any, target: Layout) -> bool:
+    return isinstance(x, DistTensor) and bool(x._spec.layout.pending) and x._spec.layout.reduced() is target
 
 
 class FusedProgram:
@@ -229,7 +229,7 @@ class FusedProgram:
                 self.func(*([*a[i : i + 1]] if isinstance(a, list | tuple) else a for a in args), **kwargs)
             return None
         lists = [a for a in args if isinstance(a, list | tuple)]
-        settle_all([x for a in lists for x in a if _settles_to(x, params)], self.name, explicit=False)
+        reduce_all([x for a in lists for x in a if _reduces_to(x, params)], self.name, explicit=False)
         local: list[Any] = [[_local(p) for p in params]]
         back: list[tuple[Tensor, Tensor]] = []
         for i, a in enumerate(args[1:], 1):
@@ -278,7 +278,7 @@ def _like_param(local: Tensor, param: Any) -> Tensor:
     return wrap(local, param._spec) if isinstance(param, DistTensor) and local.dim() == param.dim() else local
 
 
-def _settles_to(x: Any, params: Any) -> bool:
+def _reduces_to(x: Any, params: Any) -> bool:
     if not isinstance(x, DistTensor) or not x._spec.layout.pending:
         return False
     return not any(x._spec.layout.dims) or any(x is p for p in params)
@@ -287,7 +287,7 @@ def _settles_to(x: Any, params: Any) -> bool:
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """GradScaler: unscale gradients in place; found_inf is one if any rank's part of any gradient is not finite."""
     grads, found_inf, inv_scale = args
-    settle_all(grads, "unscale", explicit=False)
+    reduce_all(grads, "unscale", explicit=False)
     found, scale = _whole(found_inf), _whole(inv_scale)
     func([_local(g) for g in grads], found, scale)
     _tell_writes(func, args, kwargs)
@@ -298,7 +298,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     shape = tuple(found.shape)
     for mesh, axes in sorted(cuts.items(), key=lambda pair: str(pair[0])):
         seen = Layout.make(mesh, ((),) * len(shape), tuple((a, "max") for a in sorted(axes)))
-        steps = planner.plan(shape, found.element_size(), seen, seen.settled(), machine.here)
+        steps = resharding.plan(shape, found.element_size(), seen, seen.reduced(), machine.here)
         record.serving.here = ("unscale", "found_inf", shape)
         if record.observers.here:
             announce(
@@ -308,7 +308,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.settle()._local if isinstance(value, DistTensor) else value
+    return value.reduce_partial()._local if isinstance(value, DistTensor) else value
 
 
 def _register() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.tensor import memory
+from onecard.tensor.aliasing import memory
+from onecard.tensor.aliasing.region import Region, is_number
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.region import Region, is_number
 
 
 def _set_item(x: DistTensor, index: Any, value: Any) -> None:
@@ -28,7 +28,7 @@ def _set_item(x: DistTensor, index: Any, value: Any) -> None:
         return torch.Tensor.__setitem__(x, index, value)
     x._refresh()
     memory.check_writable(x, "setitem")
-    x.settle()
+    x.reduce_partial()
     _write(x, parts, value)
     memory.wrote(x)
     torch.autograd.graph.increment_version(x)

@@ -16,8 +16,8 @@ from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.state import Kept
 from onecard.errors import DispatchError
-from onecard.tensor.chance import factories, handlers
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.random_operators.draw import factories, handlers
 
 _seedings: Kept[Counter[str]] = Kept(Counter)
 

@@ -20,11 +20,11 @@ from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import schema_of
-from onecard.tensor.build import build
-from onecard.tensor.chance import arguments, key_for
-from onecard.tensor.dispatch import Direct, builders
+from onecard.tensor.dispatch.build import build
+from onecard.tensor.dispatch.entry import Direct, builders
+from onecard.tensor.dispatch.intercept import intercept, onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.intercept import intercept, onward
+from onecard.tensor.random_operators.draw import arguments, key_for
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten

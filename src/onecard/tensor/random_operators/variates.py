@@ -12,9 +12,9 @@ from onecard.layout import Layout
 from onecard.random import Key
 from onecard.random.variates import variates
 from onecard.rules.call import schema_of
-from onecard.tensor.chance import arguments, handlers, key_for
-from onecard.tensor.dispatch import handle
+from onecard.tensor.dispatch.entry import handle
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.random_operators.draw import arguments, handlers, key_for
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     params = [given["self"]] if name != "binomial" else [given["count"], given["prob"]]
     func(*[torch.empty(0, dtype=p.dtype) for p in params])  # torch's own check of dtypes
     like = params[0] if len(params) == 1 else params[0] + params[1]
-    layout = like._spec.layout.settled().in_one_piece() if isinstance(like, DistTensor) else None
+    layout = like._spec.layout.reduced().in_one_piece() if isinstance(like, DistTensor) else None
     return _make(func, name, params, like.shape, layout, key_for(func, like, given["generator"]))
 
 

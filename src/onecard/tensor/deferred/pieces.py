@@ -16,8 +16,8 @@ from onecard._torch import tree_leaves, tree_map
 from onecard.comm import world
 from onecard.random import Key
 from onecard.rules.call import schema_of
-from onecard.tensor.chance import arguments, factory_law, law_of
-from onecard.tensor.recording import Node, Record, Slot
+from onecard.tensor.deferred.calls import Node, Record, Slot
+from onecard.tensor.random_operators.draw import arguments, factory_law, law_of
 
 aten = torch.ops.aten
 PIECE = 2**22  # elements at a time

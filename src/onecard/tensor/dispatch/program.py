@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding as planner
+from onecard import resharding
 from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.comm.state import machine
 from onecard.layout import Layout
 from onecard.rules.call import Path, schema_of
-from onecard.tensor import memory, strides
+from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import Operands, written
@@ -37,7 +37,7 @@ class Program:
         pointwise: the kernel takes its operands with any strides.
         pending: operands that stay pending while others are moved, with their layouts.
         aliases: for each result, the path of the argument that it is (in-place operators), or None.
-        note: axes to note on an operand for its backward operator.
+        hint: axes to hint on an operand for its backward operator.
         view: the result shares memory with the first argument.
         combines: it reads several tensors.
         copies: this is a view on one card, but here its result is a copy.
@@ -50,8 +50,30 @@ class Program:
     """
 
     __slots__ = (
-        "aliases", "call", "combines", "copies", "expand", "frame", "func", "moves", "name", "new", "note", "pending", "plain",
-        "pointwise", "reason", "replace", "shares", "simple", "spec", "specs", "swaps", "view", "wrap", "writes",
+        "aliases",
+        "call",
+        "combines",
+        "copies",
+        "expand",
+        "frame",
+        "func",
+        "hint",
+        "moves",
+        "name",
+        "new",
+        "pending",
+        "plain",
+        "pointwise",
+        "reason",
+        "replace",
+        "shares",
+        "simple",
+        "spec",
+        "specs",
+        "swaps",
+        "view",
+        "wrap",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -74,7 +96,7 @@ class Program:
         self.combines = False
         self.copies = False
         self.shares = False
-        self.note: tuple[Path, tuple[int, ...]] | None = None
+        self.hint: tuple[Path, tuple[int, ...]] | None = None
         self.plain: Operands | None = None
         self.pending: tuple[tuple[Path, Layout], ...] = ()
         self.pointwise = torch.Tag.pointwise in func.tags
@@ -99,10 +121,10 @@ class Program:
                 keywords[name] = value
         for path, layout in self.pending:
             if _at(path, args, kwargs)._spec.layout is not layout:
-                # Settling one operand settled another one that shares its memory: decide again.
+                # Reducing one operand reduced another one that shares its memory: decide again.
                 return self.func(*args, **kwargs)
-        if self.note is not None:
-            _take_note(_at(self.note[0], args, kwargs), self.note[1])
+        if self.hint is not None:
+            _take_hint(_at(self.hint[0], args, kwargs), self.hint[1])
         result = self.call(*local, **keywords)
         if self.new:
             result = self._looked_at(result)
@@ -150,7 +172,7 @@ class Program:
         if isinstance(value, DistTensor):
             return value._become(target, self.name, name, self.reason, explicit=False)
         whole = Layout.replicated(target.mesh, value.dim())
-        steps = planner.plan(tuple(value.shape), value.element_size(), whole, target, machine.here)
+        steps = resharding.plan(tuple(value.shape), value.element_size(), whole, target, machine.here)
         if record.observers.here:
             announce(steps, self.name, name, tuple(value.shape), self.reason, explicit=False)
         record.serving.here = (self.name, name, tuple(value.shape))
@@ -159,7 +181,7 @@ class Program:
 
     def _elsewhere(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """On a rank outside the mesh: the same results, with empty local tensors."""
-        for moved, target, name in self.moves:  # what is settled on the mesh is settled here, or layouts would differ
+        for moved, target, name in self.moves:  # what is reduced on the mesh is reduced here, or layouts would differ
             if isinstance(_at(moved, args, kwargs), DistTensor):
                 self._move(_at(moved, args, kwargs), target, name)
         shares = self.view and not self.copies
@@ -205,15 +227,15 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _take_note(operand: Any, axes: tuple[int, ...]) -> None:
-    if isinstance(operand, DistTensor) and operand._spec.note != axes:
-        operand._spec = operand._spec.with_note(axes)
+def _take_hint(operand: Any, axes: tuple[int, ...]) -> None:
+    if isinstance(operand, DistTensor) and operand._spec.hint != axes:
+        operand._spec = operand._spec.with_hint(axes)
 
 
 def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
     """A hook's function, except that an argument that it returns becomes a tensor of its own.
 
-    Two DistTensors never hold the same local tensor: each could be settled in place.
+    Two DistTensors never hold the same local tensor: each could be reduced in place.
     """
 
     def call(*local: Any, **keywords: Any) -> Any:

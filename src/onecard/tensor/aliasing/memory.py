@@ -3,7 +3,7 @@
 *A pending sum.* One that an operator needed whole stays whole for the next one, so it is summed once. Its views must
 follow. What a tensor's *layout* becomes may depend only on the program, which is the same on all ranks, and never on who
 else on this rank happens to hold the memory (a rank may keep a ``to_local()`` for a log): or else ranks would disagree
-about which messages are due. So settling always changes the layouts of the tensor and its views; the memory decides only
+about which messages are due. So reducing always changes the layouts of the tensor and its views; the memory decides only
 whether the sum can be made where it lies or needs a new place.
 
 *A copy.* On one card ``x[1:3]`` is a view. Where its elements lie on other ranks it has memory of its own here, and
@@ -27,8 +27,8 @@ from torch.utils.weak import TensorWeakRef
 from onecard import _torch
 from onecard.errors import DispatchError
 from onecard.layout import Layout
+from onecard.tensor.aliasing.strides import expanded, overlaps
 from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS
-from onecard.tensor.strides import expanded, overlaps
 
 if TYPE_CHECKING:
     from onecard.tensor.dist_tensor import DistTensor
@@ -107,7 +107,7 @@ class Copy(Memory):
             member._spec = member._spec.with_alias(alias)
 
     def name_of_whole(self) -> DistTensor:
-        """A tensor of the whole copy; of what befalls it (a pending sum that is settled) all others are told."""
+        """A tensor of the whole copy; of what befalls it (a pending sum that is reduced) all others are told."""
         made = self.whole._alias()
         self.add(made)
         return made
@@ -145,7 +145,7 @@ def view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any, copi
 
 
 def covers(func: Any, base: Tensor, results: Sequence[Tensor]) -> bool:
-    """Whether each view has every element of its base, so that settling either settles the other."""
+    """Whether each view has every element of its base, so that reducing either reduces the other."""
     name = func._schema.name.removeprefix("aten::")
     return name not in _OVERLAP and all(result.numel() >= base.numel() for result in results)
 
@@ -206,7 +206,7 @@ def refresh(x: DistTensor) -> None:
     copy.mark(copy.kind)
     layout = whole._spec.layout
     if layout.pending and made._spec.layout is not layout:
-        adopt(whole, made._become(layout.settled(), copy.name, "self", "written to since", explicit=False))
+        adopt(whole, made._become(layout.reduced(), copy.name, "self", "written to since", explicit=False))
     else:
         local = made._become(layout, copy.name, "self", "written to since", explicit=False)
         _overwrite(whole._local, local)
@@ -215,7 +215,7 @@ def refresh(x: DistTensor) -> None:
 def _write_back(copy: Copy) -> None:
     """Write a copy to what it is a view of on one card."""
     base = copy.base
-    base.settle()
+    base.reduce_partial()
     _outdate(copy.key, copy)
     if copy.window is not None and not any(expanded(base._spec)) and not base._spec.layout.merged:
         _write_window(copy, base, *copy.window)
@@ -260,7 +260,7 @@ def _write_window(copy: Copy, base: DistTensor, func: Any, rest: Sequence[Any], 
     base._local.index_copy_(dim, at.to(spec.device)[found] - mine.start, value.index_select(dim, found))
 
 
-def settle(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
+def reduce_partial(x: DistTensor, reduce: Callable[[Tensor, bool], Tensor]) -> None:
     """Sum a pending tensor and its views.
 
     Args:
@@ -306,7 +306,7 @@ def _relabel(x: DistTensor, same: list[DistTensor]) -> None:
     done = not isinstance(x._memory, Copy)
     for member in same:
         spec = member._spec
-        member._spec = spec.with_layout(spec.layout.settled()).with_alias(spec.alias)
+        member._spec = spec.with_layout(spec.layout.reduced()).with_alias(spec.alias)
         if done:
             member._memory = None
 

@@ -17,11 +17,11 @@ from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
-from onecard.tensor.build import build
+from onecard.tensor.dispatch.build import build
+from onecard.tensor.dispatch.first_calls import FirstCalls, believed
+from onecard.tensor.dispatch.program import Program
+from onecard.tensor.dispatch.recent import Recent
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
-from onecard.tensor.first_calls import FirstCalls, believed
-from onecard.tensor.program import Program
-from onecard.tensor.recent import Recent
 from onecard.tensor.spec import STALE
 
 # Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py

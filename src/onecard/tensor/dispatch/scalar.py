@@ -12,8 +12,8 @@ from onecard._torch import DispatchKey
 from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
-from onecard.tensor import memory
-from onecard.tensor.dispatch import handle
+from onecard.tensor.aliasing import memory
+from onecard.tensor.dispatch.entry import handle
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
 from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.spec import Spec
