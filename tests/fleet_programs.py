@@ -31,12 +31,18 @@ def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
     return take(whole, fleet.held(parameter))
 
 
-def compare(mine: nn.Module, single: nn.Module, names: dict[str, str] | None = None, gradients: bool = True) -> None:
+def compare(
+    mine: nn.Module,
+    single: nn.Module,
+    names: dict[str, str] | None = None,
+    gradients: bool = True,
+    tolerance: float = 1e-5,
+) -> None:
     """Parameters (and gradients) of a module against those of its one-card twin."""
     theirs = dict(single.named_parameters())
     for name, parameter in mine.named_parameters():
         twin = theirs[(names or {}).get(name, name)]
-        close(parameter.detach(), part_of(parameter, twin.detach()), name)
+        close(parameter.detach(), part_of(parameter, twin.detach()), name, tolerance)
         if gradients:
             assert parameter.grad is not None and twin.grad is not None, name
             close(parameter.grad, part_of(parameter, twin.grad), f"gradient of {name}")

@@ -360,6 +360,11 @@ def scaling() -> None:
         optimizer.zero_grad()
         seen.append((torch.equal(before, layer.weight), scaler.get_scale()))
     assert seen == [(False, 4.0), (True, 2.0), (False, 2.0)], seen
+    off = fleet.GradScaler("cpu", enabled=False)  # as a script has it that may or may not use half precision
+    off.scale(layer(data(3, 4)).square().sum()).backward()
+    off.unscale_(optimizer)
+    off.step(optimizer)
+    off.update()
 
 
 def merging() -> None:

@@ -12,6 +12,7 @@ import torch
 from onecard.comm import claims
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fuzz import manual
 from fuzz.crew import run_many
 from fuzz.cut_down import cut_down, runnable
 from fuzz.draw import draw
@@ -81,3 +82,20 @@ def test_statements_are_left_out_where_they_stand():
 def test_programs_train(seed):
     program = draw(seed)
     assert any(".backward(" in line for line in program.body) and any("opt.step(" in line for line in program.body)
+
+
+def test_random_programs_of_the_manual_level_are_those_of_one_card():
+    seeds, count = [], {}  # one of each mix of axes
+    for seed in range(100):
+        degrees = str(manual.draw(seed).degrees)
+        count[degrees] = count.get(degrees, 0) + 1
+        seeds += [seed] * (count[degrees] == 1)
+    assert not manual.run(seeds)
+
+
+@pytest.mark.parametrize("plant", manual.PLANTS)
+def test_a_planted_fault_of_the_manual_level_is_found(plant):
+    seed = next(
+        s for s in range(100) if manual.draw(s).parallel and manual.draw(s).ranks == 2 and manual.draw(s).head == "tied"
+    )
+    assert list(manual.run([seed], plant)) == [seed]

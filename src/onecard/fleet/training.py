@@ -277,6 +277,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""
+        if not self.is_enabled():  # as torch's, it does nothing then
+            return
         parameters = _parameters(optimizer)
         gradients.sync(parameters)
         super().unscale_(optimizer)
