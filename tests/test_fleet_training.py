@@ -367,6 +367,49 @@ def scaling() -> None:
     off.update()
 
 
+def an_infinity() -> None:
+    """Of one rank: all skip the step, with torch's scaler as with fleet's, and with fused optimizers, which do not unscale."""
+    begin(dp=2)
+    for make in (fleet.GradScaler, torch.amp.GradScaler):
+        for fused in (False, True):
+            model = fleet.distributed_model(seeded(nn.Linear, 4, 3))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+            scaler, seen = make("cpu", init_scale=4.0), []
+            for step in range(3):
+                x = data(4, 4, seed=step).chunk(2)[oc.get_rank()]
+                scaler.scale(model(x * (float("inf") if step == 1 and oc.get_rank() == 1 else 1.0)).sum()).backward()
+                before = model.module.weight.detach().clone()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                seen.append((torch.equal(before, model.module.weight), scaler.get_scale()))
+            assert seen == [(False, 4.0), (True, 2.0), (False, 2.0)], (make, fused, seen)
+            assert model.module.weight.isfinite().all()
+
+
+def own_changes() -> None:
+    """Of gradients: after ``fleet.sync`` they are not summed once more; before it they are warned of."""
+    hcg = begin(mp=2)
+    norm = fleet.distributed_model(seeded(nn.LayerNorm, 4))
+    for p in norm.parameters():
+        fleet.mark_as_sequence_parallel_parameter(p, hcg.get_model_parallel_group())
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    for changes in range(3):
+        norm(data(2, 4, seed=oc.get_rank())).square().sum().backward()
+        fleet.sync(norm.parameters())
+        expected = [p.grad * 0.5**changes for p in norm.parameters()]
+        for p in list(norm.parameters()) * changes:
+            p.grad.mul_(0.5)
+        optimizer.step()
+        assert all(torch.equal(p.grad, e) for p, e in zip(norm.parameters(), expected, strict=True)), changes
+        optimizer.zero_grad(set_to_none=changes == 1)
+    norm(data(2, 4)).sum().backward()
+    for p in norm.parameters():
+        p.grad.clamp_(-0.1, 0.1)
+    with pytest.warns(UserWarning, match="written to after backward, before it was summed over the ranks"):
+        optimizer.step()
+
+
 def merging() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.gradient_merge, strategy.gradient_merge_configs = True, {"k_steps": 2}
@@ -420,6 +463,8 @@ def all_of_these() -> None:
     scaling()
     merging()
     premature()
+    an_infinity()
+    own_changes()
 
 
 def test_scaling_merging_and_premature_sums() -> None:

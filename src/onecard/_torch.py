@@ -57,7 +57,7 @@ ATTRIBUTES = {
     "torch.Tensor._nnz": "how many elements a sparse tensor has: comm/shm/sparse.py",
     "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: parallel/transformer.py",
     "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/aliasing/memory.py, tensor/deferred/calls.py",
-    "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/training.py",
+    "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/scaling.py",
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",
@@ -330,6 +330,19 @@ def within(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Ca
     cell = function.__closure__[free.index("func")]  # type: ignore[index]
     cell.cell_contents = make(cell.cell_contents)
     return True
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------------------
+
+
+def scales_itself(optimizer: Any) -> bool:
+    """Whether its step takes the scale and the infinities (fused), and a scaler does not call ``unscale_`` for it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether ``unscale_`` was called since the last ``update``."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
 
 
 # -- checkpoints of torch's own ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from onecard.comm import world
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import as_torch, meta_parallel, names, recomputing, training, utils
+from onecard.fleet import as_torch, meta_parallel, names, recomputing, scaling, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
 from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync
 from onecard.fleet.initial import (
@@ -26,13 +26,14 @@ from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.pipeline_parallel import PipelineParallel
 from onecard.fleet.recomputing import recompute
 from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
+from onecard.fleet.scaling import GradScaler, distributed_scaler
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
 from onecard.fleet.sharding import GroupShardedModel, group_sharded_parallel, save_group_sharded_model
 from onecard.fleet.splitting import split_parameters
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.tokens import token_mean
 from onecard.fleet.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
-from onecard.fleet.training import GradScaler, distributed_model, distributed_optimizer, distributed_scaler
+from onecard.fleet.training import distributed_model, distributed_optimizer
 
 __all__ = [
     "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "GroupShardedModel",
@@ -83,6 +84,7 @@ def init(
     begin(strategy or DistributedStrategy())
     training.install()
     as_torch.install()
+    scaling.install()
 
 
 def worker_index() -> int:

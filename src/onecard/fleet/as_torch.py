@@ -6,7 +6,7 @@ another one on each rank, and copies of a parameter would drift apart without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from onecard import _torch
 from onecard.fleet import gradients
-from onecard.fleet.parameters import held
 
 _done: list[str] = []
 
@@ -36,7 +35,7 @@ def _norm(torchs: Callable[..., Any]) -> Callable[..., Any]:
         foreach: bool | None = None,
     ) -> Tensor:
         parameters = _listed(parameters)
-        if _of_fleet(parameters):
+        if gradients.of_fleet(parameters):
             return gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -46,13 +45,12 @@ def _norm(torchs: Callable[..., Any]) -> Callable[..., Any]:
 def _value(torchs: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         parameters = _listed(parameters)
-        if not _of_fleet(parameters):
+        if not gradients.of_fleet(parameters):
             return torchs(parameters, clip_value, foreach)
         gradients.sync(parameters)
         torchs(parameters, clip_value, foreach)
         for p in parameters:
-            if p.grad is not None and gradients.has_sums(p):
-                gradients.note(p)
+            gradients.note(p)
 
     return clip_grad_value_
 
@@ -63,15 +61,6 @@ def _listed(parameters: Any) -> Any:
         return [parameters]
     listed = list(parameters)
     return listed or (x for x in listed)
-
-
-def _of_fleet(parameters: Iterable[Any]) -> bool:
-    """Whether any is a part or a copy: the same on all ranks, which hold parts and copies of the same parameters."""
-    if not isinstance(parameters, list):
-        return False
-    parts = (held(p).group for p in parameters)
-    cut = any(group is not None and group.size > 1 for group in parts)
-    return cut or any(gradients.has_sums(p) or gradients.in_stages(p) for p in parameters)
 
 
 __all__ = ["install"]

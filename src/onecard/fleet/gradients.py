@@ -8,12 +8,13 @@ mean over the ranks that saw other data. A gradient that was summed already is n
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onecard import recorded
 from onecard.comm import plain
@@ -24,12 +25,15 @@ from onecard.tensor import DistTensor
 
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
 _DATA = "_onecard_data"
-_SYNCED = "_onecard_synced"
+# Of a parameter: which gradient it was, and how often written to, when it was whole, and when backward last added to it.
+_WHOLE = "_onecard_whole"
+_ADDED = "_onecard_added"
 
 
 def share_data(parameter: Tensor, group: Ranks) -> None:
     """Say that the ranks of a group hold copies of this parameter and see different data."""
     setattr(parameter, _DATA, group)
+    _watch(parameter)
 
 
 def sync(parameters: Iterable[Tensor]) -> None:
@@ -41,28 +45,48 @@ def sync(parameters: Iterable[Tensor]) -> None:
         FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
     """
     chosen = [p for p in parameters if p.requires_grad and has_sums(p)]
-    _fill_missing(chosen)
-    todo = [p for p in chosen if p.grad is not None and not _is_synced(p)]
-    sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
+    for p in chosen:
+        _check(p)
+    added, changed = _agreed(chosen)
+    sums = {(s.ranks, s.name): s for p in added for s in held(p).sums}
     # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
     for (ranks, name), group in sorted(sums.items()):
-        _reduce([p.grad for p in todo if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
-    for p in todo:
+        _reduce([p.grad for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
+    for p in added:
         if held(p).copies:
             _sum_copies(p)
-    for group in {d.ranks: d for p in todo if (d := _data(p)) is not None}.values():
-        mine = [p for p in todo if (d := _data(p)) is not None and d.ranks == group.ranks]
+    for group in {d.ranks: d for p in changed if (d := _data(p)) is not None}.values():
+        mine = [p for p in changed if (d := _data(p)) is not None and d.ranks == group.ranks]
         _reduce([p.grad for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
             if _cut_within(p, group):  # its part alone: what came to it is a sum over the ranks' losses
                 p.grad.div_(group.size)  # type: ignore[union-attr]
-    for p in todo:
+    for p in changed:
         note(p)
 
 
 def note(parameter: Tensor) -> None:
     """Remember that this gradient, as it is now, is the whole one."""
-    setattr(parameter, _SYNCED, (weakref.ref(parameter.grad), parameter.grad._version))  # type: ignore[union-attr]
+    if parameter.grad is not None and has_sums(parameter):
+        setattr(parameter, _WHOLE, _now(parameter))
+        _watch(parameter)
+
+
+def _watch(parameter: Tensor) -> None:
+    """Have backward say when it adds to the gradient: other writes are the user's."""
+    if not hasattr(parameter, _ADDED) and parameter.requires_grad and parameter.is_leaf:
+        setattr(parameter, _ADDED, None)
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, _ADDED, _now(p)))
+
+
+def _now(p: Tensor) -> tuple[Any, int]:
+    return weakref.ref(p.grad), p.grad._version  # type: ignore[union-attr]
+
+
+def _since(p: Tensor, word: str) -> int | None:
+    """How often the gradient has been written to since then; None if it is another tensor now."""
+    known = getattr(p, word, None)
+    return None if p.grad is None or known is None or known[0]() is not p.grad else p.grad._version - known[1]
 
 
 def has_sums(p: Tensor) -> bool:
@@ -71,7 +95,29 @@ def has_sums(p: Tensor) -> bool:
     return bool(what.sums or what.copies) or (data is not None and data.size > 1)
 
 
-def in_stages(p: Tensor) -> bool:
+def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The plain parameters that it updates."""
+    return [p for each in optimizer.param_groups for p in each["params"] if type(p) in (nn.Parameter, Tensor)]
+
+
+def of_fleet(parameters: Any) -> bool:
+    """Whether any is a part or a copy: the same on all ranks, which hold parts and copies of the same parameters."""
+    if not isinstance(parameters, list):
+        return False
+    parts = (held(p).group for p in parameters)
+    cut = any(group is not None and group.size > 1 for group in parts)
+    return cut or any(has_sums(p) or _in_stages(p) for p in parameters)
+
+
+def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply whole gradients, which stay whole."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(factor.to(p.grad.dtype) if isinstance(factor, Tensor) else factor)
+            note(p)
+
+
+def _in_stages(p: Tensor) -> bool:
     """Whether other ranks have other parameters of its model."""
     from onecard.fleet.topology import get_hybrid_communicate_group
 
@@ -87,34 +133,48 @@ def _cut_within(p: Tensor, group: Ranks) -> bool:
     return part is not None and part.size > 1 and set(part.ranks) <= set(group.ranks)
 
 
-def _is_synced(p: Tensor) -> bool:
-    known = getattr(p, _SYNCED, None)
-    if known is None or known[0]() is not p.grad:
-        return False
-    if p.grad._version == known[1]:
-        return True
-    if p.grad._version == known[1] + 1 and (held(p).sums or held(p).copies):
+def _is_added(p: Tensor) -> bool:
+    """Whether backward has added to the gradient since it was whole, so that it is one rank's summand."""
+    whole, added = _since(p, _WHOLE), _since(p, _ADDED)
+    return p.grad is not None and (whole is None or (added is not None and added < whole))
+
+
+def _check(p: Tensor) -> None:
+    whole, added = _since(p, _WHOLE), _since(p, _ADDED)
+    if whole == 1 and added == 0 and (held(p).sums or held(p).copies):
         raise FleetError(
             f"backward has added to a gradient of shape {list(p.shape)} that was summed over ranks before: call zero_grad() "
             "after the optimizer's step, and clip or sum no earlier than after the last backward of a step"
         )
-    return False
+    if added and _is_added(p):
+        warnings.warn(
+            f"a gradient of shape {list(p.shape)} was written to after backward, before it was summed over the ranks: right "
+            "only where all ranks multiply by the same number. Before clipping or scaling of your own: fleet.sync(parameters)",
+            stacklevel=2,
+        )
 
 
-def _fill_missing(parameters: list[Tensor]) -> None:
-    """A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data."""
+def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those to whose gradients backward has added on any rank, and those that have changed at all; the same on all ranks.
+
+    A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data.
+    """
     by_group: dict[tuple[tuple[int, ...], str], tuple[Ranks, list[Tensor]]] = {}
     for p in parameters:
         for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), _data(p)]:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
+    said = {id(p): [p.grad is not None, _is_added(p), _is_added(p) or _since(p, _WHOLE) != 0] for p in parameters}
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
         with recorded.unrecorded():  # the same in every replay
-            there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
-            anywhere = plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()
-        for p, used in zip(mine, anywhere, strict=True):
-            if used and p.grad is None:
-                p.grad = torch.zeros_like(p)
+            words = torch.tensor([said[id(p)] for p in mine], dtype=torch.uint8, device=mine[0].device)
+            anywhere = plain.all_reduce(words, group, "max", inplace=True, call="gradients").tolist()
+        said |= {id(p): word for p, word in zip(mine, anywhere, strict=True)}
+    there = [p for p in parameters if said[id(p)][0]]
+    for p in there:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return [p for p in there if said[id(p)][1]], [p for p in there if said[id(p)][2]]
 
 
 def _reduce(grads: list[Any], group: Ranks, op: str) -> None:
@@ -227,11 +287,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped"
         )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for p in chosen:
-        if p.grad is not None:
-            p.grad.mul_(scale.to(p.grad.dtype))
-            note(p)
+    scale(chosen, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 

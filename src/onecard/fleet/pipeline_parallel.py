@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
 from onecard.fleet.pipeline_layer import PipelineLayer
+from onecard.fleet.scaling import GradScaler
 from onecard.fleet.strategy import DistributedStrategy, FleetError
-from onecard.fleet.training import DistributedModel, GradScaler
+from onecard.fleet.training import DistributedModel
 from onecard.pipeline import Action, Meter, Runner, Schedule, Timeline
 from onecard.pipeline.action import COMPUTE
 from onecard.pipeline.packets import batch_size, split

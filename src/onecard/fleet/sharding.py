@@ -17,8 +17,8 @@ from onecard.checkpoint import save_state_dict
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet.parameters import held
+from onecard.fleet.scaling import distributed_scaler
 from onecard.fleet.strategy import FleetError
-from onecard.fleet.training import distributed_scaler
 from onecard.layout import Layout
 from onecard.parallel.blocks import Blocks, Piece, Policy
 from onecard.parallel.optimizer import keep_laid_out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard.comm import plain
-from onecard.comm.ranks import Ranks, of_ranks
+from onecard.comm.ranks import Ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
@@ -31,16 +31,12 @@ def install() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    gradients.sync(_parameters(optimizer))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for each in optimizer.param_groups for p in each["params"] if type(p) in (nn.Parameter, Tensor)]
+    gradients.sync(gradients.of_optimizer(optimizer))
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What it updates: its own parameters, or the distributed ones of ``group_sharded_parallel``."""
-    return _parameters(optimizer) or [p for each in optimizer.param_groups for p in each["params"]]
+    return gradients.of_optimizer(optimizer) or [p for each in optimizer.param_groups for p in each["params"]]
 
 
 class DistributedModel(nn.Module):
@@ -257,9 +253,8 @@ def _merge(optimizer: Any, k_steps: int, average: bool) -> None:
         if calls[0] % k_steps:
             return None
         if average:
-            for p in _parameters(optimizer):
-                if p.grad is not None:
-                    p.grad.div_(k_steps)
+            gradients.sync(gradients.of_optimizer(optimizer))
+            gradients.scale(gradients.of_optimizer(optimizer), 1 / k_steps)
         return step(*args, **kwargs)
 
     def cleared(*args: Any, **kwargs: Any) -> None:
@@ -267,31 +262,3 @@ def _merge(optimizer: Any, k_steps: int, average: bool) -> None:
             zero(*args, **kwargs)
 
     optimizer.step, optimizer.zero_grad = merged, cleared
-
-
-class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a fleet program: an infinity on one rank skips the step, and lowers the scale, on all.
-
-    Source: ``paddle.distributed.fleet.distributed_scaler``.
-    """
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""
-        if not self.is_enabled():  # as torch's, it does nothing then
-            return
-        parameters = _parameters(optimizer)
-        gradients.sync(parameters)
-        super().unscale_(optimizer)
-        for p in parameters:
-            if p.grad is not None and gradients.has_sums(p):
-                gradients.note(p)
-        world = of_ranks(name="world")
-        for found in self._found_inf_per_device(optimizer).values():
-            plain.all_reduce(found, world, "max", inplace=True, call="GradScaler")
-
-
-def distributed_scaler(scaler: torch.amp.GradScaler) -> GradScaler:
-    """A ``fleet.GradScaler`` with the settings of a torch one."""
-    made = GradScaler("cpu", enabled=scaler.is_enabled())
-    made.__dict__.update(scaler.__dict__)
-    return made

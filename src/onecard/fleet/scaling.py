@@ -1,0 +1,73 @@
+"""Loss scaling: an infinity on one rank skips the step, and lowers the scale, on all; with torch's scaler, too."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from onecard import _torch
+from onecard.comm import plain
+from onecard.comm.ranks import of_ranks
+from onecard.fleet import gradients
+
+_unscale, _step = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a fleet program: an infinity on one rank skips the step, and lowers the scale, on all.
+
+    Source: ``paddle.distributed.fleet.distributed_scaler``.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""
+        unscale(self, optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """The optimizer's step, unless a gradient is infinite anywhere."""
+        return step(self, optimizer, *args, **kwargs)
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """``scaler.unscale_(optimizer)`` of the whole gradients; nothing, as torch's, where the scaler is switched off."""
+    if not scaler.is_enabled():
+        return
+    parameters = gradients.of_optimizer(optimizer)
+    gradients.sync(parameters)
+    _unscale(scaler, optimizer)
+    for p in parameters:
+        gradients.note(p)
+    world = of_ranks(name="world")
+    for found in scaler._found_inf_per_device(optimizer).values():
+        plain.all_reduce(found, world, "max", inplace=True, call="GradScaler")
+
+
+def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    """``scaler.step(optimizer)``; a fused optimizer, too, asks all ranks, before it reads the gradients."""
+    if scaler.is_enabled() and _torch.scales_itself(optimizer) and not _torch.has_unscaled(scaler, optimizer):
+        unscale(scaler, optimizer)
+    return _step(scaler, optimizer, *args, **kwargs)
+
+
+def install() -> None:
+    """Have torch's scalers do the same where the optimizer has fleet's parameters; once a process."""
+    if torch.amp.GradScaler.unscale_ is _unscale:
+        torch.amp.GradScaler.unscale_ = _routed(unscale, _unscale)  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = _routed(step, _step)  # type: ignore[method-assign]
+
+
+def _routed(ours: Any, torchs: Any) -> Any:
+    def method(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        chosen = ours if gradients.of_fleet(gradients.of_optimizer(optimizer)) else torchs
+        return chosen(self, optimizer, *args, **kwargs)
+
+    return functools.wraps(torchs)(method)
+
+
+def distributed_scaler(scaler: torch.amp.GradScaler) -> GradScaler:
+    """A ``fleet.GradScaler`` with the settings of a torch one."""
+    made = GradScaler("cpu", enabled=scaler.is_enabled())
+    made.__dict__.update(scaler.__dict__)
+    return made
