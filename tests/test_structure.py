@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 LAYERS = [
     "errors", "_torch", "elsewhere", "mesh", "parts", "layout", "cost", "recorded", "random", "rules", "resharding",
     "transfer", "comm",
-    "tensor", "as_json", "parallel", "checkpoint", "graph", "pipeline", "fleet", "plan",
+    "tensor", "as_json", "parallel", "modules", "checkpoint", "graph", "pipeline", "fleet", "plan",
     "message_report", "operator_report", "testing", "spawning", "launch", "cli", "__main__",
 ]  # fmt: skip
 MAX_LINES = 380

@@ -4,6 +4,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import checkpoint as checkpoint
 from onecard import fleet as fleet
+from onecard import modules as _modules  # noqa: F401 - takes over nn.LSTM and its kin, nn.CTCLoss, nn.TransformerEncoder
 from onecard.as_json import from_json, to_json
 from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import differentiable as differentiable

@@ -55,7 +55,7 @@ ATTRIBUTES = {
     "torch.Tensor._make_subclass": "a tensor of deferred_init: tensor/deferred/init.py",
     "torch.Tensor._make_wrapper_subclass": "a DistTensor: tensor/dist_tensor.py",
     "torch.Tensor._nnz": "how many elements a sparse tensor has: comm/shm/sparse.py",
-    "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: parallel/transformer.py",
+    "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: modules/transformer.py",
     "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/aliasing/memory.py, tensor/deferred/calls.py",
     "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/scaling.py",
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",

@@ -1,10 +1,7 @@
 """The semi-automatic interface: mark a few tensors, keep the rest of the program."""
 
 from onecard import _torch
-from onecard.parallel import ctc as _ctc  # noqa: F401 - takes over nn.CTCLoss
-from onecard.parallel import recurrent as _recurrent  # noqa: F401 - takes over nn.LSTM and its kin
 from onecard.parallel import resume as _resume  # noqa: F401 - takes over nn.Module.load_state_dict
-from onecard.parallel import transformer as _transformer  # noqa: F401 - takes over nn.TransformerEncoder in evaluation
 from onecard.parallel.data import ShardDataloader, shard_dataloader
 from onecard.parallel.layer import shard_layer, shard_op
 from onecard.parallel.local_code import local_map

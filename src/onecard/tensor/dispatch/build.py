@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,64 +26,101 @@ from onecard.rules.rule import Bound, bind
 from onecard.tensor.aliasing import memory
 from onecard.tensor.buckets import reduce_first
 from onecard.tensor.dispatch import fallback
-from onecard.tensor.dispatch.program import Program, own_result, placed
-from onecard.tensor.dist_tensor import DistTensor, describe
+from onecard.tensor.dispatch.program import Move, Program, Rechecked, Replacement, Rewritten, own_result, placed
+from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
 from onecard.tensor.spec import OWN, Spec
 from onecard.tensor.watched import Operands
 
 
-def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A call with the rule that fits it, and its operands as they lie.
+
+    Attributes:
+        values: the operands, plain or distributed; ``layouts``: theirs (plain ones are replicated).
+        coordinate: of this rank on the mesh; None outside it.
+    """
+
+    call: Call
+    row: Row
+    bound: Bound
+    values: tuple[Any, ...]
+    layouts: tuple[Layout, ...]
+    mesh: ProcessMesh
+    device: torch.device
+    coordinate: tuple[int, ...] | None
+
+
+def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program | Rewritten:
     """Decide one call.
 
     Raises:
         DispatchError: operands on two meshes, or a call that cannot keep one-card semantics.
     """
-    program = Program(func)
     operands = [t for t in _flat([*args, *kwargs.values()]) if isinstance(t, DistTensor)]
     fallback.refuse_collective(func, operands)
     for operand in operands:
         operand._spec.check_home(changes=False)
     mesh, device = _common_mesh(func, operands)
-    coordinate = mesh.coordinate()
     call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
-    program.expand = _functional_form(func, call)
-    if program.expand is not None:
-        return program
+    functional = _functional_form(func, call)
+    if functional is not None:
+        return Rewritten(func, functional)
     for path, name in zip(call.paths, call.names, strict=True):
         if name in call.schema.written:
             memory.check_writable(_at(path, args, kwargs), call.schema.name)
     row, bound = _rule(call)
     if row is None or bound is None:
-        program.expand = fallback.without_rule(func, call)
-        return program
-    values = [_at(path, args, kwargs) for path in call.paths]
+        return Rewritten(func, fallback.without_rule(func, call))
+    values = tuple(_at(path, args, kwargs) for path in call.paths)
     layouts = [v._spec.layout if isinstance(v, DistTensor) else Layout.replicated(mesh, v.dim()) for v in values]
     if any(layouts[i].pending for i in bound.unread if call.names[i] in call.schema.written):
         # Overwriting every summand would count the new value once a rank.
-        program.expand = fallback.copy_back(func)
-        return program
-    layouts = [layout.reduced() if i in bound.unread else layout for i, layout in enumerate(layouts)]
-    if row.instead is not None and cuts_whole(bound, layouts):
-        program.expand = row.instead
-        return program
-    hinted = _hinted(row, call, bound, values)
-    decision = _decision(program, call, bound, layouts, hinted)
+        return Rewritten(func, fallback.copy_back(func))
+    unread = bound.unread
+    seen = tuple(layout.reduced() if i in unread else layout for i, layout in enumerate(layouts))
+    return _decided(_Case(call, row, bound, values, seen, mesh, device, mesh.coordinate()), len(args))
+
+
+def _decided(case: _Case, given: int) -> Program | Rewritten:
+    """The program of a call that has a rule; ``given`` of its arguments are positional."""
+    call, row = case.call, case.row
+    if row.instead is not None and cuts_whole(case.bound, case.layouts):
+        return Rewritten(call.func, row.instead)
+    hinted = _hinted(row, call, case.bound, case.values)
+    aliases = _aliases(call)
+    decision = _decision(case, aliases, hinted)
     if decision is None:
-        program.expand = fallback.copy_back(func)
-        return program
-    bound = decision.bound
-    _plan(program, call, bound, layouts, decision, device)
-    if row.hint is not None and not hinted:
-        _hint(program, call, bound, decision, row.hint)
-    _localise(program, call, row, bound, layouts, decision, device, coordinate)
-    if sparse_check.on.here and mesh.size > 1:
-        named = zip(call.names, call.paths, values, strict=True)
-        plain = [(n, p) for i, (n, p, v) in enumerate(named) if i not in bound.unread and not isinstance(v, DistTensor)]
-        program.plain = Operands(program.name, plain, mesh) if plain else None
-    if program.view:
-        _share(program, call, values[0])
-    _shorten(program, call, len(args))
-    return program
+        return Rewritten(call.func, fallback.copy_back(call.func))
+    case = replace(case, bound=decision.bound)
+    together = _reduced_together(case, decision)
+    if together:  # of one list, as in torch.stack: one message rather than one for each
+        return Rewritten(call.func, reduce_first(call.func, together, call.schema.name))
+    return _program(case, decision, aliases, not hinted, given)
+
+
+def _program(case: _Case, decision: Decision, aliases: tuple[Path | None, ...], may_hint: bool, given: int) -> Program:
+    call = case.call
+    specs = tuple(Spec.like(layout, t, case.device) for layout, t in zip(decision.results, call.results, strict=True))
+    here = not specs or specs[0].here
+    moves = _moves(case, decision)
+    run, replaced, own = _on_this_rank(case, decision)
+    # Where the operand is only reduced, that happens in place, and the view is one of it.
+    copies = call.schema.views and (own or any(case.layouts[0].reduced() is not target for _, target, _ in moves))
+    run, copies, shares = _shared(case, specs, run, copies) if call.schema.views else (run, copies, False)
+    writes = tuple(path for path, name in zip(call.paths, call.names, strict=True) if name in call.schema.written)
+    hint = _hint(case, decision) if may_hint else None
+    plain = _plain(case)
+    busy = bool(moves or aliases or writes or hint or plain or shares or copies)
+    fields: dict[str, Any] = dict(
+        func=call.func, name=call.schema.name, call=run, wrap=wrap_view if call.schema.views else wrap,
+        specs=specs, spec=specs[0] if specs else None, simple=not busy and here and _is_plain(call, specs, replaced, given),
+        swaps=tuple((at, value) for at, _, value in replaced), moves=moves, reason=decision.reason(), replace=replaced,
+        aliases=aliases, writes=writes, combines=len(call.operands) > 1, copies=copies, shares=shares, hint=hint,
+        frame=_frame(call, here), plain=plain,
+    )  # fmt: skip
+    pending = _stay_pending(case, decision) if moves else ()
+    return Rechecked(**fields, pending=pending) if pending else Program(**fields)
 
 
 def _functional_form(func: Any, call: Call) -> Callable[..., Any] | None:
@@ -117,58 +155,62 @@ def _hinted(row: Row, call: Call, bound: Bound, values: Sequence[Any]) -> dict[i
     return dict.fromkeys(carrier._spec.hint, factor) if isinstance(carrier, DistTensor) else {}
 
 
-def _decision(
-    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], hinted: dict[int, int]
-) -> Decision | None:
+def _decision(case: _Case, aliases: Sequence[Path | None], hinted: dict[int, int]) -> Decision | None:
     """Decide, with what the operator writes to kept where it lies."""
-    aliases = _aliases(call)
-    program.aliases = aliases if any(aliases) else ()
-    kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
-    program.writes, program.combines = tuple(call.paths[i] for i in kept), len(call.operands) > 1
+    call, layouts = case.call, case.layouts
     return decide(
-        bound,
+        case.bound,
         layouts,
         [(tuple(t.shape), t.element_size()) for t in call.operands],
         [(tuple(t.shape), t.element_size()) for t in call.results],
         partial(resharding.seconds, machine=machine.here),
         {i: layouts[call.paths.index(path)] for i, path in enumerate(aliases) if path is not None},
-        kept,
+        [i for i, name in enumerate(call.names) if name in call.schema.written],
         hinted,
         machine.here,
     )
 
 
-def _plan(
-    program: Program, call: Call, bound: Bound, layouts: Sequence[Layout], decision: Decision, device: torch.device
-) -> None:
-    """Which operands move where, and what the results are."""
-    program.reason = decision.reason()
-    program.specs = tuple(
-        Spec.like(layout, t, device) for layout, t in zip(decision.results, call.results, strict=True)
-    )
-    program.frame = _frame(call, not program.specs or program.specs[0].here)
-    operands = list(zip(call.paths, layouts, decision.operands, call.names, strict=True))
-    program.moves = tuple(
+def _moves(case: _Case, decision: Decision) -> tuple[Move, ...]:
+    """Which operands move where."""
+    operands = zip(case.call.paths, case.layouts, decision.operands, case.call.names, strict=True)
+    return tuple(
         (path, target, name)
         for i, (path, layout, target, name) in enumerate(operands)
-        if layout is not target and i not in bound.unread
+        if layout is not target and i not in case.bound.unread
     )
-    # Where the operand is only reduced, that happens in place, and the view is one of it.
-    program.copies = call.schema.views and any(layouts[0].reduced() is not target for _, target, _ in program.moves)
-    if program.moves:
-        program.pending = tuple(
-            (path, layout) for path, layout, target, _ in operands if layout.pending and layout is target
-        )
-    reduced = [p for p, layout, target, _ in operands if p[1] >= 0 and layout.pending and layout.reduced() is target]
-    if len(reduced) > 1:  # of one list, as in torch.stack: one message rather than one for each
-        program.expand = reduce_first(program.func, reduced, program.name)
 
 
-def _hint(program: Program, call: Call, bound: Bound, decision: Decision, hint: tuple[str, str]) -> None:
+def _stay_pending(case: _Case, decision: Decision) -> tuple[tuple[Path, Layout], ...]:
+    """The operands that are pending and not moved."""
+    operands = zip(case.call.paths, case.layouts, decision.operands, strict=True)
+    return tuple((path, layout) for path, layout, target in operands if layout.pending and layout is target)
+
+
+def _reduced_together(case: _Case, decision: Decision) -> list[Path]:
+    """The tensors of lists that must be reduced, if there are several."""
+    operands = zip(case.call.paths, case.layouts, decision.operands, strict=True)
+    found = [p for p, layout, target in operands if p[1] >= 0 and layout.pending and layout.reduced() is target]
+    return found if len(found) > 1 else []
+
+
+def _hint(case: _Case, decision: Decision) -> tuple[Path, tuple[int, ...]] | None:
     """What to hint on an operand for the backward operator."""
-    operand, factors = call.index(hint[0]), bound.factors(hint[1])
+    if case.row.hint is None:
+        return None
+    operand, factors = case.call.index(case.row.hint[0]), case.bound.factors(case.row.hint[1])
     axes = tuple(axis for axis, use in enumerate(decision.uses) if use.factor in factors)
-    program.hint = (call.paths[operand], axes) if axes else None
+    return (case.call.paths[operand], axes) if axes else None
+
+
+def _plain(case: _Case) -> Operands | None:
+    """The plain operands, for the sparse check."""
+    if not sparse_check.on.here or case.mesh.size == 1:
+        return None
+    named = zip(case.call.names, case.call.paths, case.values, strict=True)
+    unread = case.bound.unread
+    plain = [(n, p) for i, (n, p, v) in enumerate(named) if i not in unread and not isinstance(v, DistTensor)]
+    return Operands(case.call.schema.name, plain, case.mesh) if plain else None
 
 
 def _frame(call: Call, here: bool) -> tuple[Any, ...]:
@@ -181,37 +223,32 @@ def _frame(call: Call, here: bool) -> tuple[Any, ...]:
     return () if here else tuple(True if isinstance(r, Tensor) else r for r in call.func(*args, **kwargs))
 
 
-def _localise(
-    program: Program,
-    call: Call,
-    row: Row,
-    bound: Bound,
-    layouts: Sequence[Layout],
-    decision: Decision,
-    device: torch.device,
-    coordinate: tuple[int, ...] | None,
-) -> None:
-    """Adapt the call to this rank: the row's hook, and stand-ins for operands that are not read."""
-    if coordinate is None:
-        return
-    if row.local is not None:
-        local = Local(call, bound, decision, coordinate)
-        row.local(local)
-        program.call = own_result(local.run) if local.run is not None else program.func
-        program.copies = program.copies or (call.schema.views and local.copies)
-        order = call.schema.arguments
-        program.replace = tuple((order.index(name), name, value) for name, value in local.replace.items())
-    program.replace += _stand_ins(call, bound, layouts, decision, coordinate, device)
+def _on_this_rank(case: _Case, decision: Decision) -> tuple[Callable[..., Any], tuple[Replacement, ...], bool]:
+    """The call adapted to this rank by the row's hook: what runs, which arguments differ, whether it copies where one card
+    has a view."""
+    call = case.call
+    if case.coordinate is None:
+        return call.func, (), False
+    stand_ins = _stand_ins(case, decision, case.coordinate)
+    if case.row.local is None:
+        return call.func, stand_ins, False
+    local = Local(call, case.bound, decision, case.coordinate)
+    case.row.local(local)
+    order = call.schema.arguments
+    replaced = tuple((order.index(name), name, value) for name, value in local.replace.items())
+    return own_result(local.run) if local.run is not None else call.func, replaced + stand_ins, local.copies
 
 
-def _share(program: Program, call: Call, base: DistTensor) -> None:
-    """Whether a view's result shares memory that must know of it, or is a copy that stands for a view."""
-    pending = any(spec.layout.pending for spec in program.specs)
-    if pending and not program.copies and not memory.covers(call.func, base, call.results):
-        program.copies, program.call = True, _cloned(program.call)
-    if program.copies:
-        program.call = placed(program.call, program.specs)
-    program.shares = not program.copies and (pending or base._spec.alias != OWN)
+def _shared(
+    case: _Case, specs: Sequence[Spec], run: Callable[..., Any], copies: bool
+) -> tuple[Callable[..., Any], bool, bool]:
+    """What runs for a view; whether its result is a copy that stands for a view, or shares memory that must know of it."""
+    base, pending = case.values[0], any(spec.layout.pending for spec in specs)
+    if pending and not copies and not memory.covers(case.call.func, base, case.call.results):
+        run, copies = _cloned(run), True
+    if copies:
+        return placed(run, specs), True, False
+    return run, False, bool(pending or base._spec.alias != OWN)
 
 
 def _cloned(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,42 +259,22 @@ def _cloned(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _shorten(program: Program, call: Call, given: int) -> None:
-    """Mark the program ``simple`` if dispatch itself can run it: local tensors in, one new tensor out."""
-    returns = program.func._schema.returns
-    if len(returns) != 1 or not isinstance(returns[0].type, torch.TensorType) or len(program.specs) != 1:
-        return
-    program.spec = program.specs[0]
-    program.swaps = tuple((at, value) for at, _, value in program.replace)
-    busy = (
-        program.plain
-        or program.moves
-        or program.aliases
-        or program.writes
-        or program.hint
-        or program.shares
-        or program.copies
-    )
-    plain = all(index < 0 and isinstance(place, int) for place, index in call.paths)
-    in_place = all(at < given for at, _, _ in program.replace)
-    program.simple = bool(not busy and plain and in_place and program.spec.here)
+def _is_plain(call: Call, specs: Sequence[Spec], replaced: Sequence[Replacement], given: int) -> bool:
+    """Whether operands stand among the positional arguments, each alone, and one new tensor comes out."""
+    returns = call.func._schema.returns
+    one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType) and len(specs) == 1
+    alone = all(index < 0 and isinstance(place, int) for place, index in call.paths)
+    return one and alone and all(at < given for at, _, _ in replaced)
 
 
-def _stand_ins(
-    call: Call,
-    bound: Bound,
-    layouts: Sequence[Layout],
-    decision: Decision,
-    coordinate: Sequence[int],
-    device: torch.device,
-) -> tuple[tuple[int, str, Any], ...]:
+def _stand_ins(case: _Case, decision: Decision, coordinate: Sequence[int]) -> tuple[Replacement, ...]:
     """For an operand that is not read and does not lie as the rule wants it: a tensor of that shape, and no message."""
-    made = []
-    for i in bound.unread:
+    call, made = case.call, []
+    for i in case.bound.unread:
         place, index = call.paths[i]
         whole, target = call.operands[i], decision.operands[i]
-        if layouts[i] is not target and index < 0:
-            one = torch.empty(1, dtype=whole.dtype, device=device)
+        if case.layouts[i] is not target and index < 0:
+            one = torch.empty(1, dtype=whole.dtype, device=case.device)
             value = one.expand(target.local_shape(tuple(whole.shape), coordinate))
             position = place if isinstance(place, int) else call.schema.arguments.index(place)
             made.append((position, call.names[i], value))
@@ -288,7 +305,7 @@ def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
 
 
 def _aliases(call: Call) -> tuple[Path | None, ...]:
-    """For each result tensor the argument that it is, for operators that write to their arguments."""
+    """For each result tensor the argument that it is, for operators that write to their arguments; () if none is."""
     written = {}
     for argument in call.func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -298,9 +315,7 @@ def _aliases(call: Call) -> tuple[Path | None, ...]:
         info = result.alias_info
         name = written.get(frozenset(info.before_set)) if info is not None and info.is_write else None
         aliases.append(call.paths[call.names.index(name)] if name is not None else None)
-    if len(aliases) != len(call.results):
-        return (None,) * len(call.results)
-    return tuple(aliases)
+    return tuple(aliases) if len(aliases) == len(call.results) and any(aliases) else ()
 
 
 def _common_mesh(func: Any, operands: list[DistTensor]) -> tuple[ProcessMesh, torch.device]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
 from onecard.tensor.dispatch.build import build
 from onecard.tensor.dispatch.first_calls import FirstCalls, believed
-from onecard.tensor.dispatch.program import Program
+from onecard.tensor.dispatch.program import FirstRun, Program, Rewritten
 from onecard.tensor.dispatch.recent import Recent
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.spec import STALE
@@ -94,17 +95,24 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         return program_for(func, args, kwargs)
     with unrecorded():
         program = builders.get(func, build)(func, args, kwargs)
-    if unproved and isinstance(program, Program) and believed(func):
+    if unproved and isinstance(program, Program | Rewritten) and believed(func):
         program = FirstCalls(program)
-    if faked.here or not trace.faking():  # what is decided under a tracer may hold tensors without data
-        programs.here.keep(key, program)
+    elif isinstance(program, Program):
+        program = FirstRun(program, partial(_keep, key))
+    _keep(key, program)
     return program
 
 
+def _keep(key: tuple[Any, ...], program: Any) -> None:
+    if faked.here or not trace.faking():  # what is decided under a tracer may hold tensors without data
+        programs.here.keep(key, program)
+
+
 def program_for(func: Any, args: Any, kwargs: Any) -> Any:
-    """The cached program of a call."""
+    """The cached program of a call; one that never ran by itself, as an element of a list, is known before its first run."""
     key = (func, *(freeze(a, func) for a in args), *(x for n, a in kwargs.items() for x in (n, freeze(a, func))))
-    return programs.here.get(key) or _miss(key, func, args, kwargs)
+    program = programs.here.get(key) or _miss(key, func, args, kwargs)
+    return program.program if type(program) is FirstRun else program
 
 
 def freeze(value: Any, func: Any) -> Any:

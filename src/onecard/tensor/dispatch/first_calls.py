@@ -19,7 +19,7 @@ from onecard.layout import Layout
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.register import unproved
 from onecard.rules.registry import row_name
-from onecard.tensor.dispatch.program import Program
+from onecard.tensor.dispatch.program import Program, Rewritten, in_order
 from onecard.tensor.dist_tensor import DistTensor, announce
 
 COMPARED = (1, 2, 4)  # which calls of a program: the first one's operands may be zeros
@@ -42,14 +42,14 @@ class FirstCalls:
 
     simple = False
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | Rewritten) -> None:
         self.program, self.calls = program, 0
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
         operands = [v for v in _tensors((args, kwargs)) if isinstance(v, DistTensor)]
         if self.calls not in COMPARED or not _comparable(self.program.func, operands):
-            return self.program(args, kwargs)
+            return self._call(args, kwargs)
         func = self.program.func
         described = ", ".join(repr(x._spec) for x in operands)
         given = _whole((args, kwargs), schema_of(func).name)
@@ -66,10 +66,16 @@ class FirstCalls:
             raise RuleError(_words(self.program, described, why))
         return result
 
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = self.program(args, kwargs)
+        if self.calls == 1 and isinstance(self.program, Program):
+            self.program = in_order(self.program, result)
+        return result
+
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor], str]:
         """What the program returns; the tensors that it makes and writes to; why this rank's part of one cannot be right."""
         try:
-            result = self.program(args, kwargs)
+            result = self._call(args, kwargs)
         except OnecardError:
             raise
         except Exception as fault:  # on whole tensors there was none, so it is the rule's, or its hook's
@@ -116,7 +122,7 @@ def _say_random(func: Any) -> None:
         )
 
 
-def _words(program: Program, described: str, why: str) -> str:
+def _words(program: Program | Rewritten, described: str, why: str) -> str:
     name = row_name(program.func)
     strategy = f" (it {program.reason})" if program.reason else ""
     return (

@@ -28,7 +28,7 @@ from onecard.tensor.buckets import reduce_all
 from onecard.tensor.dispatch import fallback
 from onecard.tensor.dispatch.entry import Direct, builders, by_value, dispatch, handle, program_for
 from onecard.tensor.dispatch.first_calls import believed
-from onecard.tensor.dispatch.program import Program
+from onecard.tensor.dispatch.program import Program, Rechecked, Rewritten
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.spec import OWN
 from onecard.tensor.watched import written
@@ -41,12 +41,12 @@ class ForeachProgram:
 
     simple = False
 
-    def __init__(self, func: Any, element: Any, elements: list[Program | None]) -> None:
+    def __init__(self, func: Any, element: Any, elements: list[Program | None], together: bool) -> None:
         self.func, self.element, self.elements = func, element, elements
         self.name, self.writes = schema_of(func).name, bool(schema_of(func).written)
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
         # What sends a message is the same on every rank; only the kernel that follows may depend on this rank's shard.
-        self.together = all(p is None or not p.expand for p in elements)
+        self.together = together
         self.one_kernel = all(p is None or not (p.call is not p.func or p.replace) for p in elements)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -65,7 +65,8 @@ class ForeachProgram:
         if any(x._spec.layout is not target for x, target in reduced):  # it was cut: somebody wants it so
             return program_for(self.func, args, kwargs)._run(args, kwargs)
         for i, p in enumerate(self.elements):
-            if p is not None and any(_item(args, i, at)._spec.layout is not layout for at, layout in p.pending):
+            pending = p.pending if isinstance(p, Rechecked) else ()
+            if any(_item(args, i, at)._spec.layout is not layout for at, layout in pending):
                 # Reducing one operand reduced another one: decide again.
                 return program_for(self.func, args, kwargs)._run(args, kwargs)
         if not self.one_kernel:
@@ -75,7 +76,7 @@ class ForeachProgram:
             x = _item(args, i, path)
             if isinstance(x, DistTensor) and x._spec.layout is target:
                 continue
-            moved = self.elements[i]._move(x, target, name)  # type: ignore[union-attr]
+            moved = self.elements[i].move(x, target, name)  # type: ignore[union-attr]
             holder = local[path[0]]  # type: ignore[index]
             if not isinstance(holder, list):
                 # One tensor for all elements: each needs it alike, or the elements run on their own.
@@ -118,17 +119,16 @@ def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         return Direct(func, fallback.gather)
     if believed(element):
         return Direct(func, one_by_one(element))
-    programs: list[Program | None] = []
+    programs: list[Program | Rewritten | None] = []
     for i in range(len(next(a for a in args if isinstance(a, list | tuple)))):
         element_args, element_kwargs = _element_args(element, [_pick(a, i) for a in args], kwargs)
         distributed = any(isinstance(a, DistTensor) for a in (*element_args, *element_kwargs.values()))
         programs.append(program_for(element, element_args, element_kwargs) if distributed else None)
-    program = ForeachProgram(func, element, programs)
-    if any(isinstance(args[m[0][0]], Tensor) for _, m in program.moves):
-        program.together = False
+    elements = [p if isinstance(p, Program) else None for p in programs]
+    rewritten = any(isinstance(p, Rewritten) for p in programs)
+    one_for_all = any(isinstance(args[m[0][0]], Tensor) for p in elements if p is not None for m in p.moves)
     # Elements that share memory on one card see each other's writes, in their order.
-    program.together = program.together and not _copies_among(args)
-    return program
+    return ForeachProgram(func, element, elements, not (rewritten or one_for_all or _copies_among(args)))
 
 
 def _copies_among(args: Any) -> bool:

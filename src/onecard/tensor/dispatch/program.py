@@ -1,8 +1,9 @@
-"""Program: everything decided about one call on this rank, built once for each cache key and then only run."""
+"""What a call became: a Program (runs on local tensors), or a Rewritten (runs as other operators). Kept by cache key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,121 +14,81 @@ from onecard.comm import record, sparse_check
 from onecard.comm.run import run as run_steps
 from onecard.comm.state import machine
 from onecard.layout import Layout
-from onecard.rules.call import Path, schema_of
+from onecard.rules.call import Path, schema_of, tensors_in
 from onecard.tensor.aliasing import memory, strides
-from onecard.tensor.dist_tensor import DistTensor, announce, wrap, wrap_view
+from onecard.tensor.dist_tensor import DistTensor, announce
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import Operands, written
 
 Move = tuple[Path, Layout, str]  # which operand, to which layout, its schema name
+Replacement = tuple[int, str, Any]  # position and name of an argument, and its value on this rank
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """One call, decided.
+    """One call, decided. Made by ``build`` with all that it needs; nothing of it changes when it runs.
 
     Attributes:
-        func: the operator; ``call``: what runs on local tensors, the operator itself or what a row's hook puts in its
-            place.
-        specs: of the result tensors; ``spec``: the only one, if ``simple``.
-        frame: where some results are no tensors, all of them with True for each that is; else ().
+        func: the operator; ``name``: its name in the schema.
+        call: what runs on local tensors, the operator itself or what a row's hook puts in its place.
+        wrap: makes the result's DistTensor.
+        specs: of the result tensors; ``spec``: the first one.
         simple: local tensors go in as they are, ``swaps`` (position, value) in place of static arguments, and one new
             tensor comes out.
-        moves: operands whose layout must change first.
+        moves: operands whose layout must change first; ``reason``: why.
         replace: arguments that differ on this rank: (position, name, value).
-        pointwise: the kernel takes its operands with any strides.
-        pending: operands that stay pending while others are moved, with their layouts.
-        aliases: for each result, the path of the argument that it is (in-place operators), or None.
-        hint: axes to hint on an operand for its backward operator.
-        view: the result shares memory with the first argument.
+        aliases: for each result, the path of the argument that it is (in-place operators), or None; () if all are None.
+        writes: operands that are written to.
         combines: it reads several tensors.
         copies: this is a view on one card, but here its result is a copy.
         shares: this is a view of memory that must know of it (see ``memory``).
-        new: it was never called.
-        writes: operands that are written to.
+        hint: axes to hint on an operand for its backward operator.
+        frame: where some results are no tensors, all of them with True for each that is; else ().
         plain: the plain operands, for the sparse check; None where there are none, or it is off.
-        wrap: makes the result's DistTensor.
-        expand: run the whole call as other operators instead (no rule, or a row's ``instead``).
     """
 
-    __slots__ = (
-        "aliases",
-        "call",
-        "combines",
-        "copies",
-        "expand",
-        "frame",
-        "func",
-        "hint",
-        "moves",
-        "name",
-        "new",
-        "pending",
-        "plain",
-        "pointwise",
-        "reason",
-        "replace",
-        "shares",
-        "simple",
-        "spec",
-        "specs",
-        "swaps",
-        "view",
-        "wrap",
-        "writes",
-    )  # fmt: skip
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        schema = schema_of(func)
-        self.name = schema.name
-        self.view = schema.views
-        self.wrap = wrap_view if schema.views else wrap
-        self.reason = ""
-        self.spec: Any = None
-        self.specs: tuple[Spec, ...] = ()
-        self.frame: tuple[Any, ...] = ()
-        self.simple = False
-        self.new = True
-        self.swaps: tuple[tuple[int, Any], ...] = ()
-        self.moves: tuple[Move, ...] = ()
-        self.replace: tuple[tuple[int, str, Any], ...] = ()
-        self.aliases: tuple[Path | None, ...] = ()
-        self.writes: tuple[Path, ...] = ()
-        self.combines = False
-        self.copies = False
-        self.shares = False
-        self.hint: tuple[Path, tuple[int, ...]] | None = None
-        self.plain: Operands | None = None
-        self.pending: tuple[tuple[Path, Layout], ...] = ()
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self.call: Callable[..., Any] = func
-        self.expand: Callable[..., Any] | None = None
+    func: Any
+    name: str
+    call: Callable[..., Any]
+    wrap: Callable[[Tensor, Spec], DistTensor]
+    specs: tuple[Spec, ...]
+    spec: Spec | None
+    simple: bool
+    swaps: tuple[tuple[int, Any], ...]
+    moves: tuple[Move, ...]
+    reason: str
+    replace: tuple[Replacement, ...]
+    aliases: tuple[Path | None, ...]
+    writes: tuple[Path, ...]
+    combines: bool
+    copies: bool
+    shares: bool
+    hint: tuple[Path, tuple[int, ...]] | None
+    frame: tuple[Any, ...]
+    plain: Operands | None
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.expand is not None:
-            return self.expand(*args, **kwargs)
         if self.plain is not None:
             self.plain.compare(lambda path: _at(path, args, kwargs))
         if self.specs and not self.specs[0].here:
             return self._elsewhere(args, kwargs)
+        moved = [self.move(_at(path, args, kwargs), target, name) for path, target, name in self.moves]
+        return self._run(args, kwargs, moved)
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], moved: Sequence[Tensor]) -> Any:
+        """The call on local tensors, after its operands were moved."""
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
         keywords = {name: _local(value) for name, value in kwargs.items()}
-        for path, target, name in self.moves:
-            self._put(local, keywords, path, self._move(_at(path, args, kwargs), target, name))
+        for (path, _, _), value in zip(self.moves, moved, strict=True):
+            self._put(local, keywords, path, value)
         for position, name, value in self.replace:
             if position < len(local):
                 local[position] = value
             else:
                 keywords[name] = value
-        for path, layout in self.pending:
-            if _at(path, args, kwargs)._spec.layout is not layout:
-                # Reducing one operand reduced another one that shares its memory: decide again.
-                return self.func(*args, **kwargs)
         if self.hint is not None:
             _take_hint(_at(self.hint[0], args, kwargs), self.hint[1])
         result = self.call(*local, **keywords)
-        if self.new:
-            result = self._looked_at(result)
         if self.frame:
             result = tuple(r if part is True else part for r, part in zip(result, self.frame, strict=True))
         if type(result) is Tensor and not self.aliases:
@@ -135,17 +96,6 @@ class Program:
         else:
             made = self._wrap(result, iter(self.specs), iter(self.aliases or (None,) * len(self.specs)), args, kwargs)
         return self._kept(made, args, kwargs)
-
-    def _looked_at(self, result: Any) -> Any:
-        """The first result. Kernels may order memory otherwise than torch foretells: from now on it is put as the spec says."""
-        self.new = False
-        if self.view or self.aliases or self.writes:
-            return result
-        made = [part for part in (result if isinstance(result, list | tuple) else [result]) if isinstance(part, Tensor)]
-        if len(made) != len(self.specs) or all(map(strides.placed, made, self.specs)):
-            return result
-        self.call = placed(self.call, self.specs)
-        return placed(lambda: result, self.specs)()
 
     def _kept(self, made: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results, after what shares memory with them or with what was written was told."""
@@ -159,8 +109,8 @@ class Program:
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
-        if not self.pointwise and 0 in value.stride():
-            # A rank that adds nothing holds one zero, expanded. Kernels may read memory as the whole tensor's strides have it.
+        if 0 in value.stride() and torch.Tag.pointwise not in self.func.tags:
+            # The identity of a reduction is stored once and expanded (see ``comm.run``). Only pointwise kernels read any strides.
             value = value.contiguous()
         place, index = path
         holder: Any = local if isinstance(place, int) else keywords
@@ -168,7 +118,8 @@ class Program:
             holder, place = holder[place], index
         holder[place] = value
 
-    def _move(self, value: Any, target: Layout, name: str) -> Tensor:
+    def move(self, value: Any, target: Layout, name: str) -> Tensor:
+        """An operand's local tensor under another layout."""
         if isinstance(value, DistTensor):
             return value._become(target, self.name, name, self.reason, explicit=False)
         whole = Layout.replicated(target.mesh, value.dim())
@@ -183,8 +134,8 @@ class Program:
         """On a rank outside the mesh: the same results, with empty local tensors."""
         for moved, target, name in self.moves:  # what is reduced on the mesh is reduced here, or layouts would differ
             if isinstance(_at(moved, args, kwargs), DistTensor):
-                self._move(_at(moved, args, kwargs), target, name)
-        shares = self.view and not self.copies
+                self.move(_at(moved, args, kwargs), target, name)
+        shares = schema_of(self.func).views and not self.copies
         empty = [
             args[0]._local.detach().view(s.dtype) if shares else torch.empty(0, dtype=s.dtype, device=s.device)
             for s in self.specs
@@ -210,6 +161,73 @@ class Program:
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(item, specs, aliases, args, kwargs) for item in result])
         return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rechecked(Program):
+    """A program that reduces or moves some operands while others stay pending.
+
+    Reducing one operand also reduces another that shares its memory. The call is then decided again.
+
+    Attributes:
+        pending: the operands that stay pending, with their layouts.
+    """
+
+    pending: tuple[tuple[Path, Layout], ...]
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], moved: Sequence[Tensor]) -> Any:
+        if any(_at(path, args, kwargs)._spec.layout is not layout for path, layout in self.pending):
+            return self.func(*args, **kwargs)
+        return Program._run(self, args, kwargs, moved)
+
+
+class Rewritten:
+    """A call that runs as other operators: it has no rule, or a row's ``instead`` stands for it."""
+
+    simple, reason = False, ""
+    __slots__ = ("func", "run")
+
+    def __init__(self, func: Any, run: Callable[..., Any]) -> None:
+        self.func, self.run = func, run
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.run(*args, **kwargs)
+
+
+class FirstRun:
+    """A program that has not run yet. Afterwards ``keep`` is given what runs from then on.
+
+    torch's meta functions do not always foretell the strides of a result. Where the first one lies in memory otherwise than
+    its spec says, results are put in that order.
+    """
+
+    simple = False
+    __slots__ = ("keep", "program")
+
+    def __init__(self, program: Program, keep: Callable[[Program], None]) -> None:
+        self.program, self.keep = program, keep
+
+    @property
+    def func(self) -> Any:
+        """The operator."""
+        return self.program.func
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        made = self.program(args, kwargs)
+        self.keep(in_order(self.program, made))
+        return made
+
+
+def in_order(program: Program, made: Any) -> Program:
+    """A program whose results lie in memory as their specs say; those that it has just ``made`` are put so."""
+    if schema_of(program.func).views or program.aliases or program.writes:
+        return program
+    results = [x for x in tensors_in(made) if isinstance(x, DistTensor) and x._spec.here]
+    if all(strides.placed(x._local, x._spec) for x in results):
+        return program
+    for x in results:
+        x._local = strides.place(x._spec)(x._local)
+    return replace(program, call=placed(program.call, program.specs))
 
 
 def _at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
+from onecard.modules.recurrent import batch_placements
 from onecard.parallel.local_code import local_map
-from onecard.parallel.recurrent import batch_placements
 from onecard.recorded import values_of
 from onecard.tensor import DistTensor
 from onecard.tensor.dispatch.composite import numbers_of
