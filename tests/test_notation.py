@@ -8,7 +8,10 @@ from onecard.rules.rule import Form, bind
 
 
 def terms(*dims):
-    return tuple(Term(tuple((name,) if isinstance(name, str) else name for name in term)) for term in dims)
+    return tuple(
+        term if isinstance(term, Term) else Term(tuple((name,) if isinstance(name, str) else name for name in term))
+        for term in dims
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,12 @@ def terms(*dims):
         ("(a b) c -> a b c", [[("a", "b"), "c"]], ["abc"]),
         ("... _ k, k -> ... _", [["...", "_", "k"], "k"], [["...", "_"]]),
         ("_ _ -> _", [["_", "_"]], [["_"]]),
+        ("m*, [n] -> m", [Term((("m",),), repeated=True), Term((("n",),), last=True)], ["m"]),
+        (
+            "... dim:v d:_ -> ...*",
+            [Term((("...",),), placed=(("dim", "v"), ("d", "_")))],
+            [Term((("...",),), repeated=True)],
+        ),
     ],
 )
 def test_reads(text, operands, results):
@@ -55,6 +64,19 @@ def test_sources_of_a_result():
         ("a @0 -> a", "'@' belongs to a result", 2),
         ("a, b -> a @2, b @0", "'@' names operand 2 of 2", 10),
         ("a -> a @", "'@' names no operand", 7),
+        ("[m n, k -> m", "'[' is never closed", 4),
+        ("m [n] -> m", "'[' where none belongs", 2),
+        ("m n] -> m", "']' where none belongs", 3),
+        ("[[m]] -> m", "'[' where none belongs", 1),
+        ("[... m] -> m", "'...' inside '[ ]'", 1),
+        ("...*, ...* -> ...", "a second '*'", 9),
+        ("dim:v ... -> ...", "'dim:v' belongs right after '...'", 0),
+        ("... k dim:v -> ...", "'dim:v' belongs right after '...'", 6),
+        ("(... dim:v) -> ...", "'...' inside '( )'", 1),
+        ("... dim:- -> ...", "':-' belongs to a result", 4),
+        ("... dim:v dims:v -> ...", "factor 'v' more than once", 10),
+        ("... dim:v, d0 -> ... d0", "names that end in a number", 11),
+        ("... dim:2 -> ...", "expected a factor name", 7),
     ],
 )
 def test_a_fault_has_a_caret_under_it(text, why, caret):

@@ -4,11 +4,16 @@ Grammar::
 
     signature := terms "->" terms          operands, then results, in the order of the operator's schema
     terms     := term ("," term)*
-    term      := dim* ["@" number+]        no dims: a scalar; "@0 2": this result is computed from operands 0 and 2 only
-    dim       := factor | "(" factor+ ")" | "..." | "_"
+    term      := dims ["*"] ["@" number+]  "*": as many such terms as there are; "@0 2": computed from operands 0 and 2 only
+    dims      := dim* | "[" dim* "]"       none: a scalar; "[m n]": as many of the last of these as the tensor has
+    dim       := factor | "(" factor+ ")" | "..." | "_" | placed
+    placed    := argument ":" (factor | "_" | "-")
 
 ``(a b)`` is one dim made of two factors, ``a`` the outer one. ``...`` stands for leading dims that broadcast as numpy's
-do. ``_`` is a dim of its own that is never cut.
+do. ``_`` is a dim of its own that is never cut. ``dim:v`` is the dim to which the argument ``dim`` points, wherever that
+is; ``...`` then is all others in their order, and dims written after them are not counted. A list of dims gives each a
+factor of its own (None, and an empty list unless it changes nothing: all dims). ``dim:-`` is gone from a result, or of
+size one with ``keepdim=True``. What depends on the call so is spelled out by ``rules.spelling``.
 """
 
 from __future__ import annotations
@@ -22,15 +27,35 @@ from onecard.errors import RuleError
 Dim = tuple[str, ...]
 ELLIPSIS: Dim = ("...",)
 WHOLE: Dim = ("_",)
-_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|_|\(|\)|@[ \d]*)")
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*:(?:[A-Za-z]\w*|_|-)|[A-Za-z]\w*|_|[()\[\]*]|@[ \d]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The dims of one operand or result; ``sources`` are the operands that a result depends on (None: all)."""
+    """The dims of one operand or result.
+
+    Attributes:
+        dims: those that the text writes out.
+        sources: the operands that a result depends on (None: all).
+        placed: (argument, factor) of the dims to which arguments point.
+        last: the tensor may have fewer of the dims: the last ones. ``repeated``: there are several such tensors, or none.
+    """
 
     dims: tuple[Dim, ...]
     sources: tuple[int, ...] | None = None
+    placed: tuple[tuple[str, str], ...] = ()
+    last: bool = False
+    repeated: bool = False
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names in it, "_" and "..." among them."""
+        return (*(name for dim in self.dims for name in dim), *(name for _, name in self.placed if name != "-"))
+
+    def __str__(self) -> str:
+        """The text of a term that is spelled out."""
+        dims = " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in self.dims) or "()"
+        return dims if self.sources is None else f"{dims} @{' '.join(map(str, self.sources))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +64,14 @@ class Signature:
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
+
+    @property
+    def open(self) -> bool:
+        """Whether a call's arguments and ranks decide which dims there are."""
+        return any(term.placed or term.last or term.repeated for term in (*self.operands, *self.results))
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
 
 
 @lru_cache(4096)
@@ -50,7 +83,7 @@ def parse(text: str) -> Signature:
 
     Example:
         >>> parse("m k, k n -> m n").results
-        (Term(dims=(('m',), ('n',)), sources=None),)
+        (Term(dims=(('m',), ('n',)), sources=None, placed=(), last=False, repeated=False),)
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -59,11 +92,17 @@ def parse(text: str) -> Signature:
         raise _fault(text, len(left) + 2 + right.index("->"), "a second '->'")
     operands = _terms(text, left, 0, None)
     results = _terms(text, right, len(left) + 2, len(operands))
-    known = {name for term in operands for dim in term.dims for name in dim}
-    for term in results:
-        for name in (name for dim in term.dims for name in dim):
-            if name == "..." and name not in known:
-                raise _fault(text, text.rindex(name), "'...' in a result but in no operand")
+    known = {name for term in operands for name in term.factors}
+    if any("..." in term.factors for term in results) and "..." not in known:
+        raise _fault(text, text.rindex("..."), "'...' in a result but in no operand")
+    for side in (operands, results):
+        if sum(term.repeated for term in side) > 1:
+            raise _fault(text, text.rindex("*"), "a second '*': how many tensors are whose?")
+    numbered = re.search(r"\b[A-Za-z]\w*\d\b(?!:)", text) if any(t.placed for t in (*operands, *results)) else None
+    if numbered:
+        raise _fault(
+            text, numbered.start(), "beside dims that an argument points to, names that end in a number are taken"
+        )
     return Signature(operands, results)
 
 
@@ -80,43 +119,88 @@ def _terms(text: str, part: str, start: int, sources: int | None) -> tuple[Term,
 
 
 def _term(text: str, piece: str, start: int, sources: int | None) -> Term:
-    dims: list[Dim] = []
-    named: tuple[int, ...] | None = None
-    group: list[str] | None = None
-    seen: set[str] = set()
-    at = 0
+    reader, at = _Reader(text, sources), 0
     while piece[at:].strip():
         match = _TOKEN.match(piece, at)
         where = start + at + len(piece[at:]) - len(piece[at:].lstrip())
         if match is None:
             raise _fault(text, where, "expected a factor name, '(', '...', '_' or '@'")
-        token, at = match.group(1), match.end()
-        if token == "(":
-            if group is not None:
-                raise _fault(text, where, "'(' inside '('")
-            group = []
-        elif token == ")":
-            if group is None:
-                raise _fault(text, where, "')' without '('")
-            if group:
-                dims.append(tuple(group))
-            group = None
+        reader.read(match.group(1), where)
+        at = match.end()
+    return reader.term(start + len(piece))
+
+
+class _Reader:
+    """Reads one term token by token."""
+
+    def __init__(self, text: str, sources: int | None) -> None:
+        self.text, self.operands = text, sources
+        self.dims: list[Dim] = []
+        self.placed: list[tuple[str, str]] = []
+        self.sources: tuple[int, ...] | None = None
+        self.group: list[str] | None = None
+        self.seen: set[str] = set()
+        self.bracket = ""
+        self.repeated = False
+
+    def read(self, token: str, at: int) -> None:
+        if token in ("(", ")"):
+            self._group(token, at)
+        elif token in ("[", "]"):
+            if (token, self.bracket) not in (("[", ""), ("]", "[")) or (token == "[" and self.dims):
+                raise _fault(self.text, at, f"'{token}' where none belongs: '[m n]' is all of a term")
+            self.bracket += token
+        elif token == "*":
+            self.repeated = True
         elif token.startswith("@"):
-            named = _sources(text, token, where, sources)
+            self.sources = _sources(self.text, token, at, self.operands)
+        elif ":" in token:
+            self._place(token, at)
         else:
-            if group is not None and token in ("...", "_"):
-                raise _fault(text, where, f"'{token}' inside '( )'")
-            if token in seen:
-                raise _fault(text, where, f"{'' if token == '...' else 'factor '}'{token}' more than once in a term")
-            if token != "_":
-                seen.add(token)
-            if group is not None:
-                group.append(token)
-            else:
-                dims.append((token,))
-    if group is not None:
-        raise _fault(text, start + len(piece), "'(' is never closed")
-    return Term(tuple(dims), named)
+            self._factor(token, at)
+
+    def _group(self, token: str, at: int) -> None:
+        if token == "(":
+            if self.group is not None:
+                raise _fault(self.text, at, "'(' inside '('")
+            self.group = []
+            return
+        if self.group is None:
+            raise _fault(self.text, at, "')' without '('")
+        if self.group:
+            self.dims.append(tuple(self.group))
+        self.group = None
+
+    def _place(self, token: str, at: int) -> None:
+        argument, _, factor = token.partition(":")
+        if self.dims != [ELLIPSIS] or self.group is not None:
+            raise _fault(self.text, at, f"{token!r} belongs right after '...', which stands for the other dims")
+        if factor == "-" and self.operands is None:
+            raise _fault(self.text, at, "':-' belongs to a result, not to an operand")
+        self._once(factor, at)
+        self.placed.append((argument, factor))
+
+    def _factor(self, token: str, at: int) -> None:
+        if token in ("...", "_") and (self.group is not None or (token == "..." and self.bracket)):
+            raise _fault(self.text, at, f"'{token}' inside '{'( )' if self.group is not None else '[ ]'}'")
+        self._once(token, at)
+        if self.group is not None:
+            self.group.append(token)
+        else:
+            self.dims.append((token,))
+
+    def _once(self, name: str, at: int) -> None:
+        if name in self.seen:
+            kind = "" if name == "..." else "factor "
+            raise _fault(self.text, at, f"{kind}{name!r} more than once in a term")
+        self.seen |= {name} - {"_", "-"}
+
+    def term(self, end: int) -> Term:
+        if self.group is not None:
+            raise _fault(self.text, end, "'(' is never closed")
+        if self.bracket == "[":
+            raise _fault(self.text, end, "'[' is never closed")
+        return Term(tuple(self.dims), self.sources, tuple(self.placed), bool(self.bracket), self.repeated)
 
 
 def _sources(text: str, token: str, where: int, operands: int | None) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard.rules.call import Call, schema_of
 from onecard.rules.foretell import foretell
 from onecard.rules.rule import Form
+from onecard.rules.spelling import spelled
 
 FormOf = Callable[[Call], Form | str | None]
 
@@ -47,9 +48,9 @@ class Row:
         return self.positions if self.positions is not None else "*" if self.local is not None else ""
 
     def form_for(self, call: Call) -> Form | None:
-        """The rule for one call."""
+        """The rule for one call, spelled out."""
         found = self.form(call) if callable(self.form) else self.form
-        return Form(found) if isinstance(found, str) else found
+        return None if found is None else spelled(Form(found) if isinstance(found, str) else found, call)
 
     def results_of(self, call: Call) -> list[Tensor]:
         """The result tensors of one call, without their data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from onecard.errors import RuleError
 from onecard.layout import REDUCTIONS
 from onecard.rules.call import Call
-from onecard.rules.notation import Signature, Term, names_of, parse, parse_linear
+from onecard.rules.notation import Signature, names_of, parse, parse_linear
 from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 
+_POINTS = re.compile(r"(Optional\[)?(List\[)?int\]*")
 _REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 
 
@@ -66,6 +67,7 @@ def check_form(name: str, form: Form, row: Row) -> None:
     """
     signature, schemas = parse(form.text), schemas_of(name)
     _check_counts(name, form, signature, schemas)
+    _check_arguments(name, form, signature, schemas)
     _check_reductions(name, form, signature)
     _check_sources(name, form, signature, row)
 
@@ -73,7 +75,7 @@ def check_form(name: str, form: Form, row: Row) -> None:
 def _check_traits(name: str, form: Form, schemas: Sequence[Any]) -> None:
     """Traits name factors of the rule and operands of the operator. (A function may name those of its other rules.)"""
     signature = parse(form.text)
-    factors = {n for term in (*signature.operands, *signature.results) for n in _names(term)}
+    factors = {n for term in (*signature.operands, *signature.results) for n in term.factors}
     for trait in ("whole", "nonempty", "even"):
         missing = sorted(names_of(getattr(form, trait)) - factors)
         if missing:
@@ -101,18 +103,14 @@ def _row(name: str, form: Form) -> str:
     return f'{name!r}, "{form.text}"'
 
 
-def _names(term: Term) -> Iterator[str]:
-    return (name for dim in term.dims for name in dim)
-
-
 def _check_counts(name: str, form: Form, signature: Signature, schemas: Sequence[Any]) -> None:
     """As many operands and results as some overload may have."""
     operands = [_span(a.type for a in s.arguments if not a.is_out) for s in schemas]
     results = [_span(r.type for r in s.returns) for s in schemas]
-    for what, stated, spans in (
-        ("operand", len(signature.operands), operands),
-        ("result", len(signature.results), results),
-    ):
+    for what, terms, spans in (("operand", signature.operands, operands), ("result", signature.results, results)):
+        stated = len(terms)
+        if any(term.repeated for term in terms):
+            spans = [(0, float("inf")) if high >= stated - 1 else (low, high) for low, high in spans]
         if what == "result":  # a result that nobody asked for is absent
             spans = [(min(low, 1), high) for low, high in spans]
         if spans and not any(low <= stated <= high for low, high in spans):
@@ -120,6 +118,17 @@ def _check_counts(name: str, form: Form, signature: Signature, schemas: Sequence
             raise RuleError(
                 f"row {_row(name, form)}: it states {stated} {what}(s), the operator has {counts} tensor {what}(s): give one "
                 f"term for each, in the order of the schema\n  {schemas[0]}"
+            )
+
+
+def _check_arguments(name: str, form: Form, signature: Signature, schemas: Sequence[Any]) -> None:
+    """``dim:v`` points with an argument that lists dims."""
+    known = {a.name for s in schemas for a in s.arguments if _POINTS.fullmatch(str(a.type))}
+    for argument in (a for term in (*signature.operands, *signature.results) for a, _ in term.placed):
+        if schemas and argument not in known:
+            listed = f"such arguments are {', '.join(sorted(known))}" if known else "it has no such argument"
+            raise RuleError(
+                f"row {_row(name, form)}: {argument!r} is no argument of the operator that is a dim or a list of them; {listed}"
             )
 
 
@@ -168,11 +177,11 @@ def _check_sources(name: str, form: Form, signature: Signature, row: Row) -> Non
         return
     hinted = {row.hint[1]} if row.hint is not None else set()
     allowed = names_of(form.whole) | hinted | {"_"}
-    known = {n for term in signature.operands for n in _names(term)}
+    known = {n for term in signature.operands for n in term.factors}
     for number, term in enumerate(signature.results):
-        for factor in _names(term):
+        for factor in term.factors:
             if factor not in known | allowed:
-                dims = " ".join("_" if n == factor else n for n in _names(term))
+                dims = " ".join("_" if n == factor else n for n in term.factors)
                 raise RuleError(
                     f"row {_row(name, form)}: factor {factor!r} of result {number} is in no operand, so no rank could know "
                     f"which part of it is its own. If it is an operand's dim, give it that factor's name; if all of it comes "

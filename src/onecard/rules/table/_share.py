@@ -39,18 +39,6 @@ def wide(x: Tensor) -> Tensor:
     return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def kept(dims: list[str], reduced: tuple[int, ...], keepdim: bool) -> list[str]:
-    """The dims of a reduction's result.
-
-    Example:
-        >>> kept(["a", "b", "c"], (1,), False), kept(["a", "b", "c"], (1,), True)
-        (['a', 'c'], ['a', '_', 'c'])
-    """
-    if keepdim:
-        return ["_" if d in reduced else name for d, name in enumerate(dims)]
-    return [name for d, name in enumerate(dims) if d not in reduced]
-
-
 def share(c: Local, index: int = 0) -> float:
     """Which part of an operand's elements this rank holds."""
     whole = prod(c.call.operands[index].shape)

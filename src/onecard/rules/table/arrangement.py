@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import last, names, signature, with_whole
-
-
-def _along(call: Call, whole: Iterable[int], **traits: Any) -> Form:
-    """Operand and result have the same dims, of which some must be whole."""
-    rank = call.self.dim()
-    dims = with_whole(names(rank), [d % rank for d in whole] if rank else [])
-    return Form(signature([dims], [dims] * len(call.results)), **traits)
-
+from onecard.rules.table._dims import names, signature, with_whole
 
 # ---- triangles and diagonals
 
@@ -40,66 +29,29 @@ def _trace_local(c: Local) -> None:
 row("trace", "a _ -> ()", linear="self", local=_trace_local, positions="a")
 
 
-@row("diagonal diagonal_copy")
-def _diagonal(call: Call) -> Form:
-    rank = call.self.dim()
-    taken = {call.dim1 % rank, call.dim2 % rank}
-    dims = with_whole(names(rank), taken)
-    return Form(signature([dims], [[d for i, d in enumerate(dims) if i not in taken] + ["_"]]), moves=True)
-
-
-@row("diagonal_scatter")
-def _diagonal_scatter(call: Call) -> Form:
-    rank = call.self.dim()
-    taken = {call.dim1 % rank, call.dim2 % rank}
-    dims = with_whole(names(rank), taken)
-    return Form(
-        signature([dims, [d for i, d in enumerate(dims) if i not in taken] + ["_"]], [dims]), linear="self + src"
-    )
-
-
-@row("diag_embed")
-def _diag_embed(call: Call) -> Form:
-    rank = call.self.dim()
-    made = {call.dim1 % (rank + 1), call.dim2 % (rank + 1)}
-    old = names(rank)
-    old[-1] = "_"
-    rest = iter(old)
-    return Form(signature([old], [["_" if d in made else next(rest) for d in range(rank + 1)]]), linear="self")
+row("diagonal diagonal_copy", "... dim1:_ dim2:_ -> ... _", moves=True)
+row("diagonal_scatter", "... dim1:_ dim2:_, ... _ -> ... dim1:_ dim2:_", linear="self + src")
+row("diag_embed", "... _ -> ... dim1:_ dim2:_", linear="self")
 
 
 def _sizes_local(c: Local) -> None:
     c.set("input_sizes", list(c.result_shape()))
 
 
-@row("diagonal_backward", local=_sizes_local, positions="")
-def _diagonal_backward(call: Call) -> Form:
-    rank = len(call.input_sizes)
-    taken = {call.dim1 % rank, call.dim2 % rank}
-    new = with_whole(names(rank), taken)
-    old = [d for i, d in enumerate(new) if i not in taken] + ["_"]
-    return Form(signature([old], [new]), linear="grad_output")
+row("diagonal_backward", "... _ -> ... dim1:_ dim2:_", linear="grad_output", local=_sizes_local, positions="")
 
 
 # ---- turns and repeats
 
-
-@row("flip")
-def _flip(call: Call) -> Form:
-    return _along(call, call.values["dims"], moves=True)
+row("flip rot90", "... dims:_ -> ... dims:_", moves=True)
 
 
 @row("roll")
 def _roll(call: Call) -> Form:
-    return _along(call, call.values["dims"] or range(call.self.dim()), moves=True)
-
-
-@row("rot90")
-def _rot90(call: Call) -> Form:
-    rank = call.self.dim()
-    one, other = (d % rank for d in call.values["dims"])
-    old = with_whole(names(rank), (one, other))
-    return Form(signature([old], [old]), moves=True)
+    """Without dims it rolls the flattened tensor."""
+    if not call.values["dims"]:
+        return Form("... -> ...", whole="...", moves=True)
+    return Form("... dims:_ -> ... dims:_", moves=True)
 
 
 @row("repeat")
@@ -114,17 +66,8 @@ def _repeat(call: Call) -> Form:
 row("repeat_interleave.Tensor", "_ -> _")
 
 
-@row("unfold unfold_copy")
-def _unfold(call: Call) -> Form:
-    dims = with_whole(names(call.self.dim()), [call.dimension % max(call.self.dim(), 1)])
-    return Form(signature([dims], [[*dims, "_"]]), moves=True)
-
-
-@row("unfold_backward", local=_sizes_local, positions="")
-def _unfold_backward(call: Call) -> Form:
-    rank = len(call.input_sizes)
-    dims = with_whole(names(rank), [call.dim % rank] if rank else [])
-    return Form(signature([[*dims, "_"]], [dims]), linear="grad_in")
+row("unfold unfold_copy", "... dimension:_ -> ... dimension:_ _", moves=True)
+row("unfold_backward", "... dim:_ _ -> ... dim:_", linear="grad_in", local=_sizes_local, positions="")
 
 
 # ---- pads
@@ -132,41 +75,28 @@ def _unfold_backward(call: Call) -> Form:
 
 @row("constant_pad_nd", values=True)
 def _constant_pad(call: Call) -> Form:
-    grown = [-1 - i // 2 for i, count in enumerate(call.pad) if count]
-    return _along(call, grown, linear="self" if call.value == 0 else "")
+    rank = call.self.dim()
+    dims = with_whole(names(rank), [rank - 1 - i // 2 for i, count in enumerate(call.pad) if count])
+    return Form(signature([dims], [dims]), linear="self" if call.value == 0 else "")
 
 
 def _pad_local(c: Local) -> None:
     # Only the shape of the backward operator's input is read, and it must be the shard's.
-    if len(c.call.operands) == 2:
-        func, shape = c.call.func, c.operand_shape(1)
-        c.run = lambda grad, x, padding: func(grad, x.new_empty(shape), padding)
+    func, shape = c.call.func, c.operand_shape(1)
+    c.run = lambda grad, x, padding: func(grad, x.new_empty(shape), padding)
 
 
-def _pad_form(call: Call) -> Form:
-    """Pads that mirror or repeat the border; the kernels refuse empty tensors."""
-    rank = call.results[0].dim()
-    dims = with_whole(names(rank), last(len(call.padding) // 2, rank))
-    free = " ".join(d for d in dims if d != "_")
-    text = signature([dims] * len(call.operands), [dims])
-    return Form(text, linear=call.names[0], unread="self" if len(call.operands) == 2 else "", nonempty=free)
-
-
-row(
-    """reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward""",
-    local=_pad_local,
-    positions="",
-)(_pad_form)
+# Pads that mirror or repeat the border; the kernels refuse empty tensors.
+for _names, _dims in (("{}_pad1d", "... _"), ("{}_pad2d", "... _ _"), ("{}_pad3d", "... _ _ _")):
+    for _name in (_names.format("reflection"), _names.format("replication")):
+        row(_name, f"{_dims} -> {_dims}", linear="self", nonempty="...")
+        row(f"{_name}_backward", f"{_dims}, {_dims} -> {_dims}", linear="grad_output", unread="self", nonempty="...",
+            local=_pad_local, positions="")  # fmt: skip
 
 
 # ---- order
 
-
-@row("topk sort")
-def _order(call: Call) -> Form:
-    return _along(call, [call.dim])
+row("topk sort", "... dim:_ -> ... dim:_, ... dim:_")
 
 
 @row("searchsorted")

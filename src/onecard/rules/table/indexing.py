@@ -40,13 +40,15 @@ def _select_local(c: Local) -> None:
     c.run = run
 
 
+def _unless_summable(call: Call, factor: str) -> str:
+    """What a rank lacks it gives as zero; where that cannot be summed up, the factor must be whole."""
+    return "" if can_sum(call.self) else factor
+
+
 @row("select.int select_copy", local=_select_local, positions="v")
 def _select(call: Call) -> Form:
-    old = names(call.self.dim())
-    new = [d for i, d in enumerate(old) if i != call.dim % len(old)]
-    old[call.dim] = "v" if can_sum(call.self) else "_"
     # Not ``moves``: where the dim is cut, another kind of pending value would not survive the sum.
-    return Form(signature([old], [new]), linear="self")
+    return Form("... dim:v -> ...", linear="self", whole=_unless_summable(call, "v"))
 
 
 def _bounds(call: Call, size: int) -> tuple[int, int, int]:
@@ -85,32 +87,22 @@ def _is_all(call: Call, size: int) -> bool:
 
 @row("slice.Tensor slice_copy.Tensor", local=_slice_local, positions="v")
 def _slice(call: Call) -> Form:
-    old = names(call.self.dim())
-    new = list(old)
-    everything = _is_all(call, call.self.shape[call.dim])
-    if not everything:
-        old[call.dim], new[call.dim] = "v" if can_sum(call.self) else "_", "_"
-    return Form(signature([old], [new]), linear="self", moves=everything)
+    if _is_all(call, call.self.shape[call.dim]):
+        return Form("... -> ...", linear="self", moves=True)
+    return Form("... dim:v -> ... dim:_", linear="self", whole=_unless_summable(call, "v"))
 
 
 def _sizes_local(c: Local) -> None:
     c.set("input_sizes", list(c.result_shape()))
 
 
-@row("select_backward", local=_sizes_local, positions="")
-def _select_backward(call: Call) -> Form:
-    new = names(len(call.input_sizes))
-    old = [d for i, d in enumerate(new) if i != call.dim % len(new)]
-    new[call.dim] = "_"
-    return Form(signature([old], [new]), linear="grad_output")
+row("select_backward", "... -> ... dim:_", linear="grad_output", local=_sizes_local, positions="")
 
 
 @row("slice_backward", local=_sizes_local, positions="")
 def _slice_backward(call: Call) -> Form:
-    dims = names(len(call.input_sizes))
-    if not _is_all(call, call.input_sizes[call.dim]):
-        dims[call.dim] = "_"
-    return Form(signature([dims], [dims]), linear="grad_output")
+    everything = _is_all(call, call.input_sizes[call.dim])
+    return Form("... -> ..." if everything else "... dim:_ -> ... dim:_", linear="grad_output")
 
 
 # ---- embedding
@@ -130,10 +122,7 @@ def _embedding_local(c: Local) -> None:
     c.run = run
 
 
-@row("embedding", local=_embedding_local, positions="v", hint=("indices", "v"))
-def _embedding(call: Call) -> Form:
-    i = names(call.indices.dim(), "i")
-    return Form(signature([["v", "d"], i], [[*i, "d"]]), linear="weight")
+row("embedding", "v d, ... -> ... d", linear="weight", local=_embedding_local, positions="v", hint=("indices", "v"))
 
 
 def _embedding_backward_local(c: Local) -> None:
@@ -152,10 +141,9 @@ def _embedding_backward_local(c: Local) -> None:
 
 @row("embedding_dense_backward", local=_embedding_backward_local, positions="v", hint=("indices", "v"))
 def _embedding_backward(call: Call) -> Form:
-    i = names(call.indices.dim(), "i")
     # Scaling by frequency counts an index over the whole batch.
-    whole = " ".join(i) if call.scale_grad_by_freq else ""
-    return Form(signature([[*i, "d"], i], [["v", "d"]]), linear="grad_output", whole=whole)
+    whole = "..." if call.scale_grad_by_freq else ""
+    return Form("... d, ... -> v d", linear="grad_output", whole=whole)
 
 
 # ---- embedding_bag: only the width of the table may be cut
@@ -236,13 +224,7 @@ def _index_select_local(c: Local) -> None:
 
 @row("index_select", local=_index_select_local, positions="v")
 def _index_select(call: Call) -> Form:
-    old, index = names(call.self.dim()), call.values["index"]
-    if not old:
-        return Form(signature([[], ["_"] * index.dim()], [[]]))
-    new = list(old)
-    old[call.dim] = "v" if can_sum(call.self) else "_"
-    new[call.dim] = "i"
-    return Form(signature([old, ["i"] * index.dim()], [new]), linear="self")
+    return Form("... dim:v, [i] -> ... dim:i", linear="self", whole=_unless_summable(call, "v"))
 
 
 def _gather_local(c: Local) -> None:

@@ -40,11 +40,7 @@ def _geqrf_results(call: Call) -> list[Tensor]:
 
 
 row("geqrf", "... _ _ -> ... _ _, ... _", nonempty="...", results=_geqrf_results)
-
-
-@row("linalg_pinv.atol_rtol_tensor")
-def _pinv(call: Call) -> Form:
-    return Form(f"... _ _{', ...' * (len(call.operands) - 1)} -> ... _ _", nonempty="...")
+row("linalg_pinv.atol_rtol_tensor", "... _ _, ...* -> ... _ _", nonempty="...")
 
 
 @row("lu_unpack")

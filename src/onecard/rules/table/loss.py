@@ -11,7 +11,6 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import names, signature
 from onecard.rules.table._share import scaled, share, share_of_factors
 
 aten = torch.ops.aten
@@ -26,15 +25,13 @@ def _mean_of_part(c: Local) -> None:
         scaled(c, share_of_factors(c))
 
 
-def _elementwise(call: Call) -> str:
-    result = "..." if call.reduction == NONE else "()"
-    return f"{', '.join(['...'] * len(call.operands))} -> {result}"
-
-
-row("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy", local=_mean_of_part, positions="")(
-    _elementwise
+@row(
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+    local=_mean_of_part,
+    positions="",
 )
-row("binary_cross_entropy_with_logits", local=_mean_of_part, positions="")(_elementwise)
+def _elementwise(call: Call) -> str:
+    return "...* -> ..." if call.reduction == NONE else "...* -> ()"
 
 
 def _gradient_of_part(c: Local) -> None:
@@ -50,19 +47,15 @@ _BACKWARD = """
 
 @row(_BACKWARD, local=_gradient_of_part, positions="")
 def _backward(call: Call) -> Form:
-    grad = "..." if call.reduction == NONE else "()"
-    return Form(f"{grad}, {', '.join(['...'] * (len(call.operands) - 1))} -> ...", linear="grad_output")
+    return Form("...* -> ..." if call.reduction == NONE else "(), ...* -> ...", linear="grad_output")
 
 
 # ---- Negative log likelihood. Where the classes are cut, a rank knows the targets that fall into its part.
 
 
-def _classes(call: Call) -> tuple[list[str], list[str]]:
+def _classes(call: Call) -> tuple[str, str]:
     """The dims of the log-probabilities and of the target: classes are dim 1, or 0 without a batch."""
-    dims = names(call.self.dim(), "n")
-    at = 1 if len(dims) > 1 else 0
-    dims[at] = "c"
-    return dims, dims[:at] + dims[at + 1 :]
+    return ("n c ...", "n ...") if call.self.dim() > 1 else ("c", "()")
 
 
 def _total_weight(losses: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -80,11 +73,9 @@ def _mean_of_sums_2d(self: Tensor, target: Tensor, weight: Tensor | None, reduct
 
 
 def _nll_form(call: Call) -> Form:
-    dims, batch = _classes(call)
-    operands = [dims, batch, *([["c"]] if call.weight is not None else [])]
-    result = batch if call.reduction == NONE else []
-    whole = " ".join(dims) if call.reduction == MEAN else ""
-    return Form(signature(operands, [result, []]), whole=whole)
+    x, batch = _classes(call)
+    result = batch if call.reduction == NONE else "()"
+    return Form(f"{x}, {batch}, c -> {result}, ()", whole="n c ..." if call.reduction == MEAN else "")
 
 
 def _here(c: Local, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -138,17 +129,16 @@ def _nll_gradient_of_part(c: Local) -> None:
 
 @row("nll_loss_backward nll_loss2d_backward", local=_nll_gradient_of_part, positions="c")
 def _nll_backward(call: Call) -> Form:
-    dims, batch = _classes(call)
-    grad = batch if call.reduction == NONE else []
-    weight = [["c"]] if call.weight is not None else []
-    return Form(signature([grad, dims, batch, *weight, []], [dims]), linear="grad_output")
+    x, batch = _classes(call)
+    grad = batch if call.reduction == NONE else "()"
+    return Form(f"{grad}, {x}, {batch}, c, () -> {x}", linear="grad_output")
 
 
 # ---- Margin losses of many classes: the classes stay whole. PyTorch has no meta functions of their backward operators.
 
 
-def _batch(call: Call) -> list[str]:
-    return ["n", "_"] if call.self.dim() > 1 else ["_"]
+def _batch(call: Call) -> str:
+    return "n _" if call.self.dim() > 1 else "_"
 
 
 def _mean_of_batch(c: Local) -> None:
@@ -156,14 +146,18 @@ def _mean_of_batch(c: Local) -> None:
         scaled(c, c.length("n") / c.size("n"))
 
 
-def _margin_result(call: Call) -> list[str]:
-    return ["n"] if call.reduction == NONE and call.self.dim() > 1 else []
+def _margin_result(call: Call) -> str:
+    return "n" if call.reduction == NONE and call.self.dim() > 1 else "()"
+
+
+def _target(call: Call) -> str:
+    """The class of each; without a batch a number, in one dim or in none."""
+    return "n" if call.self.dim() > 1 else "[_]"
 
 
 @row("multi_margin_loss", local=_mean_of_batch, positions="")
 def _multi_margin(call: Call) -> str:
-    target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
-    return signature([_batch(call), target, *[["_"]] * (call.weight is not None)], [_margin_result(call)])
+    return f"{_batch(call)}, {_target(call)}, _ -> {_margin_result(call)}"
 
 
 def _mean_of_multilabel(c: Local) -> None:
@@ -183,7 +177,7 @@ def _mean_of_multilabel(c: Local) -> None:
 
 @row("multilabel_margin_loss_forward", local=_mean_of_multilabel, positions="")
 def _multilabel(call: Call) -> str:
-    return signature([_batch(call)] * 2, [_margin_result(call), _batch(call)])
+    return f"{_batch(call)}, {_batch(call)} -> {_margin_result(call)}, {_batch(call)}"
 
 
 def _like_input(call: Call) -> list[Tensor]:
@@ -192,12 +186,11 @@ def _like_input(call: Call) -> list[Tensor]:
 
 @row("multi_margin_loss_backward", local=_mean_of_batch, positions="", results=_like_input)
 def _multi_margin_backward(call: Call) -> Form:
-    target = ["n"] if call.self.dim() > 1 else ["_"] * call.target.dim()
-    operands = [_margin_result(call), _batch(call), target, *[["_"]] * (call.weight is not None)]
-    return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")
+    text = f"{_margin_result(call)}, {_batch(call)}, {_target(call)}, _ -> {_batch(call)}"
+    return Form(text, linear="grad_output", nonempty="n")
 
 
 @row("multilabel_margin_loss_backward", local=_mean_of_batch, positions="", results=_like_input)
 def _multilabel_backward(call: Call) -> Form:
-    operands = [_margin_result(call), *[_batch(call)] * 3]
-    return Form(signature(operands, [_batch(call)]), linear="grad_output", nonempty="n")
+    each = _batch(call)
+    return Form(f"{_margin_result(call)}, {each}, {each}, {each} -> {each}", linear="grad_output", nonempty="n")

@@ -20,44 +20,15 @@ row("dot", "k, k -> ()", linear="self * tensor")
 row("vdot", "k, k -> ()", linear="self * other")
 row("_int_mm", "m k, k n -> m n", linear="self * mat2")
 
-
-def _added(call: Call, dims: str, rest: str) -> str:
-    """The summand of addmm and its like broadcasts to the result: it has the last of the result's dims."""
-    full = dims.split()
-    summand = full[len(full) - call.self.dim() :]
-    return f"{' '.join(summand) or '()'}, {rest} -> {dims}"
-
-
-@row("addmm")
-def _addmm(call: Call) -> Form:
-    return Form(_added(call, "m n", "m k, k n"), linear="self + mat1 * mat2")
-
-
-@row("baddbmm")
-def _baddbmm(call: Call) -> Form:
-    return Form(_added(call, "b m n", "b m k, b k n"), linear="self + batch1 * batch2")
-
-
-@row("addbmm")
-def _addbmm(call: Call) -> Form:
-    return Form(_added(call, "m n", "b m k, b k n"), linear="self + batch1 * batch2")
-
-
-@row("addmv")
-def _addmv(call: Call) -> Form:
-    # With a summand of one element the kernel gives one element, too, where there is no row or no column.
-    return Form(_added(call, "m", "m k, k"), linear="self + mat * vec", nonempty="m k")
-
-
-@row("addr")
-def _addr(call: Call) -> Form:
-    return Form(_added(call, "m n", "m, n"), linear="self + vec1 * vec2")
-
-
-@row("_addmm_activation")
-def _addmm_activation(call: Call) -> Form:
-    # The activation is not linear, so the product inside it must not be pending.
-    return Form(_added(call, "m n", "m k, k n"), whole="k")
+# The summand broadcasts to the result: it has the last of its dims.
+row("addmm", "[m n], m k, k n -> m n", linear="self + mat1 * mat2")
+row("baddbmm", "[b m n], b m k, b k n -> b m n", linear="self + batch1 * batch2")
+row("addbmm", "[m n], b m k, b k n -> m n", linear="self + batch1 * batch2")
+row("addr", "[m n], m, n -> m n", linear="self + vec1 * vec2")
+# With a summand of one element the kernel gives one element, too, where there is no row or no column.
+row("addmv", "[m], m k, k -> m", linear="self + mat * vec", nonempty="m k")
+# The activation is not linear, so the product inside it must not be pending.
+row("_addmm_activation", "[m n], m k, k n -> m n", whole="k")
 
 
 # ---- Leading dims of any number, each a factor of its own (see ``tensor.composite``)
@@ -67,10 +38,9 @@ def _addmm_activation(call: Call) -> Form:
 def _linear(call: Call) -> Form | None:
     if call.values["weight"].dim() != 2 or call.input.dim() < 1:
         return None
-    bias = call.bias
-    if bias is not None and bias.dim() != 1:
+    if call.bias is not None and call.bias.dim() != 1:
         return None
-    return Form(f"... k, n k{', n' * (bias is not None)} -> ... n", linear="input * weight + bias")
+    return Form("... k, n k, n -> ... n", linear="input * weight + bias")
 
 
 def _linear_gradients(call: Call) -> list[Tensor]:
@@ -94,12 +64,9 @@ def linear_backward(
     return of_input, of_weight, of_bias
 
 
-@row("linear_backward", results=_linear_gradients)
-def _linear_backward(call: Call) -> Form | None:
-    """Each gradient depends on the output's and on one operand; over the leading dims those of weight and bias are sums."""
-    asked = ("... k @1 2", "n k @0 1", "n @1")
-    results = [term for term, wanted in zip(asked, call.output_mask, strict=True) if wanted]
-    return Form(f"... k, ... n, n k -> {', '.join(results)}", linear="self * grad_output * weight")
+# Each gradient depends on the output's and on one operand; over the leading dims those of weight and bias are sums.
+row("linear_backward", "... k, ... n, n k -> ... k @1 2, n k @0 1, n @1", linear="self * grad_output * weight",
+    results=_linear_gradients)  # fmt: skip
 
 
 @row("matmul")

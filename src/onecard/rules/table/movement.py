@@ -175,31 +175,17 @@ def _squeeze(call: Call) -> Form:
     return Form(signature([old], [[d for i, d in enumerate(old) if i not in gone]]), moves=True)
 
 
-@row("unsqueeze unsqueeze_copy")
-def _unsqueeze(call: Call) -> Form:
-    old = names(call.self.dim())
-    at = call.dim % (len(old) + 1)
-    return Form(signature([old], [[*old[:at], "_", *old[at:]]]), moves=True)
-
-
+row("unsqueeze unsqueeze_copy", "... -> ... dim:_", moves=True)
 row("view_as_real view_as_real_copy", "... -> ... _", linear="self")
 row("view_as_complex view_as_complex_copy", "... _ -> ...", linear="self")
 
 
 # ---- one tensor into several along a dim, which must be whole; several into one
 
-
-def _apart(call: Call, keep: bool) -> Form:
-    dims = names(call.self.dim())
-    dims[call.dim] = "_"
-    part = [d for i, d in enumerate(dims) if keep or i != call.dim % len(dims)]
-    return Form(signature([dims], [part] * len(call.results)), moves=True)
-
-
-row("split.Tensor split_with_sizes unsafe_split unsafe_split_with_sizes split_with_sizes_copy split_copy")(
-    lambda call: _apart(call, keep=True)
-)
-row("unbind unbind_copy")(lambda call: _apart(call, keep=False))
+row("split.Tensor split_with_sizes unsafe_split unsafe_split_with_sizes split_with_sizes_copy split_copy",
+    "... dim:_ -> ... dim:_ *", moves=True)  # fmt: skip
+row("unbind unbind_copy", "... dim:_ -> ...*", moves=True)
+row("stack", "...* -> ... dim:_", moves=True)
 
 
 @row("cat")
@@ -209,11 +195,3 @@ def _cat(call: Call) -> Form:
     dims[call.dim] = "_"
     # torch.cat passes over empty one-dim tensors, whatever the others are.
     return Form(signature([dims if t.dim() == rank else ["_"] for t in call.operands], [dims]), moves=True)
-
-
-@row("stack")
-def _stack(call: Call) -> Form:
-    dims = names(call.results[0].dim())
-    at = call.dim % len(dims)
-    part = dims[:at] + dims[at + 1 :]
-    return Form(signature([part] * len(call.operands), [[*dims[:at], "_", *dims[at + 1 :]]]), moves=True)

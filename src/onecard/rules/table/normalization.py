@@ -12,7 +12,7 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import names, signature
+from onecard.rules.table._dims import names
 from onecard.rules.table._share import cast, wide
 
 aten = torch.ops.aten
@@ -26,11 +26,10 @@ def _stats_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype if weight is None else weight.dtype
 
 
-def _normalized(call: Call) -> tuple[list[str], list[str]]:
-    """The leading dims and the normalized ones."""
-    dims = names(call.input.dim())
-    split = len(dims) - len(call.normalized_shape)
-    return dims[:split], dims[split:]
+def _normalized(call: Call) -> tuple[str, str]:
+    """The normalized dims, which are the last ones, and what is left of them in the statistics."""
+    inner = names(len(call.normalized_shape), "i")
+    return " ".join(inner), " ".join("_" for _ in inner)
 
 
 # ---- Layer norm
@@ -53,12 +52,10 @@ def _layer_norm(
 
 @row("native_layer_norm", instead=_layer_norm)
 def _layer_norm_rule(call: Call) -> Form:
-    outer, inner = _normalized(call)
-    given = [inner] * (len(call.operands) - 1)
-    stats = [*outer, *["_"] * len(inner), "@0"]
+    inner, one = _normalized(call)
     linear = "weight + bias" if call.weight is not None else ""
-    text = signature([outer + inner, *given], [outer + inner, stats, stats])
-    return Form(text, whole=" ".join(inner), linear=linear)
+    text = f"... {inner}, {inner}, {inner} -> ... {inner}, ... {one} @0, ... {one} @0"
+    return Form(text, whole=inner, linear=linear)
 
 
 def _input_gradient(grad: Tensor, hat: Tensor, rstd: Tensor, dims: list[int], centred: bool) -> Tensor:
@@ -106,13 +103,9 @@ def _contiguous(c: Local) -> None:
 
 @row("native_layer_norm_backward", local=_contiguous, positions="", instead=_layer_norm_backward)
 def _layer_norm_backward_rule(call: Call) -> Form:
-    outer, inner = _normalized(call)
-    stats = [*outer, *["_"] * len(inner)]
-    given = [inner] * (len(call.operands) - 4)
-    results = [outer + inner, [*inner, "@0 1 2 3"], [*inner, "@0"]]
-    made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
-    form = signature([outer + inner, outer + inner, stats, stats, *given], made[: len(call.results)])
-    return Form(form, whole=" ".join(inner), linear="grad_out * weight")
+    inner, one = _normalized(call)
+    operands = f"... {inner}, ... {inner}, ... {one}, ... {one}, {inner}, {inner}"
+    return Form(f"{operands} -> ... {inner}, {inner} @0 1 2 3, {inner} @0", whole=inner, linear="grad_out * weight")
 
 
 # ---- RMS norm (CUDA has it as one operator; on a CPU it decomposes by itself)
@@ -130,10 +123,8 @@ def _rms_norm(
 
 @row("_fused_rms_norm", instead=_rms_norm)
 def _rms_norm_rule(call: Call) -> Form:
-    outer, inner = _normalized(call)
-    given = [inner] * (len(call.operands) - 1)
-    stats = [*outer, *["_"] * len(inner), "@0"]
-    return Form(signature([outer + inner, *given], [outer + inner, stats]), whole=" ".join(inner), linear="weight")
+    inner, one = _normalized(call)
+    return Form(f"... {inner}, {inner} -> ... {inner}, ... {one} @0", whole=inner, linear="weight")
 
 
 def _rms_norm_backward(
@@ -155,13 +146,9 @@ def _rms_norm_backward(
 
 @row("_fused_rms_norm_backward", local=_contiguous, positions="", instead=_rms_norm_backward)
 def _rms_norm_backward_rule(call: Call) -> Form:
-    outer, inner = _normalized(call)
-    stats = [*outer, *["_"] * len(inner)]
-    given = [inner] * (len(call.operands) - 3)
-    results = [outer + inner, [*inner, "@0 1 2"]]
-    made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
-    form = signature([outer + inner, outer + inner, stats, *given], made[: len(call.results)])
-    return Form(form, whole=" ".join(inner), linear="grad_out * weight")
+    inner, one = _normalized(call)
+    text = f"... {inner}, ... {inner}, ... {one}, {inner} -> ... {inner}, {inner} @0 1 2"
+    return Form(text, whole=inner, linear="grad_out * weight")
 
 
 # ---- Group norm: samples and whole groups may be cut, so a cut of the channels is one of the groups where it divides them
@@ -221,14 +208,9 @@ def _group_norm_backward(
     )
 
 
-def _group_form(call: Call, operands: list[list[str]], results: list[list[str]], **traits: Any) -> Form:
-    """``c`` stands for a dim of channels, ``x`` for the whole tensor."""
-    groups, inner = call.group, call.C // call.group
-    space = names(call.input.dim() - 2, "s")
-    spelled = {"x": ["n", "(g c)", *space], "c": ["(g c)"]}
-    terms = [[[word for d in dims for word in spelled.get(d, [d])] for dims in side] for side in (operands, results)]
-    whole = " ".join(["c", *space])
-    return Form(signature(*terms), whole=whole, nonempty="n g", sizes={"g": groups, "c": inner}, **traits)
+def _group_form(call: Call, text: str, linear: str) -> Form:
+    sizes = {"g": call.group, "c": call.C // call.group}
+    return Form(text, whole="c ...", nonempty="n g", sizes=sizes, linear=linear)
 
 
 def _group_sizes(c: Local) -> None:
@@ -246,15 +228,11 @@ def _group_backward_sizes(c: Local) -> None:
 
 @row("native_group_norm", local=_group_sizes, positions="", instead=_group_norm)
 def _group_norm_rule(call: Call) -> Form:
-    given = [["c"]] * (len(call.operands) - 1)
-    linear = "weight + bias" if call.weight is not None else ""
-    return _group_form(call, [["x"], *given], [["x"], ["n", "g", "@0"], ["n", "g", "@0"]], linear=linear)
+    text = "n (g c) ..., (g c), (g c) -> n (g c) ..., n g @0, n g @0"
+    return _group_form(call, text, "weight + bias" if call.weight is not None else "")
 
 
 @row("native_group_norm_backward", local=_group_backward_sizes, positions="", instead=_group_norm_backward)
 def _group_norm_backward_rule(call: Call) -> Form:
-    given = [["c"]] * (len(call.operands) - 4)
-    results = [["x"], ["c", "@0 1 2 3"], ["c", "@0"]]
-    made = [dims for dims, wanted in zip(results, call.output_mask, strict=True) if wanted]
-    operands = [["x"], ["x"], ["n", "g"], ["n", "g"], *given]
-    return _group_form(call, operands, made[: len(call.results)], linear="grad_out * weight")
+    text = "n (g c) ..., n (g c) ..., n g, n g, (g c) -> n (g c) ..., (g c) @0 1 2 3, (g c) @0"
+    return _group_form(call, text, "grad_out * weight")

@@ -11,15 +11,13 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import names, signature, with_whole
+from onecard.rules.table._dims import names, signature
 from onecard.rules.table._share import widens
 
 aten = torch.ops.aten
 
 
-def elementwise(call: Call) -> str:
-    """All operands and results share their dims: ``"..., ... -> ..."``."""
-    return f"{', '.join(['...'] * len(call.operands))} -> {', '.join(['...'] * len(call.results))}"
+EACH = "...* -> ...*"  # all operands and results share their dims
 
 
 # ---- Nothing pending may enter
@@ -44,7 +42,7 @@ _SPECIAL = """
     shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 xlog1py zeta"""
 
 for _names in (_ONE, _TWO, _THREE, "special_" + " special_".join(_SPECIAL.split())):
-    row(_names)(elementwise)
+    row(_names, EACH)
 
 
 def _sampler_gradient(call: Call) -> list[Tensor]:
@@ -52,7 +50,7 @@ def _sampler_gradient(call: Call) -> list[Tensor]:
     return [torch.empty_like(torch.broadcast_tensors(*call.operands)[0])]
 
 
-row("_standard_gamma_grad _dirichlet_grad", results=_sampler_gradient)(elementwise)
+row("_standard_gamma_grad _dirichlet_grad", EACH, results=_sampler_gradient)
 
 
 def _full_buffer(c: Local) -> None:
@@ -66,7 +64,7 @@ def _full_buffer(c: Local) -> None:
         c.run = run
 
 
-row(_ACTIVATIONS, local=_full_buffer, positions="")(elementwise)
+row(_ACTIVATIONS, EACH, local=_full_buffer, positions="")
 
 
 # ---- Linear in something
@@ -75,38 +73,24 @@ row(_ACTIVATIONS, local=_full_buffer, positions="")(elementwise)
 @row("add sub rsub")
 def _add(call: Call) -> Form:
     """A number is no operand: every rank would add it, so then nothing may be pending."""
-    return Form(elementwise(call), linear="self + other" if len(call.operands) == 2 else "")
+    return Form(EACH, linear="self + other" if len(call.operands) == 2 else "")
 
 
-@row("mul")
-def _mul(call: Call) -> Form:
-    return Form(elementwise(call), linear="self * other")
+row("mul", EACH, linear="self * other")
 
 
 @row("div")
 def _div(call: Call) -> Form:
     rounds = call.values.get("rounding_mode") is not None
-    return Form(elementwise(call), linear="" if rounds else "self")
+    return Form(EACH, linear="" if rounds else "self")
 
 
 row("ldexp", "..., ... -> ...", linear="self")
-
-
-@row("where.self")
-def _where(call: Call) -> Form:
-    return Form("..., ..., ... -> ...", linear="self + other")
-
-
-@row("lerp")
-def _lerp(call: Call) -> Form:
-    return Form(elementwise(call), linear="self + end")
-
-
+row("where.self", "..., ..., ... -> ...", linear="self + other")
+row("lerp", EACH, linear="self + end")
 row("addcmul", "..., ..., ... -> ...", linear="self + tensor1 * tensor2")
 row("addcdiv", "..., ..., ... -> ...", linear="self + tensor1")
 row("complex", "..., ... -> ...", linear="real + imag")
-
-
 row("neg deg2rad rad2deg _conj_physical conj_physical", "... -> ...", linear="self")
 
 # Backward operators are linear in the gradient, which therefore may stay pending.
@@ -116,26 +100,12 @@ _BACKWARD = """
     silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward"""
 
 
-@row(_BACKWARD)
-def _backward(call: Call) -> Form:
-    return Form(elementwise(call), linear="grad_output")
-
-
+row(_BACKWARD, EACH, linear="grad_output")
 row("hardshrink_backward", "..., ... -> ...", linear="grad_out")
 
-
-@row("glu")
-def _glu(call: Call) -> str:
-    """The dim is cut into halves, so it stays whole."""
-    dims = with_whole(names(call.self.dim()), [call.dim % call.self.dim()])
-    return signature([dims], [dims])
-
-
-@row("glu_backward")
-def _glu_backward(call: Call) -> Form:
-    dims = with_whole(names(call.self.dim()), [call.dim % call.self.dim()])
-    return Form(signature([dims, dims], [dims]), linear="grad_output")
-
+# The dim is cut into halves, so it stays whole.
+row("glu", "... dim:_ -> ... dim:_")
+row("glu_backward", "... dim:_, ... dim:_ -> ... dim:_", linear="grad_output")
 
 # ---- Copies
 
@@ -159,21 +129,18 @@ def _to_copy(call: Call) -> Form:
 
 @row("copy")
 def _copy(call: Call) -> Form:
-    return Form(elementwise(call), moves=len(call.operands) == 2 and widens(call.src.dtype, call.self.dtype))
+    return Form(EACH, moves=len(call.operands) == 2 and widens(call.src.dtype, call.self.dtype))
 
 
 @row("fill")
 def _fill(call: Call) -> Form:
     unread = "" if call.schema.written else "self"  # a tensor that is written keeps its layout, so it is looked at
-    return Form(elementwise(call), unread=unread, linear="value" if unread and len(call.operands) == 2 else "")
+    return Form(EACH, unread=unread, linear="value" if unread and len(call.operands) == 2 else "")
 
 
 # ---- Elements against a list
 
-
-@row("bucketize.Tensor")
-def _bucketize(call: Call) -> str:
-    return "..., _ -> ..."
+row("bucketize.Tensor", "..., _ -> ...")
 
 
 @row("isin.Tensor_Tensor")

@@ -14,24 +14,12 @@ from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
 from onecard.rules.table._dims import names, signature
-from onecard.rules.table._share import cast, highest, if_empty, kept, lowest, scaled, share, sums, wide, widens
+from onecard.rules.table._share import cast, highest, if_empty, lowest, scaled, share, sums, wide, widens
 
 aten = torch.ops.aten
 
 
-def reduction(call: Call, **traits: Any) -> Form:
-    """The reduced dims are missing from every result."""
-    dims = names(call.self.dim())
-    result = kept(dims, reduced_dims(call), bool(call.values.get("keepdim", False)))
-    return Form(signature([dims], [result] * len(call.results)), **traits)
-
-
-def reduced_dims(call: Call) -> tuple[int, ...]:
-    """Numbers of the dims that a call reduces."""
-    dim = call.values.get("dim")
-    if dim == [] and call.results[0].shape == call.self.shape:
-        return ()  # any and all take an empty list at its word; for the others it means all dims
-    return call.dims(dim)
+_REDUCED = "... dim:r -> ... dim:- *"
 
 
 # ---- Sums
@@ -39,16 +27,16 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
 
 @row("sum")
 def _sum(call: Call) -> Form:
-    return reduction(call, linear="self" if sums(call.self.dtype, call.results[0].dtype) else "")
+    return Form(_REDUCED, linear="self" if sums(call.self.dtype, call.results[0].dtype) else "")
 
 
-row("count_nonzero")(reduction)
+row("count_nonzero", _REDUCED)
 
 
 @row("nansum")
-def _nansum(call: Call) -> Form | None:
+def _nansum(call: Call) -> str | None:
     """The meta function is wrong for an empty list (torch 2.13), so then there is no rule."""
-    return None if call.dim == [] else reduction(call)
+    return None if call.dim == [] else _REDUCED
 
 
 def _mean_of_part(c: Local) -> None:
@@ -64,12 +52,13 @@ def share_of_result(c: Local) -> float:
 
 @row("mean", local=_mean_of_part, positions="")
 def _mean(call: Call) -> Form:
-    return reduction(call, linear="self" if widens(call.self.dtype, call.results[0].dtype) else "")
+    return Form(_REDUCED, linear="self" if widens(call.self.dtype, call.results[0].dtype) else "")
 
 
 @row("prod")
 def _prod(call: Call) -> Form:
-    return reduction(call, reduce="product", keeps="product" if widens(call.self.dtype, call.results[0].dtype) else "")
+    keeps = "product" if widens(call.self.dtype, call.results[0].dtype) else ""
+    return Form(_REDUCED, reduce="product", keeps=keeps)
 
 
 # ---- Extremes
@@ -87,29 +76,13 @@ def _extremes_if_empty(c: Local) -> None:
     if_empty(c, lambda dtype: (highest(dtype), lowest(dtype)))
 
 
-@row("amax", local=_lowest_if_empty, positions="")
-def _amax(call: Call) -> Form:
-    return reduction(call, reduce="max", keeps="max")
-
-
-@row("amin", local=_highest_if_empty, positions="")
-def _amin(call: Call) -> Form:
-    return reduction(call, reduce="min", keeps="min")
-
-
-@row("aminmax", local=_extremes_if_empty, positions="")
-def _aminmax(call: Call) -> Form:
-    return reduction(call, reduce=("min", "max"))
-
-
-@row("any _is_any_true")
-def _any(call: Call) -> Form:
-    return reduction(call, reduce="max")
-
-
-@row("all _is_all_true")
-def _all(call: Call) -> Form:
-    return reduction(call, reduce="min")
+row("amax", _REDUCED, reduce="max", keeps="max", local=_lowest_if_empty, positions="")
+row("amin", _REDUCED, reduce="min", keeps="min", local=_highest_if_empty, positions="")
+row("aminmax", "... dim:r -> ... dim:-, ... dim:-", reduce=("min", "max"), local=_extremes_if_empty, positions="")
+row("any", _REDUCED, reduce="max")
+row("all", _REDUCED, reduce="min")
+row("_is_any_true", "... -> ()", reduce="max")
+row("_is_all_true", "... -> ()", reduce="min")
 
 
 # ---- Extremes with their places: found by comparing with the extreme, so that only small maxima travel
@@ -155,16 +128,10 @@ def _place(extreme: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _whole_dims(call: Call) -> Form:
-    """Every reduced dim whole; all other dims may be cut."""
-    dims = names(call.self.dim())
-    return reduction(call, whole=" ".join(dims[d] for d in reduced_dims(call)))
-
-
 def _extreme(call: Call, op: str) -> Form:
     if call.schema.overload == "other":
         return Form("..., ... -> ...")
-    return _whole_dims(call) if call.schema.overload == "dim" else reduction(call, reduce=op, keeps=op)
+    return Form(_REDUCED, whole="r") if call.schema.overload == "dim" else Form(_REDUCED, reduce=op, keeps=op)
 
 
 @row("max", local=_lowest_if_empty, positions="", instead=_with_place(torch.amax))
@@ -177,9 +144,9 @@ def _min(call: Call) -> Form:
     return _extreme(call, "min")
 
 
-row("argmax", instead=_place(torch.amax))(_whole_dims)
-row("argmin", instead=_place(torch.amin))(_whole_dims)
-row("median nanmedian mode kthvalue")(_whole_dims)
+row("argmax", _REDUCED, whole="r", instead=_place(torch.amax))
+row("argmin", _REDUCED, whole="r", instead=_place(torch.amin))
+row("median nanmedian mode kthvalue", _REDUCED, whole="r")
 
 
 # ---- Variance: two passes, as one pass over squares would cancel
@@ -233,10 +200,8 @@ def _nothing_if_empty(c: Local) -> None:
     if_empty(c, lambda dtype: 0)
 
 
-row("var.correction", instead=_var, local=_nothing_if_empty, positions="")(_whole_dims)
-row("std.correction", instead=_std, local=_nothing_if_empty, positions="")(_whole_dims)
-row("var_mean.correction", instead=_var_mean, local=_nothing_if_empty, positions="")(_whole_dims)
-row("std_mean.correction", instead=_std_mean, local=_nothing_if_empty, positions="")(_whole_dims)
+for _name, _function in (("var", _var), ("std", _std), ("var_mean", _var_mean), ("std_mean", _std_mean)):
+    row(f"{_name}.correction", _REDUCED, whole="r", instead=_function, local=_nothing_if_empty, positions="")
 
 
 # ---- Norms: a norm of norms is a norm, so a pending norm passes through
@@ -256,10 +221,10 @@ def _norm_fill(c: Local) -> None:
 def _norm(call: Call) -> Form:
     power = _power(call)
     if power == 0:
-        return reduction(call)  # the count of what is not zero
+        return Form(_REDUCED)  # the count of what is not zero
     if abs(power) == inf:
-        return reduction(call, reduce="max" if power > 0 else "min")
-    return reduction(call, reduce=f"norm{power}", keeps=f"norm{power}")
+        return Form(_REDUCED, reduce="max" if power > 0 else "min")
+    return Form(_REDUCED, reduce=f"norm{power}", keeps=f"norm{power}")
 
 
 @row("renorm_", values=True)
@@ -273,18 +238,13 @@ def _renorm(call: Call) -> Form:
 # ---- Along a dim that stays as long as it is
 
 
-def _running(call: Call, **traits: Any) -> Form:
-    dims = names(call.self.dim())
-    whole = dims[call.dim % len(dims)] if dims else ""
-    return Form(signature([dims], [dims] * len(call.results)), whole=whole, **traits)
-
-
 @row("cumsum")
 def _cumsum(call: Call) -> Form:
-    return _running(call, linear="self" if sums(call.self.dtype, call.results[0].dtype) else "")
+    linear = "self" if sums(call.self.dtype, call.results[0].dtype) else ""
+    return Form("... dim:_ -> ... dim:_", linear=linear)
 
 
-row("cumprod logcumsumexp cummax cummin")(_running)
+row("cumprod logcumsumexp cummax cummin", "... dim:_ -> ... dim:_ *")
 
 
 # ---- logsumexp
@@ -301,7 +261,7 @@ def _logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return cast(total, self.dtype if self.is_floating_point() else x.dtype)
 
 
-row("logsumexp", instead=_logsumexp)(_whole_dims)
+row("logsumexp", _REDUCED, whole="r", instead=_logsumexp)
 
 
 # ---- Counts

@@ -11,46 +11,43 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import last, names, signature, with_whole
+from onecard.rules.table._dims import names
 
 # ---- pooling and interpolation
 
 
-def _spatial(call: Call) -> int:
+def _spatial(name: str) -> int:
     """Spatial dims, from the operator's name: upsample_nearest2d has two."""
-    found = re.search(r"(\d)d", call.schema.name)
+    found = re.search(r"(\d)d", name)
     return int(found.group(1)) if found else 2
 
 
-def _each_channel(call: Call, **traits: Any) -> Form:
+def _each_channel(names: str, **options: Any) -> None:
     """All operands and results agree in batch and channels; the kernels refuse empty ones."""
-    rank = call.operands[0].dim()
-    dims = with_whole(names(rank), last(_spatial(call), rank))
-    text = signature([dims] * len(call.operands), [dims] * len(call.results))
-    return Form(text, nonempty=" ".join(d for d in dims if d != "_"), **traits)
+    for name in names.split():
+        dims = "..." + " _" * _spatial(name)
+        row(name, f"{dims} * -> {dims} *", nonempty="...", **options)
 
 
-row("""max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
-    max_unpool2d max_unpool3d""")(_each_channel)
+_each_channel("""max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
+    max_unpool2d max_unpool3d""")  # fmt: skip
 
-row("""max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+_each_channel("""max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward
-    fractional_max_pool2d_backward""")(lambda call: _each_channel(call, linear="grad_output"))
+    fractional_max_pool2d_backward""", linear="grad_output")  # fmt: skip
 
 
 def _like_input(call: Call) -> list[Tensor]:
     return [call.self.new_empty(call.self.shape)]
 
 
-row("fractional_max_pool3d_backward", results=_like_input)(lambda call: _each_channel(call, linear="grad_output"))
+_each_channel("fractional_max_pool3d_backward", linear="grad_output", results=_like_input)
 
-row("""avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+_each_channel("""avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa""")(
-    lambda call: _each_channel(call, linear=call.names[0])
-)
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa""", linear="self")  # fmt: skip
 
 
 def _shape_only_local(c: Local) -> None:
@@ -63,29 +60,30 @@ def _shape_only_local(c: Local) -> None:
     c.run = run
 
 
-row(
+_each_channel(
     "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+    linear="grad_output",
+    unread="self",
     local=_shape_only_local,
     positions="",
-)(lambda call: _each_channel(call, linear="grad_output", unread="self"))
+)
 
 
 def _input_size_local(c: Local) -> None:
     c.set("input_size", list(c.result_shape()))
 
 
-row("""upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+_each_channel("""upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
     _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
     upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
     _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_lanczos2d_aa_backward""",
-    local=_input_size_local, positions="",
-)(lambda call: _each_channel(call, linear="grad_output"))  # fmt: skip
+    linear="grad_output", local=_input_size_local, positions="")  # fmt: skip
 
 
 @row("fractional_max_pool2d fractional_max_pool3d")
 def _fractional(call: Call) -> Form | None:
-    spatial = " _" * _spatial(call)
-    if call.self.dim() != _spatial(call) + 2:
+    spatial = " _" * _spatial(call.schema.name)
+    if call.self.dim() != _spatial(call.schema.name) + 2:
         return None
     return Form(f"n c{spatial}, n c _ -> n c{spatial}, n c{spatial}", nonempty="n c")
 
@@ -106,11 +104,7 @@ def _pixel_unshuffle(call: Call) -> Form:
     return Form(text, nonempty="... c h w", whole="r s", moves=True, sizes={"r": r, "s": r})
 
 
-@row("channel_shuffle")
-def _channel_shuffle(call: Call) -> Form:
-    dims = names(call.self.dim())
-    dims[1] = "_"
-    return Form(signature([dims], [dims]), moves=True)
+row("channel_shuffle", "n _ ... -> n _ ...", moves=True)
 
 
 def _window(call: Call) -> int:

@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onecard.rules.call import Call
 from onecard.rules.registry import row
-from onecard.rules.rule import Form
-from onecard.rules.table._dims import names, signature
 from onecard.rules.table._share import cast, wide
-
-
-def _along(call: Call, linear: str = "") -> Form:
-    dims = names(call.results[0].dim())
-    whole = dims[call.dim % len(dims)] if dims else ""
-    return Form(signature([dims] * len(call.operands), [dims]), whole=whole, linear=linear)
 
 
 def _shifted(x: Tensor, dim: int) -> Tensor:
@@ -51,16 +42,10 @@ def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> T
     return _softmax(x, dim, False).masked_fill(nothing, 0.0)
 
 
-row("_softmax", instead=_softmax)(_along)
-row("_log_softmax", instead=_log_softmax)(_along)
-row("_safe_softmax", instead=_safe_softmax)(_along)
+row("_softmax", "... dim:s -> ... dim:s", whole="s", instead=_softmax)
+row("_log_softmax", "... dim:s -> ... dim:s", whole="s", instead=_log_softmax)
+row("_safe_softmax", "... dim:s -> ... dim:s", whole="s", instead=_safe_softmax)
 
-
-@row("_softmax_backward_data", instead=_softmax_backward)
-def _backward(call: Call) -> Form:
-    return _along(call, linear="grad_output")
-
-
-@row("_log_softmax_backward_data", instead=_log_softmax_backward)
-def _log_backward(call: Call) -> Form:
-    return _along(call, linear="grad_output")
+_BACKWARD = "... dim:s, ... dim:s -> ... dim:s"
+row("_softmax_backward_data", _BACKWARD, whole="s", linear="grad_output", instead=_softmax_backward)
+row("_log_softmax_backward_data", _BACKWARD, whole="s", linear="grad_output", instead=_log_softmax_backward)

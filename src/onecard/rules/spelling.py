@@ -1,0 +1,158 @@
+"""A rule's text spelled out for one call: which dims its arguments point to, which operands it has. Pure.
+
+``"... dim:v, [i] -> ... dim:i"`` becomes ``"d0 v, i -> d0 i"`` where a call has two dims and ``dim=-1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from onecard.errors import RuleError
+from onecard.rules.call import Call
+from onecard.rules.notation import ELLIPSIS, Signature, Term, names_of, parse
+from onecard.rules.rule import Form
+
+_NAMED = ("whole", "nonempty", "even")
+
+
+def spelled(form: Form, call: Call) -> Form:
+    """The rule as one call has it: terms of absent operands and results left out, every dim named.
+
+    Example:
+        >>> import torch
+        >>> call = Call(torch.ops.aten.unbind.int, (torch.empty(4, 2, 3), 1), {})
+        >>> call.results = [torch.empty(4, 3)] * 2
+        >>> spelled(Form("... dim:_ -> ...*", nonempty="..."), call).text
+        'd0 _ d1 -> d0 d1, d0 d1'
+    """
+    signature = parse(form.text)
+    counts = len(signature.operands), len(signature.results)
+    if not signature.open and counts == (len(call.operands), len(call.results)):
+        return form
+    present = _present(signature, call)
+    if not present.open:
+        return replace(form, text=str(present))
+    if (len(present.operands), len(present.results)) != (len(call.operands), len(call.results)):
+        return form  # ``bind`` says what does not fit
+    terms, tensors = (*present.operands, *present.results), (*call.operands, *call.results)
+    if any(term.placed for term in terms):
+        return _named(form, call, terms, tensors)
+    return replace(form, text=_text([_last(*pair) for pair in zip(terms, tensors, strict=True)], call))
+
+
+def _named(form: Form, call: Call, terms: Sequence[Term], tensors: Sequence[Tensor]) -> Form:
+    """With a name for each dim, as "..." may have to go around those to which arguments point."""
+    places = [_places(term, tensor, call) for term, tensor in zip(terms, tensors, strict=True)]
+    counts = [_rest(term, t, p) for term, t, p in zip(terms, tensors, places, strict=True)]
+    rest = [f"d{i}" for i in range(max(counts))]
+    made = [
+        _placed(_last(term, tensor), place, rest[len(rest) - count :] if count >= 0 else None)
+        for term, tensor, place, count in zip(terms, tensors, places, counts, strict=True)
+    ]
+    split = len(call.operands)
+    stated = {name for term in terms for _, name in term.placed} - {"_", "-"}
+    known = {"...": rest} | {name: _several(form, name, made[:split], made[split:]) for name in stated}
+    traits: dict[str, Any] = {name: _spelled_names(getattr(form, name), known) for name in _NAMED}
+    return replace(form, text=_text(made, call), **traits)
+
+
+def _text(terms: Sequence[Term], call: Call) -> str:
+    split = len(call.operands)
+    return str(Signature(tuple(terms[:split]), tuple(terms[split:])))
+
+
+def _last(term: Term, tensor: Tensor) -> Term:
+    """As many of the last dims as the tensor has."""
+    more = len(term.dims) - tensor.dim()
+    return Term(term.dims[more:] if term.last and more > 0 else term.dims, term.sources)
+
+
+def _placed(term: Term, places: dict[int, str], rest: Sequence[str] | None) -> Term:
+    """The dims that "..." stands for, and among them those to which arguments point."""
+    if ELLIPSIS not in term.dims or rest is None:
+        return term
+    left, at = iter(rest), term.dims.index(ELLIPSIS)
+    dims = [(places.get(i) or next(left),) for i in range(len(rest) + len(places))]
+    return Term((*term.dims[:at], *dims, *term.dims[at + 1 :]), term.sources)
+
+
+def _present(signature: Signature, call: Call) -> Signature:
+    """Repeated terms as often as there are tensors; those of absent tensors left out."""
+    operands = _repeat(signature.operands, len(call.operands))
+    stated = [a.name for a in call.func._schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    kept = list(range(len(operands)))
+    if len(operands) > len(call.operands) and len(operands) == len(stated):
+        kept = [i for i, name in enumerate(stated) if name in call.names]
+    results = _wanted(_repeat(signature.results, len(call.results)), call)
+    number = {old: new for new, old in enumerate(kept)}
+    fewer = [t if t.sources is None else replace(t, sources=_renumbered(t.sources, number)) for t in results]
+    return Signature(tuple(operands[i] for i in kept), tuple(fewer))
+
+
+def _renumbered(sources: tuple[int, ...], number: dict[int, int]) -> tuple[int, ...]:
+    return tuple(number[i] for i in sources if i in number)
+
+
+def _repeat(terms: Sequence[Term], count: int) -> list[Term]:
+    left = count - sum(not term.repeated for term in terms)
+    return [t for term in terms for t in ([replace(term, repeated=False)] * max(left, 0) if term.repeated else [term])]
+
+
+def _wanted(results: list[Term], call: Call) -> Sequence[Term]:
+    """Backward operators are asked for some gradients only; of an absent weight there is none."""
+    mask = call.values.get("output_mask", ())
+    if len(results) == len(call.results) or len(mask) != len(results):
+        return results
+    return [term for term, wanted in zip(results, mask, strict=True) if wanted][: len(call.results)]
+
+
+def _places(term: Term, tensor: Tensor, call: Call) -> dict[int, str]:
+    """Position -> factor of the dims to which arguments point."""
+    count = tensor.dim() - sum(dim != ELLIPSIS for dim in term.dims)
+    found: dict[int, str] = {}
+    for argument, factor in term.placed:
+        if factor == "-" and not call.values.get("keepdim"):
+            continue
+        name = "_" if factor == "-" else factor
+        value = call.values.get(argument)
+        at = pointed(call, value, count)
+        several = not isinstance(value, int) and name != "_"
+        found |= {place: f"{name}{i}" if several else name for i, place in enumerate(at)}
+    return found
+
+
+def pointed(call: Call, value: Any, count: int) -> tuple[int, ...]:
+    """The dims that an argument lists, in order: of None all, of an empty list all or, if that changes nothing, none."""
+    if isinstance(value, int):
+        return (value % count,) if count else ()
+    if value == [] and call.results[0].shape == call.operands[0].shape:
+        return ()
+    return tuple(sorted({d % count for d in value or range(count)})) if count else ()
+
+
+def _rest(term: Term, tensor: Tensor, places: dict[int, str]) -> int:
+    """How many dims ``...`` stands for."""
+    return tensor.dim() - len(term.dims) + 1 - len(places) if ELLIPSIS in term.dims else 0
+
+
+def _several(form: Form, name: str, operands: Sequence[Term], results: Sequence[Term]) -> list[str]:
+    """What a factor is called once it is spelled out: of a list ``r`` stands for ``r0 r1``."""
+    ours = re.compile(rf"{name}\d*")
+    sides = [dict.fromkeys(n for t in side for n in t.factors if ours.fullmatch(n)) for side in (operands, results)]
+    mixed = any(name in side and len(side) > 1 for side in sides)
+    if mixed or (all(sides) and set(sides[0]) != set(sides[1])):
+        among, comes = (" ".join(side) or "nothing" for side in sides)
+        raise RuleError(
+            f"rule {form.text!r}: {name!r} is {among} among the operands and {comes} among the results of this call; a list of "
+            "dims gives each a factor of its own, so it has to be pointed to by the same argument on both sides"
+        )
+    return list(sides[0] or sides[1])
+
+
+def _spelled_names(text: str, known: dict[str, list[str]]) -> str:
+    return " ".join(n for name in sorted(names_of(text)) for n in known.get(name, [name])) if text else text
