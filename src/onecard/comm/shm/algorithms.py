@@ -8,12 +8,11 @@ one crossing a chunk is enough.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from onecard.comm.shm.channel import Channel
-from onecard.comm.shm.follow import follow, piece
 from onecard.comm.shm.reduction import Array, Numbers, view
 from onecard.comm.shm.relay import relay
 from onecard.comm.shm.signature import Signature
@@ -109,51 +108,26 @@ def all_gather(
     targets: Sequence[int] | None,
 ) -> None:
     """Brings `sizes[r]` bytes of each rank r to `targets[r]`; no targets: takes part, and receives nothing."""
-    rank, most = channel.rank, max(*sizes, 0)
+    rank, chunk = channel.rank, channel.segment.plan.chunk
     order = [(rank + r) % channel.size for r in range(1, channel.size)]
-
-    def write(start: int, size: int, buffer: int) -> None:
-        mine = min(size, sizes[rank] - start)
+    for start in range(0, max(*sizes, 1), chunk):
+        turn = channel.turn
+        mine = min(chunk, sizes[rank] - start)
         if mine > 0:
-            _move(buffer, source + start, mine)
-
-    def read(start: int, size: int, buffers: Sequence[int]) -> None:
-        for other in order if targets is not None else ():
-            count = min(size, sizes[other] - start)
-            if count > 0:
-                _move(targets[other] + start, buffers[other], count)  # type: ignore[index]
-
-    _exchange(channel, signature, deadline, most, channel.segment.plan.chunk, piece(channel), write, read)
+            _move(channel.slots(turn)[rank], source + start, mine)
+        if start:
+            channel.cross(deadline)
+        else:
+            channel.meet(signature, deadline)
+        if targets is None:
+            continue
+        slots = channel.slots(turn)
+        for other in order:
+            size = min(chunk, sizes[other] - start)
+            if size > 0:
+                _move(targets[other] + start, slots[other], size)
     if targets is not None and targets[rank] != source:
         _move(targets[rank], source, sizes[rank])
-
-
-def _exchange(
-    channel: Channel,
-    signature: Signature,
-    deadline: float,
-    most: int,
-    slot: int,
-    part: int,
-    write: Callable[[int, int, int], None],
-    read: Callable[[int, int, Sequence[int]], None],
-) -> None:
-    """Each rank writes and reads up to `most` of something: at once where that fits into a slot, else part by part.
-
-    `write(start, size, buffer)` and `read(start, size, buffers)`: from where on, at most how much, and where it lies.
-    """
-    if most > slot:
-        chunks = -(-most // part)
-        follow(
-            channel, signature, deadline, chunks,
-            lambda chunk, buffer: write(chunk * part, part, buffer),
-            lambda chunk, buffers: read(chunk * part, part, buffers),
-        )  # fmt: skip
-        return
-    turn = channel.turn
-    write(0, slot, channel.slots(turn)[channel.rank])
-    channel.meet(signature, deadline)
-    read(0, slot, channel.slots(turn))
 
 
 def all_to_all(
@@ -210,29 +184,26 @@ def reduce_scatter(
 ) -> None:
     """Reduces `counts[r]` elements, which lie at `sources[r]` on every rank, to rank r's `out`."""
     rank, size, item = channel.rank, channel.size, out.itemsize
-    slot, part = (room // max(size - 1, 1) // 64 * 64 // item for room in (channel.segment.plan.chunk, piece(channel)))
-    own: Array = view(sources[rank], out.count, out.kind) if out.count else np.empty(0, out.kind)
-    within = out.address == sources[rank]
-    if not within and _overlap(out.address, sources[rank], out.count * item):
-        own = own.copy()
-
-    def write(start: int, most: int, buffer: int) -> None:
-        for away in range(1, size):
-            other = (rank + away) % size
-            count = min(most, counts[other] - start)
-            if count > 0:
-                _move(buffer + (away - 1) * most * item, sources[other] + start * item, count * item)
-
-    def read(start: int, most: int, buffers: Sequence[int]) -> None:
-        count = min(most, out.count - start)
+    room = channel.segment.plan.chunk // size // 64 * 64 // item
+    apart = not _overlap(out.address, sources[rank], out.count * item)
+    for start in range(0, max(*counts, 1), room):
+        turn = channel.turn
+        slots = channel.slots(turn)
+        for other in range(size):
+            count = min(room, counts[other] - start)
+            if count > 0 and not (other == rank and apart):
+                _move(slots[rank] + other * room * item, sources[other] + start * item, count * item)
+        if start:
+            channel.cross(deadline)
+        else:
+            channel.meet(signature, deadline)
+        count = min(room, out.count - start)
         if count > 0:
-            places = [buffer + (rank - r - 1) % size * most * item for r, buffer in enumerate(buffers)]
-            mine = own[start : start + count]
-            mine = mine.copy() if within and size > 2 else mine  # of two, one may be where the sum comes to be
-            parts = [mine if r == rank else view(place, count, out.kind) for r, place in enumerate(places)]
+            places = [slot + rank * room * item for slot in slots]
+            if apart:
+                places[rank] = sources[rank] + start * item
+            parts: list[Array] = [view(place, count, out.kind) for place in places]
             out.fold(parts, view(out.address + start * item, count, out.kind))
-
-    _exchange(channel, signature, deadline, max(*counts, 0), slot, part, write, read)
 
 
 def _overlap(one: int, other: int, size: int) -> bool:
