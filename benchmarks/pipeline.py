@@ -6,11 +6,13 @@
 
 The same stages, cut alike, from the same weights, under the same schedule, forward and backward without an optimizer. All must
 give one card's loss and gradients (1e-5) and are then timed in turn in the same processes. Peak memory comes from fresh processes
-for each variant. *Compute only*: the busier rank's forwards and backwards of its stages alone, without messages or waiting.
+for each variant. All have the allocator that ``onecard run`` gives to ranks on the CPU. *Compute only*: the busier rank's
+forwards and backwards of its stages alone, without messages or waiting.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -30,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__
 from gpt_tp import N_RANKS, peak_rss_mb, say  # noqa: E402
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
 from onecard import pipeline  # noqa: E402
+from onecard.launch._allocator import allocator  # noqa: E402
 from onecard.testing import run_ranks  # noqa: E402
 
 TOLERANCE = 1e-5
@@ -250,6 +253,7 @@ def table(seconds: dict[str, list[float]], memory: dict[str, float], bound: floa
 
 def main(args: BenchArgs) -> int:
     """Run all, print the comparison; returns the exit code."""
+    os.environ |= allocator(os.environ)
     console = Console()
     ranks = run_ranks(time_variants, N_RANKS, args, timeout=args.timeout)
     faults = [fault for found, _, _ in ranks for fault in found]

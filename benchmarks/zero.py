@@ -11,12 +11,13 @@ Each level stands beside the best peer of its kind: data parallelism beside DDP,
 ``fleet.group_sharded_parallel``. Bytes sent are counted in a step and stand beside theory: 2P (n-1)/n, and 3P (n-1)/n where
 parameters are gathered twice. All start from the same weights, must give the losses of one card in the first steps (1e-5
 relative), and are then timed in turn in the same processes. Peak memory comes from a fresh pair of processes for each
-variant.
+variant. All of them, the peers too, have the allocator that ``onecard run`` gives to ranks on the CPU.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,6 +36,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__
 
 from gpt_tp import LOSS_TOLERANCE, N_CHECKED, N_RANKS, peak_rss_mb, say, time_steps  # noqa: E402
 from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
+from onecard.launch._allocator import allocator  # noqa: E402
 from onecard.testing import run_ranks  # noqa: E402
 
 PEERS = {
@@ -283,6 +285,7 @@ def table(
 
 def main(args: BenchArgs) -> int:
     """Run all, print the comparison; returns the exit code."""
+    os.environ |= allocator(os.environ)
     console = Console()
     torch.set_num_threads(1)
     timed = run_ranks(time_variants, args.ranks, args, timeout=args.timeout)[0]

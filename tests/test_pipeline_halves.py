@@ -119,6 +119,7 @@ def test_no_product_is_computed_twice() -> None:
     x.requires_grad_()
     counts = []
     for halves in (False, True):
+        m.zero_grad()
         edges, grads = forward(lambda m, x: m(x), m, x)  # type: ignore[arg-type]
         with Count() as count:
             if halves:
@@ -145,6 +146,57 @@ def test_gradients_accumulate_and_frozen_weights_get_none() -> None:
     torch.autograd.backward(edges, grads)
     torch.testing.assert_close(found, 2 * m.a.weight.grad)
     assert m.b.weight.grad is None
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_that_are_there_are_added_to(name: str) -> None:
+    """Where W adds a product in place, and where it may not: the same as three whole backwards."""
+    torch.manual_seed(0)
+    program, m, x = PROGRAMS[name], Net(), torch.randn(4, 4, requires_grad=True)
+    found = []
+    for halves in (False, True):
+        m.zero_grad()
+        for _ in range(3):
+            edges, grads = forward(program, m, x)
+            if halves:
+                input_half(edges, grads, [x]).run()
+            else:
+                torch.autograd.backward(edges, grads)
+        found.append({n: p.grad for n, p in m.named_parameters()})
+    for n, expected in found[0].items():
+        torch.testing.assert_close(found[1][n], expected, msg=lambda text, n=n: f"{n}: {text}")
+
+
+def twice(m: nn.Module, x: Tensor) -> Counter[str]:
+    """The operators of the second of two backwards in halves."""
+    for _ in range(2):
+        edges, grads = forward(lambda m, x: m(x), m, x)  # type: ignore[arg-type]
+        with Count() as count:
+            input_half(edges, grads, [x]).run()
+    return count.seen
+
+
+def test_a_product_is_added_in_place_unless_somebody_listens() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, requires_grad=True)
+    assert twice(nn.Linear(4, 4), x)["aten.addmm_.default"] == 1
+    assert twice(nn.Linear(4, 4, bias=False), x)["aten.addmm_.default"] == 1
+    heard: list[Tensor] = []
+    for hear in ("register_hook", "register_post_accumulate_grad_hook"):
+        m = nn.Linear(4, 4)
+        getattr(m.bias, hear)(lambda g: heard.append(g) or None)
+        assert twice(m, x)["aten.addmm_.default"] == 0
+        assert len(heard) == 2, hear
+        heard.clear()
+    frozen = nn.Linear(4, 4)
+    frozen.bias.requires_grad_(False)
+    twice(frozen, x)
+    assert frozen.bias.grad is None and frozen.weight.grad is not None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        assert twice(nn.Linear(4, 4), x)["aten.addmm_.default"] == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        m = nn.Linear(4, 4)
+        assert twice(m, x)["aten.addmm_.default"] == 0 and m.weight.grad.dtype is torch.float32
 
 
 def test_the_first_stage_does_all_at_once() -> None:

@@ -204,6 +204,12 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def saved_tensor(node: Any, name: str) -> Tensor | None:
+    """What a node of autograd keeps for its backward; None if nothing, or what hooks (of a checkpoint) made of it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return None if raw is None or raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
+
+
 def reads_by_index(loader: Any) -> bool:
     """Whether a loader's dataset is indexed, not iterated over."""
     return not isinstance(loader.dataset, torch.utils.data.IterableDataset)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+
+from onecard import _torch
 
 Leaves = dict[int, Tensor]  # by identity: tensors compare by value
 
@@ -90,7 +92,7 @@ class _Group:
         self._starts += [(e, g) for e, g in zip(edges, grads, strict=True) if any(e.node is r for r in self.roots)]
 
     def run(self) -> None:
-        if not self._starts:
+        if not self._starts or self._add_product():
             return
         several = len(self.junctions) > 1
         # On the way from one use of a weight to the next, what arrives there is replaced by what I noted, which contains it.
@@ -105,6 +107,50 @@ class _Group:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @torch.no_grad()
+    def _add_product(self) -> bool:
+        """Add the gradients of a linear layer where they are kept, without a product of its own; whether this is one.
+
+        The same as the graph's, but for its hooks: where somebody listens the graph runs.
+        """
+        linear = _linear(self.junctions[0]) if len(self.junctions) == 1 and not self.roots else None
+        if linear is None:
+            return False
+        x, weight, bias = linear
+        ((_, grad),) = self._starts
+        mine = [weight] if bias is None else [weight, bias]
+        if {id(p) for p in mine} != set(self.weights) or not all(_adds_up(p, grad) for p in mine):
+            return False
+        weight.grad.addmm_(grad.t(), x)  # type: ignore[union-attr]
+        if bias is not None:
+            bias.grad.add_(grad.sum(0))  # type: ignore[union-attr]
+        return True
+
+
+def _linear(node: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The input, the weight and the bias of a node that is ``input @ weight.t() + bias``."""
+    known = {"AddmmBackward0": ("mat1", 2), "MmBackward0": ("self", 1)}.get(node.name())
+    if known is None:
+        return None
+    name, at = known
+    turned, x = node.next_functions[at][0], _torch.saved_tensor(node, name)
+    if x is None or turned is None or turned.name() != "TBackward0":
+        return None
+    weight = getattr(turned.next_functions[0][0], "variable", None)
+    if at == 1:
+        return None if weight is None else (x, weight, None)
+    bias = getattr(node.next_functions[0][0], "variable", None)
+    plain = bias is not None and bias.dim() == 1 and len(bias) == len(weight) if weight is not None else False
+    return (x, weight, bias) if plain and node._saved_alpha == 1 and node._saved_beta == 1 else None
+
+
+def _adds_up(p: Tensor, grad: Tensor) -> bool:
+    """Whether a leaf's gradient is there to be added to, and nobody is told of what is added."""
+    found = p.grad
+    plain = type(p) in (Tensor, nn.Parameter) and type(found) is Tensor and type(grad) is Tensor
+    quiet = not p._backward_hooks and not getattr(p, "_post_accumulate_grad_hooks", None)
+    return plain and quiet and found.layout is torch.strided and found.dtype is grad.dtype  # type: ignore[union-attr]
 
 
 def _giving(noted: Sequence[Tensor | None]) -> Any:

@@ -21,6 +21,7 @@ from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, announce
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel; a tensor that fills a bucket alone is summed where it lies
+LARGE = 2**20  # bytes from which, on a CPU, a copy into a bucket takes longer than a message of its own takes to start
 Item = TypeVar("Item")
 
 
@@ -57,7 +58,7 @@ def start_reduce(
     ends = [
         _start_bucket(bucket, name, explicit, later, label)
         for members in buckets.values()
-        for bucket in fill(members, lambda x: x._local.nbytes)
+        for bucket in _messages(members, lambda x: x._local)
     ]
 
     def end() -> None:
@@ -78,6 +79,15 @@ def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[It
         buckets[-1].append(x)
         room -= nbytes(x)
     return buckets
+
+
+def _messages(members: Sequence[Item], local: Callable[[Item], Tensor]) -> list[list[Item]]:
+    """The members in lists that travel together: on a CPU, large ones alone, from and to where they lie."""
+    small = [x for x in members if local(x).nbytes < LARGE or local(x).device.type != "cpu"]
+    chosen = {id(x) for x in small}
+    return [bucket for bucket in fill(small, lambda x: local(x).nbytes) if bucket] + [
+        [x] for x in members if id(x) not in chosen
+    ]
 
 
 def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool, label: str) -> Callable[[], None]:
@@ -212,7 +222,7 @@ def start_scatter(
     ends = [
         _scatter_bucket(bucket, dict(pending), axis, name, later, label, room)
         for (axis, pending, *_), members in buckets.items()
-        for bucket in fill(members, lambda cut: cut.whole.nbytes)
+        for bucket in _messages(members, lambda cut: cut.whole)
     ]
 
     def end() -> list[Tensor]:
@@ -280,7 +290,7 @@ def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str 
     ends = [
         _gather_bucket(bucket, groups.group(mesh, axis), name, later, label)
         for (mesh, axis, _, _), members in buckets.items()
-        for bucket in fill(members, lambda cut: cut.whole.nbytes)
+        for bucket in _messages(members, lambda cut: cut.whole)
     ]
 
     def end() -> None:
