@@ -7,6 +7,7 @@ ranks' own, still to be averaged; what ``onecard.ShardingStage1`` and its kin do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from onecard.fleet.strategy import FleetError
 from onecard.layout import Layout
 from onecard.parallel.blocks import Blocks, Piece, Policy
 from onecard.parallel.optimizer import keep_laid_out
+from onecard.parallel.reducer import hook
+from onecard.parallel.resume import is_like
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1, ShardingStage2, ShardingStage3, overlaps
 from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
@@ -42,6 +45,17 @@ class GroupShardedModel(nn.Module):
         super().__init__()
         self.module, self.level = module, level
         self._twins = twins
+        self._trained = {p: p.requires_grad for p in twins}
+        module.register_forward_pre_hook(lambda *_: self._agree(), prepend=True)
+
+    def _agree(self) -> None:
+        """Parameters that were frozen or unfrozen, here or in the model itself, are so in both."""
+        for p, twin in self._twins.items():
+            if p.requires_grad != twin.requires_grad:
+                trained = not self._trained[p]
+                p.requires_grad_(trained)
+                twin.requires_grad_(trained)
+            self._trained[p] = p.requires_grad
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model."""
@@ -77,12 +91,19 @@ class GroupShardedModel(nn.Module):
 
     def clear_gradients(self) -> None:
         """``zero_grad()``."""
-        for _, p in self.named_parameters():
-            p.grad = None
+        self.zero_grad()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """No gradients."""
-        self.clear_gradients()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: microbatches add up to the same gradient, and level "os" sends it once in any case."""
+        yield
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise FleetError(
+            "a copy of what group_sharded_parallel returned would have gradients that no optimizer sees. For an average of the "
+            "weights: average = {n: p.detach().clone() for n, p in model.named_parameters()}, average[n].lerp_(p, 0.01); for a "
+            "second model: make it, and load_state_dict(model.state_dict())"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -113,7 +134,7 @@ def group_sharded_parallel(
 
     Args:
         model: of plain parameters, first values those of the group's first rank.
-        optimizer: any of torch's over the model's parameters, without states yet.
+        optimizer: any of torch's over the model's parameters; states that it has are cut too.
         level: "os" (states), "os_g" (gradients too), "p_g_os" (parameters too: gathered block by block).
         scaler: returned, made to skip a step on all ranks together.
         group: the ranks; all of the world if left out.
@@ -126,7 +147,7 @@ def group_sharded_parallel(
         The model, wrapped; the optimizer; the scaler.
 
     Raises:
-        FleetError: a level that there is not, an optimizer with states or of other parameters.
+        FleetError: a level that there is not, an optimizer of other parameters.
 
     Source: ``paddle.distributed.sharding.group_sharded_parallel``.
 
@@ -143,8 +164,12 @@ def group_sharded_parallel(
     for p in [*model.parameters(), *(model.buffers() if sync_buffers else ())]:
         plain.broadcast(p.detach(), group, 0, call="group_sharded_parallel")
     twins = {p: _twin(p, mesh) for p in named.values()}
-    for each in optimizer.param_groups:
-        each["params"] = [twins[p] for p in each["params"]]
+    for p, state in [*optimizer.state.items()]:
+        for key, value in state.items():
+            if is_like(p, key, value):  # as the parameters: those of the first rank
+                plain.broadcast(value, group, 0, call="group_sharded_parallel")
+    _exchange(optimizer, twins)
+    optimizer.register_step_pre_hook(lambda opt, *_: _exchange(opt, twins))  # a group that was added
     running = False if sync_comm else overlap
     stage: Any = LEVELS[level](AXIS, mesh, running, master_weights, reduce_dtype, offload)
     pieces = {p: (t, t._spec, stage.cut(t)) for p, t in twins.items()} if level == "p_g_os" else {}
@@ -152,11 +177,9 @@ def group_sharded_parallel(
     if level == "p_g_os":
         cuts = {p: Piece(cut, spec, p) for p, (t, spec, cut) in pieces.items() if cut is not None}
         ahead = overlaps(running, [*twins.values()])
-        update.blocks = Blocks(model, cuts, reshard_after_forward, ahead)
-    updated = {id(t) for each in optimizer.param_groups for t in each["params"]}
+        Blocks(model, cuts, reshard_after_forward, ahead)
     for p, t in twins.items():
-        if p.requires_grad and id(t) in updated:
-            p.register_post_accumulate_grad_hook(_handing_on(t, update))
+        hook(p, None, _handing_on(t, update))
     keep_laid_out(optimizer, update.lay_out)
     return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else distributed_scaler(scaler)
 
@@ -169,10 +192,6 @@ def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
         raise FleetError(f"{call} takes a torch optimizer, not {type(optimizer).__name__}")
     if not group.is_member():
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
-    if optimizer.state:
-        raise FleetError(
-            f"{call}: the optimizer has states already: call this before its first step, and load states after"
-        )
     known = {id(p) for p in model.parameters()}
     for p in model.parameters():
         if type(p) is not nn.Parameter:
@@ -193,6 +212,14 @@ def _twin(p: nn.Parameter, mesh: Any) -> Any:
     """A distributed parameter over the memory of a plain one: equal on all ranks of the group."""
     spec = Spec.make(Layout.replicated(mesh, p.dim()), p.shape, tuple(p.stride()), p.dtype, p.device)
     return nn.Parameter(wrap(p.detach(), spec), p.requires_grad)
+
+
+def _exchange(optimizer: torch.optim.Optimizer, twins: dict[Any, Any]) -> None:
+    """The optimizer's plain parameters, and their states, become the distributed ones'."""
+    for each in optimizer.param_groups:
+        each["params"] = [twins.get(p, p) for p in each["params"]]
+    for p in [p for p in optimizer.state if p in twins]:
+        optimizer.state[twins[p]] = optimizer.state.pop(p)
 
 
 def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:

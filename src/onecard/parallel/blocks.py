@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from onecard import _torch, recorded
 from onecard._torch import tree_leaves
+from onecard.comm.groups import group
+from onecard.parallel.reducer import hook
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
 from onecard.tensor.spec import Spec
@@ -60,10 +62,12 @@ class Piece:
         else:
             self.seen.data = self.whole
 
-    def forget(self) -> None:
-        """The module sees the part, and the memory is given up."""
+    def forget(self, written: bool = False) -> None:
+        """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole."""
         if self.seen is self.x:
             if self.x._spec is self.whole_spec:
+                if written:
+                    self.part.copy_(self.cut().parts()[group(self.layout.mesh, self.axis).index])
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
             self.seen.data = self._buffer.new_empty(0)
@@ -77,6 +81,7 @@ class Unit:
     def __init__(self, name: str, pieces: Sequence[Piece], gives_up: bool) -> None:
         self.name, self.pieces, self.gives_up = name, pieces, gives_up
         self.shown = False
+        self.seen_outside = False  # shown while the program itself runs
         self.inputs, self.waiting = 0, set[int]()  # gradients that its backward is still to make
         self._end: Callable[[], None] | None = None
 
@@ -101,16 +106,17 @@ class Unit:
             piece.show()
         self.shown = True
 
-    def release(self) -> None:
-        """Parts again."""
+    def release(self, keep: bool = False) -> None:
+        """Parts again. ``keep``: what its backward is still to make stays noted."""
         if self._end is not None:
             self._end()  # what is under way writes to the memory
             self._end = None
-        if self.shown:
-            self.shown = False
-        for piece in self.pieces:
-            piece.forget()
-        self.inputs, self.waiting = 0, set()
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.forget(self.shown and self.seen_outside)
+        self.shown = self.seen_outside = False
+        if not keep:
+            self.inputs, self.waiting = 0, set()
 
 
 class Blocks:
@@ -132,14 +138,15 @@ class Blocks:
         for name, module, parameters in blocks_of(model, pieces):
             gives_up = policy(name, module) if callable(policy) else policy
             unit = Unit(name, [pieces[p] for p in parameters], gives_up)
+            for piece in unit.pieces:
+                piece.x._blocks = self
             self.units.append(unit)
             module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._after(unit), always_call=False)
             for i, p in enumerate(parameters):
-                if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(self._accumulated(unit, i))
+                hook(p, None, self._accumulated(unit, i))
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.release())
+        model.register_forward_hook(lambda *_: self._leave() if torch.is_grad_enabled() else self.release())
 
     def release(self) -> None:
         """All are parts."""
@@ -148,7 +155,13 @@ class Blocks:
 
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
+            for unit in self.units:  # shown since a forward without a backward: the program may have written to it
+                unit.release(keep=True)
             self._order, self._now = self._now or self._order, []
+
+    def _leave(self) -> None:
+        for unit in self.units:
+            unit.seen_outside = unit.seen_outside or unit.shown
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def run(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -171,9 +184,7 @@ class Blocks:
             for x in grads if torch.is_grad_enabled() else ():
                 x.register_hook(lambda grad: self._backward(unit))
             if _torch.graph_task() < 0 and (unit.gives_up or not torch.is_grad_enabled()):
-                inputs = unit.inputs
-                unit.release()
-                unit.inputs = inputs
+                unit.release(keep=True)
 
         return run
 

@@ -75,15 +75,15 @@ class Reducer:
         self._tasks: set[int] = set()  # backwards that run now, one inside the other with reentrant checkpoints
         self._backwards, self._expected = 0, inf  # since the last step; in the one before it
         self._now = every
-        # backward comes to the last parameters first
-        trained = [p for p in reversed(params) if p.requires_grad]
-        for number, bucket in enumerate(fill(trained, lambda p: p.numel() * p.element_size())):
+        # backward comes to the last parameters first; one that is frozen now may be trained later
+        for number, bucket in enumerate(fill(reversed(params), lambda p: p.numel() * p.element_size())):
             self._bucket_of |= dict.fromkeys(bucket, number)
-            self._left.append(set(bucket))
+            self._left.append({p for p in bucket if p.requires_grad})
             self._ready.append({})
-            for param in bucket if zero is None else ():
-                param.register_hook(lambda grad, param=param: self.before(param))
-                param.register_post_accumulate_grad_hook(self.after)
+            for param in bucket:
+                param._summed_by = self
+                if zero is None:
+                    hook(param, self._before_hook(param), self.after)
 
     def finish(self) -> None:
         """Sum now what is pending."""
@@ -100,8 +100,13 @@ class Reducer:
 
     # -- what autograd calls -------------------------------------------------------------------------------------------
 
+    def _before_hook(self, param: DistTensor) -> Callable[[Any], None]:
+        return lambda grad: self.before(param)
+
     def before(self, param: DistTensor) -> None:
         """A gradient is about to be added."""
+        if param._summed_by is not self:  # another optimizer has the same parameters now
+            return
         self._enter()
         if isinstance(param.grad, DistTensor):
             param.grad._refresh()  # a sum that is under way
@@ -110,7 +115,7 @@ class Reducer:
 
     def after(self, param: Any) -> None:
         """A gradient has been added."""
-        if not isinstance(param.grad, DistTensor):
+        if not isinstance(param.grad, DistTensor) or param._summed_by is not self:
             return
         param.grad._due = self.finish
         number = self._bucket_of[param]
@@ -169,7 +174,7 @@ class Reducer:
     def _start(self, number: int, later: bool = True) -> None:
         members, ready = self._members(number), self._ready[number]
         params = [p for p in members if p in ready]  # in one order, whatever came first on this rank
-        self._ready[number], self._left[number] = {}, set(members)
+        self._ready[number], self._left[number] = {}, {p for p in members if p.requires_grad}
         for param in params:
             if param in self._guards:
                 self._guards.pop(param).end()
@@ -231,6 +236,18 @@ class Reducer:
     def _await(self) -> None:
         while self._started:
             self._arrive(self._started[0])
+
+
+def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any], None]) -> None:
+    """Call before and after a gradient is added to a parameter, also to one that is frozen for now."""
+    trained = param.requires_grad
+    if not (param.is_floating_point() or param.is_complex()):
+        return
+    param.requires_grad_(True)
+    if before is not None:
+        param.register_hook(before)
+    param.register_post_accumulate_grad_hook(after)
+    param.requires_grad_(trained)
 
 
 def _pending(grad: Any) -> bool:

@@ -22,7 +22,7 @@ from onecard.comm.groups import group
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.parallel.blocks import Blocks, Policy, of_marks
+from onecard.parallel.blocks import Policy, of_marks
 from onecard.parallel.master import Masters
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
@@ -169,14 +169,13 @@ class ShardedUpdate:
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
         overlap = overlaps(stage.overlap, params)
-        self.blocks: Blocks | None = None
         if isinstance(stage, ShardingStage3):
             taken = [(cut.x, cut.x._spec, cut) for cut in map(stage.cut, params) if cut is not None]
             taken = [each for each in taken if each[2].layout is not each[1].layout]
             for _, _, cut in taken:
                 own_part(cut)  # the rest of the memory is free then
             if stage.model is not None:
-                self.blocks = of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
+                of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
         self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero, stage.reduce_dtype)
         self._masters: Masters | None = None
         if stage.master_weights or stage.offload:
@@ -195,8 +194,8 @@ class ShardedUpdate:
                 "step(closure) makes gradients while the optimizer holds master weights: call closure() before step(), or leave "
                 "master_weights and offload out"
             )
-        if self.blocks is not None:
-            self.blocks.release()
+        for blocks in {b for p in params_of(optimizer) if (b := getattr(p, "_blocks", None)) is not None}:
+            blocks.release()
         self.reducer.before_step()
         cuts, others = [], []
         for param in params_of(optimizer):

@@ -49,7 +49,8 @@ class DistTensor(Tensor):
 
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
     # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
-    # _due: sums a pending gradient together with others (see parallel/reducer.py).
+    # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see parallel/reducer.py).
+    # _blocks: what gathers it (see parallel/blocks.py).
     __slots__ = ("_local", "_spec")
     _local: Tensor
     _spec: Spec
@@ -60,6 +61,8 @@ class DistTensor(Tensor):
     redistribute: Callable[[Sequence[Placement]], DistTensor]
     _memory: memory.Memory | None = None
     _due: Callable[[], None] | None = None
+    _summed_by: Any = None
+    _blocks: Any = None
 
     __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
