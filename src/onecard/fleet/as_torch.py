@@ -6,7 +6,7 @@ another one on each rank, and copies of a parameter would drift apart without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from onecard import _torch
 from onecard.fleet import gradients
-from onecard.fleet.parameters import held
 
 _done: list[str] = []
 
@@ -65,13 +64,8 @@ def _listed(parameters: Any) -> Any:
     return listed or (x for x in listed)
 
 
-def _of_fleet(parameters: Iterable[Any]) -> bool:
-    """Whether any is a part or a copy: the same on all ranks, which hold parts and copies of the same parameters."""
-    if not isinstance(parameters, list):
-        return False
-    parts = (held(p).group for p in parameters)
-    cut = any(group is not None and group.size > 1 for group in parts)
-    return cut or any(gradients.has_sums(p) or gradients.in_stages(p) for p in parameters)
+def _of_fleet(parameters: Any) -> bool:
+    return isinstance(parameters, list) and gradients.of_fleet(parameters)
 
 
 __all__ = ["install"]

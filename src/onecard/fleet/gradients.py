@@ -18,6 +18,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
+from onecard.fleet import twins
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import DistTensor
@@ -40,7 +41,9 @@ def sync(parameters: Iterable[Tensor]) -> None:
     Raises:
         FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
     """
-    chosen = [p for p in parameters if p.requires_grad and has_sums(p)]
+    given = [p for p in parameters if p.requires_grad and has_sums(p)]
+    _sync_twins([p for p in given if twins.twin_of(p) is not None])
+    chosen = [p for p in given if twins.twin_of(p) is None]
     _fill_missing(chosen)
     todo = [p for p in chosen if p.grad is not None and not _is_synced(p)]
     sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
@@ -60,8 +63,27 @@ def sync(parameters: Iterable[Tensor]) -> None:
         note(p)
 
 
+def _sync_twins(chosen: list[Tensor]) -> None:
+    """The same of parameters of ``group_sharded_parallel``: averages first, which cut them; then parts with parts."""
+    twins.check(chosen)
+    twins.finish(chosen)
+    todo = [p for p in chosen if held(p).sums and not twins.is_summed(p)]
+    sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
+    for (ranks, name), group in sorted(sums.items()):
+        mine = [p for p in todo if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)]
+        missing = [p for p, used in zip(mine, _used(mine, group), strict=True) if used and p.grad is None]
+        for p in missing:
+            p.grad = twins.twin_of(p).zero(p)  # type: ignore[union-attr]
+        twins.finish(missing)
+        _reduce([p.grad._local for p in mine if isinstance(p.grad, DistTensor)], group, "sum")
+    for p in todo:
+        twins.note(p)
+
+
 def note(parameter: Tensor) -> None:
     """Remember that this gradient, as it is now, is the whole one."""
+    if twins.twin_of(parameter) is not None:
+        return twins.note(parameter)
     setattr(parameter, _SYNCED, (weakref.ref(parameter.grad), parameter.grad._version))  # type: ignore[union-attr]
 
 
@@ -76,6 +98,14 @@ def in_stages(p: Tensor) -> bool:
     from onecard.fleet.topology import get_hybrid_communicate_group
 
     return _data(p) is not None and get_hybrid_communicate_group().degrees["pp"] > 1
+
+
+def of_fleet(parameters: Iterable[Tensor]) -> bool:
+    """Whether any is a part or a copy: the same on all ranks, which hold parts and copies of the same parameters."""
+    chosen = list(parameters)
+    parts = (held(p).group for p in chosen)
+    cut = any(group is not None and group.size > 1 for group in parts)
+    return cut or any(has_sums(p) or in_stages(p) for p in chosen)
 
 
 def _data(p: Tensor) -> Ranks | None:
@@ -109,12 +139,16 @@ def _fill_missing(parameters: list[Tensor]) -> None:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
-        with recorded.unrecorded():  # the same in every replay
-            there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
-            anywhere = plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()
-        for p, used in zip(mine, anywhere, strict=True):
+        for p, used in zip(mine, _used(mine, group), strict=True):
             if used and p.grad is None:
                 p.grad = torch.zeros_like(p)
+
+
+def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
+    """For each parameter whether a rank of the group has a gradient."""
+    with recorded.unrecorded():  # the same in every replay
+        there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
+        return [bool(n) for n in plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()]
 
 
 def _reduce(grads: list[Any], group: Ranks, op: str) -> None:
@@ -173,6 +207,8 @@ def _owned(p: Tensor) -> Iterator[Tensor]:
     if grad is None:
         return
     cut = set(what.group.ranks) if what.group is not None else set()
+    if isinstance(grad, DistTensor) and any(grad._spec.layout.dims):
+        cut |= {*grad.mesh.process_ids}
     hcg = get_hybrid_communicate_group()
     for axis, degree in hcg.degrees.items():
         line = hcg.group(axis)
@@ -182,8 +218,8 @@ def _owned(p: Tensor) -> Iterator[Tensor]:
     for group in what.sums:
         if group.index != 0:
             return
-    if what.dim < 0 or not what.runs:
-        yield grad
+    if isinstance(grad, DistTensor) or what.dim < 0 or not what.runs:
+        yield grad._local if isinstance(grad, DistTensor) else grad
         return
     for start, length in what.owned():
         yield grad.narrow(what.dim, start, length)
@@ -220,7 +256,7 @@ def clip_grad_norm_(
         RuntimeError: it is not finite, and ``error_if_nonfinite``.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(isinstance(p, DistTensor) for p in chosen):  # of group_sharded_parallel: their norm is that of the whole
+    if any(isinstance(p, DistTensor) for p in chosen) and not of_fleet(chosen):  # torch's norm is that of the whole
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
     norm = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

@@ -18,6 +18,7 @@ from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
+from onecard.tensor import DistTensor
 
 _hooked: list[Any] = []
 
@@ -31,7 +32,8 @@ def install() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    gradients.sync(_parameters(optimizer))
+    # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
+    gradients.sync([p for p in _updated(optimizer) if not isinstance(p, DistTensor) or held(p).sums])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -277,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum the gradients, divide them by the scale, and ask all ranks whether theirs are finite."""
-        parameters = _parameters(optimizer)
+        parameters = _updated(optimizer)
         gradients.sync(parameters)
         super().unscale_(optimizer)
         for p in parameters:
