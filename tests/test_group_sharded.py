@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import onecard as oc
 from onecard import fleet
 from onecard.errors import CommunicationError, RecordingError
+from onecard.fleet import parameters
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
@@ -253,8 +254,9 @@ def test_words():
     with pytest.raises(FleetError, match=r"average\[n\].lerp_"):
         copy.deepcopy(fleet.group_sharded_parallel(net, optimizer, "os")[0])
     cut = nn.Linear(2, 2)
-    fleet.mark(cut.weight, oc.new_group([0]), 0)
-    with pytest.raises(FleetError, match=r"tensor or sequence parallel layers"):
+    heads = fleet.Held((2, 2), 0, (fleet.Run(0, 2),), oc.new_group([0]), (), ((0, 1),))
+    parameters.hold(cut.weight, heads)
+    with pytest.raises(FleetError, match="rows that several ranks hold"):
         fleet.group_sharded_parallel(cut, torch.optim.SGD(cut.parameters(), 0.1), "os")
     with pytest.raises(FleetError, match="takes what group_sharded_parallel returned"):
         fleet.save_group_sharded_model(net, "nowhere")  # type: ignore[arg-type]

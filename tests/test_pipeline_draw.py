@@ -48,6 +48,13 @@ def test_text_fits_a_width_and_shows_no_half_number():
         assert set(line) <= {f"{a.kind}{a.microbatch}" for a in row} and len(line) > 3
 
 
+def test_an_action_that_took_nearly_no_time_does_not_stretch_the_text():
+    """As W where I did all: a measured run has such."""
+    short = [(0, "0F0", 0, 10), (0, "0I0", 10, 25), (0, "0W0", 25, 25.001), (0, "0F1", 26, 36)]
+    lines = str(pl.draw_text(pl.Timeline.of(short))).splitlines()
+    assert lines[1] == "0 │F0── I0──── W F1─"
+
+
 def test_text_is_coloured_by_kind():
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(pl.draw_text(pl.zb_h1(2, 2)))

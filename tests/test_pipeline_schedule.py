@@ -210,13 +210,26 @@ def test_a_schedule_goes_through_torchs_own_parser(make, tmp_path):
     assert lowered.compute().ranks == schedule.compute().ranks and lowered.name == "torch's"
 
 
-def test_torchs_own_files_are_read(tmp_path):
-    theirs = torch_schedule("ScheduleDualPipeV", 3, 7, (0, 5))
+TORCHS = {
+    "ScheduleInterleaved1F1B": (range(0, 8, 4), "FB"), "ScheduleLoopedBFS": (range(0, 8, 4), "FB"),
+    "ScheduleInterleavedZeroBubble": (range(0, 8, 4), "FIW"), "ScheduleZBVZeroBubble": ((0, 7), "FIW"),
+    "ScheduleDualPipeV": ((0, 7), "FBIW"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_own_files_are_read(name, tmp_path):
+    """Each schedule that torch writes to files: it passes the check, and has its kinds of actions."""
+    stages, kinds = TORCHS[name]
+    theirs = torch_schedule(name, 4, 8, stages)
     for kind in ("compute_comms", "compute_only"):
         theirs._dump_csv(str(tmp_path / "theirs.csv"), format=kind)
         read = pl.read_csv(tmp_path / "theirs.csv")
-        pl.check_schedule(read if read.has_messages else pl.with_messages(read))
-        assert read.compute().ranks == pl.dualpipe_v(3, 7).compute().ranks
+        report = pl.check_schedule(read if read.has_messages else pl.with_messages(read))
+        assert (read.num_stages, read.num_microbatches, len(read.ranks)) == (8, 8, 4) and 0 <= report.bubble_rate < 0.5
+        assert {a.kind for row in read.compute().ranks for a in row} == set(kinds)
+    if name == "ScheduleDualPipeV":
+        assert read.compute().ranks == pl.dualpipe_v(4, 8).compute().ranks
 
 
 @pytest.mark.parametrize("cell", ["0G0", "F0", "0F", "0F0x", "-1F0", "0F0 0F1", "(0F0;1X0)OVERLAP_F_B"])

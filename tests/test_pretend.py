@@ -44,6 +44,7 @@ OF_ALL_WORLDS = {
     ),
     "what the environment asks of the process, or has been said to it": (
         "comm.check.on", "comm.shm.backend._warned", "fleet.as_torch._done", "fleet.training._hooked",
+        "parallel.clipping._done",
     ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip

@@ -5,6 +5,7 @@ What is cut, and where, is asked of `onecard.Layout`, and what runs when of `one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -219,8 +220,33 @@ def pipelines() -> str:
     return svg(920, top + 30, parts, "Six pipeline schedules of 4 ranks and 8 microbatches, with their bubbles", STYLE + PASSES_STYLE)
 
 
+def measured() -> str:
+    """Two measured runs of 2 ranks, each below what its schedule says for the times that were measured."""
+    runs = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
+    schedules = {"1F1B": pipeline.one_f_one_b(2, 6), "ZBH1": pipeline.zb_h1(2, 6)}
+    left, line, parts, top = 78, 17, [], 12
+    unit = 800 / max(end for spans in runs.values() for *_, end in spans)
+    for mode, schedule in schedules.items():
+        ran = pipeline.Timeline.of([tuple(span) for span in runs[mode]])
+        for timeline, word in ((pipeline.simulate(schedule, ran.times()), "as its schedule says"), (ran, "measured")):
+            begin = min(span.start for span in timeline.spans)
+            title = f"{schedule.name}, {word}: step {timeline.step:.3g} ms, bubble {timeline.bubble_rate:.1%}"
+            parts.append(text(left, top + 15, title, "title", "start"))
+            for rank in range(2):
+                parts.append(text(left - 10, top + 35 + line * rank, f"rank {rank}", "small", "end"))
+            for rank, (kind, _, i), start, end in timeline.spans:
+                x, y, width = left + unit * (start - begin), top + 23 + line * rank, unit * (end - start)
+                parts.append(box(round(x, 1), y, round(width, 1), line - 2, f"{PASSES[kind]} cell"))
+                parts.append(text(round(x + width / 2, 1), y + 11.5, str(i), "tiny mark") if width > 8 else "")
+            top += 2 * line + 34
+    for i, (kind, word) in enumerate(zip("FBIW", ("forward", "backward", "input gradient", "weight gradient"), strict=True)):
+        parts += [box(left + 150 * i, top + 4, 22, 13, f"{PASSES[kind]} cell")]
+        parts += [text(left + 30 + 150 * i, top + 15, word, "small", "start")]
+    return svg(920, top + 30, parts, "Two measured runs beside their schedules", STYLE + PASSES_STYLE)
+
+
 PASSES = {"F": "c0", "B": "c1", "I": "c4", "W": "c2"}
-FIGURES = {"program.svg": program, "concepts.svg": concepts, "pipelines.svg": pipelines}
+FIGURES = {"program.svg": program, "concepts.svg": concepts, "pipelines.svg": pipelines, "measured.svg": measured}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

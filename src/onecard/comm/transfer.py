@@ -25,14 +25,15 @@ _EVERY_RANK = (
 
 
 @one_node()
-def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> Tensor:
+def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False, goes_on: bool = False) -> Tensor:
     """This rank's part under the target layout.
 
     Args:
         transfer: from ``transfer.plan_transfer``.
         local: this rank's part under the source layout (empty on a rank outside the source's mesh).
         answered: a rank that sends waits until its receivers have taken it. Otherwise it goes on at once, as the stages
-            of a pipeline do.
+            of a pipeline do, as long as a message fits the buffers on its way.
+        goes_on: it goes on at once also where a message does not fit (``sends_under_way``).
 
     Returns:
         A new tensor; an empty one on a rank outside the target's mesh.
@@ -54,7 +55,7 @@ def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> T
     if board is not None:
         board.enter("transfer", transfer.ranks, transfer.sent_by(me))
     try:
-        _run(transfer, local, result, me)
+        _run(transfer, local, result, me, goes_on)
         if answered:
             _answer(transfer, local, me)
     finally:
@@ -63,7 +64,7 @@ def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False) -> T
     return result
 
 
-def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int) -> None:
+def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int, goes_on: bool) -> None:
     mine = box_of(transfer.source, transfer.shape, me) if me in transfer.source.mesh else None
     theirs = box_of(transfer.target, transfer.shape, me) if me in transfer.target.mesh else None
     for piece in transfer.pieces:
@@ -80,7 +81,7 @@ def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int) -> None:
             elif piece.receiver == me:
                 received.setdefault(piece.sender, []).append(_view(result, theirs, piece.box))
         buffers = [(peer, _buffer(places)) for peer, places in received.items()]
-        _exchange(transfer, [(peer, _packed(boxes)) for peer, boxes in sent.items()], buffers)
+        _exchange(transfer, [(peer, _packed(boxes)) for peer, boxes in sent.items()], buffers, goes_on)
         for peer, buffer in buffers:
             _unpack(buffer, received[peer])
 
@@ -125,13 +126,13 @@ def _view(part: Tensor, held: Box | None, box: Box) -> Tensor:
     return part[tuple(slice(a - s, b - s) for (a, b), s in zip(box, starts, strict=True))]
 
 
-def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers) -> None:
+def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, goes_on: bool = False) -> None:
     """Send and receive tensors, each with the rank at the other end."""
     if not outgoing and not incoming:
         return
     group: Any = dist.group.WORLD
     tag = _tag(transfer)
-    if under_way.here and not any(t.is_cuda for _, t in outgoing):  # on a GPU nobody waits but the stream
+    if goes_on and not any(t.is_cuda for _, t in outgoing):  # on a GPU nobody waits but the stream
         for peer, t in outgoing:
             _leave_under_way(t.clone(), peer, group, tag)
         outgoing = []
@@ -158,12 +159,17 @@ under_way: Kept[list[bool]] = Kept(list)
 @contextmanager
 def sends_under_way() -> Iterator[None]:
     """Inside, a rank that sends goes on before its message has been taken: stages that send each other at once do not wait in
-    a circle. What is sent is copied, so that the program may write to it."""
+    a circle. What is sent is copied, so that the program may write to it. Replays of what is recorded here do so, too."""
     under_way.here.append(True)
     try:
         yield
     finally:
         under_way.here.pop()
+
+
+def sends_go_on() -> bool:
+    """Whether the program is inside ``sends_under_way``."""
+    return bool(under_way.here)
 
 
 def _leave_under_way(t: Tensor, peer: int, group: Any, tag: int) -> None:

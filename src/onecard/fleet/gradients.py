@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from onecard import recorded
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
+from onecard.fleet import twins
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import DistTensor
@@ -33,7 +34,8 @@ _ADDED = "_onecard_added"
 def share_data(parameter: Tensor, group: Ranks) -> None:
     """Say that the ranks of a group hold copies of this parameter and see different data."""
     setattr(parameter, _DATA, group)
-    _watch(parameter)
+    if group.size > 1:
+        _watch(parameter)
 
 
 def sync(parameters: Iterable[Tensor]) -> None:
@@ -44,7 +46,9 @@ def sync(parameters: Iterable[Tensor]) -> None:
     Raises:
         FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
     """
-    chosen = [p for p in parameters if p.requires_grad and has_sums(p)]
+    given = [p for p in parameters if p.requires_grad and has_sums(p)]
+    _sync_twins([p for p in given if twins.twin_of(p) is not None])
+    chosen = [p for p in given if twins.twin_of(p) is None]
     for p in chosen:
         _check(p)
     added, changed = _agreed(chosen)
@@ -65,8 +69,27 @@ def sync(parameters: Iterable[Tensor]) -> None:
         note(p)
 
 
+def _sync_twins(chosen: list[Tensor]) -> None:
+    """The same of parameters of ``group_sharded_parallel``: averages first, which cut them; then parts with parts."""
+    twins.check(chosen)
+    twins.finish(chosen)
+    todo = [p for p in chosen if held(p).sums and not twins.is_summed(p)]
+    sums = {(s.ranks, s.name): s for p in todo for s in held(p).sums}
+    for (ranks, name), group in sorted(sums.items()):
+        mine = [p for p in todo if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)]
+        missing = [p for p, used in zip(mine, _used(mine, group), strict=True) if used and p.grad is None]
+        for p in missing:
+            p.grad = twins.twin_of(p).zero(p)  # type: ignore[union-attr]
+        twins.finish(missing)
+        _reduce([p.grad._local for p in mine if isinstance(p.grad, DistTensor)], group, "sum")
+    for p in todo:
+        twins.note(p)
+
+
 def note(parameter: Tensor) -> None:
     """Remember that this gradient, as it is now, is the whole one."""
+    if twins.twin_of(parameter) is not None:
+        return twins.note(parameter)
     if parameter.grad is not None and has_sums(parameter):
         setattr(parameter, _WHOLE, _now(parameter))
         _watch(parameter)
@@ -74,7 +97,8 @@ def note(parameter: Tensor) -> None:
 
 def _watch(parameter: Tensor) -> None:
     """Have backward say when it adds to the gradient: other writes are the user's."""
-    if not hasattr(parameter, _ADDED) and parameter.requires_grad and parameter.is_leaf:
+    distributed = isinstance(parameter, DistTensor)  # its gradient comes from its twin
+    if not (distributed or hasattr(parameter, _ADDED)) and parameter.requires_grad and parameter.is_leaf:
         setattr(parameter, _ADDED, None)
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, _ADDED, _now(p)))
 
@@ -96,8 +120,9 @@ def has_sums(p: Tensor) -> bool:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The plain parameters that it updates."""
-    return [p for each in optimizer.param_groups for p in each["params"] if type(p) in (nn.Parameter, Tensor)]
+    """What it updates: its own plain parameters, or the distributed ones of ``group_sharded_parallel``."""
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    return [p for p in parameters if type(p) in (nn.Parameter, Tensor)] or parameters
 
 
 def of_fleet(parameters: Any) -> bool:
@@ -106,7 +131,7 @@ def of_fleet(parameters: Any) -> bool:
         return False
     parts = (held(p).group for p in parameters)
     cut = any(group is not None and group.size > 1 for group in parts)
-    return cut or any(has_sums(p) or _in_stages(p) for p in parameters)
+    return cut or any(has_sums(p) or in_stages(p) for p in parameters)
 
 
 def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
@@ -117,7 +142,7 @@ def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
             note(p)
 
 
-def _in_stages(p: Tensor) -> bool:
+def in_stages(p: Tensor) -> bool:
     """Whether other ranks have other parameters of its model."""
     from onecard.fleet.topology import get_hybrid_communicate_group
 
@@ -177,6 +202,13 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [p for p in there if said[id(p)][1]], [p for p in there if said[id(p)][2]]
 
 
+def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
+    """For each parameter whether a rank of the group has a gradient."""
+    with recorded.unrecorded():  # the same in every replay
+        there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
+        return [bool(n) for n in plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()]
+
+
 def _reduce(grads: list[Any], group: Ranks, op: str) -> None:
     if group.size == 1:
         return
@@ -233,6 +265,8 @@ def _owned(p: Tensor) -> Iterator[Tensor]:
     if grad is None:
         return
     cut = set(what.group.ranks) if what.group is not None else set()
+    if isinstance(grad, DistTensor) and any(grad._spec.layout.dims):
+        cut |= {*grad.mesh.process_ids}
     hcg = get_hybrid_communicate_group()
     for axis, degree in hcg.degrees.items():
         line = hcg.group(axis)
@@ -242,8 +276,8 @@ def _owned(p: Tensor) -> Iterator[Tensor]:
     for group in what.sums:
         if group.index != 0:
             return
-    if what.dim < 0 or not what.runs:
-        yield grad
+    if isinstance(grad, DistTensor) or what.dim < 0 or not what.runs:
+        yield grad._local if isinstance(grad, DistTensor) else grad
         return
     for start, length in what.owned():
         yield grad.narrow(what.dim, start, length)
@@ -280,7 +314,7 @@ def clip_grad_norm_(
         RuntimeError: it is not finite, and ``error_if_nonfinite``.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(isinstance(p, DistTensor) for p in chosen):  # of group_sharded_parallel: their norm is that of the whole
+    if any(isinstance(p, DistTensor) for p in chosen) and not of_fleet(chosen):  # torch's norm is that of the whole
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
     norm = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

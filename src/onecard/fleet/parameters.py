@@ -75,6 +75,13 @@ def hold(parameter: Tensor, what: Held) -> None:
     setattr(parameter, _NAME, what)
 
 
+def hold_alike(parameter: Tensor, other: Tensor) -> None:
+    """Note that a parameter is a part of what another one is a part of, if that was marked."""
+    what = getattr(other, _NAME, None)
+    if what is not None:
+        hold(parameter, what)
+
+
 def held(parameter: Tensor) -> Held:
     """What a parameter is a part of; one that nobody marked is whole."""
     return getattr(parameter, _NAME, None) or Held(tuple(parameter.shape))

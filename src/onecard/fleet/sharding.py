@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from onecard.checkpoint import save_state_dict
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks, of_ranks
+from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import held
+from onecard.fleet.pipeline_layer import PipelineLayer
+from onecard.fleet.pipeline_parallel import PipelineParallel
 from onecard.fleet.scaling import distributed_scaler
 from onecard.fleet.strategy import FleetError
+from onecard.fleet.twins import added, pair
 from onecard.layout import Layout
 from onecard.parallel.blocks import Blocks, Piece, Policy
 from onecard.parallel.optimizer import keep_laid_out
@@ -137,7 +141,7 @@ def group_sharded_parallel(
         optimizer: any of torch's over the model's parameters; states that it has are cut too.
         level: "os" (states), "os_g" (gradients too), "p_g_os" (parameters too: gathered block by block).
         scaler: returned, made to skip a step on all ranks together.
-        group: the ranks; all of the world if left out.
+        group: the ranks that see other data and hold copies of one model; if left out, those of ``fleet.init``'s grid.
         sync_buffers: give the buffers the first rank's values now.
         buffer_max_size, segment_size: of Paddle, which this does not need: buckets are of 25 MiB.
         sync_comm: nothing is under way while something else runs: ``overlap=False``.
@@ -157,7 +161,7 @@ def group_sharded_parallel(
         >>> net(torch.ones(3, 4)).sum().backward()
         >>> optimizer.step()
     """
-    group = of_ranks(name="world") if group is None else group
+    group = topology.data_ranks() if group is None else group
     _check(model, optimizer, level, group)
     mesh = Ranks.mesh(group) if group.name == AXIS else of_ranks(group.ranks, AXIS).mesh()
     named = dict(model.named_parameters())
@@ -178,8 +182,12 @@ def group_sharded_parallel(
         cuts = {p: Piece(cut, spec, p) for p, (t, spec, cut) in pieces.items() if cut is not None}
         ahead = overlaps(running, [*twins.values()])
         Blocks(model, cuts, reshard_after_forward, ahead)
+    whole = topology.begun() and group.ranks == topology.data_ranks().ranks  # else the norm is that over the group
     for p, t in twins.items():
         hook(p, None, _handing_on(t, update))
+        pair(t, p, update.reducer, _no_gradient)
+        if whole:
+            gradients.share_data(t, group)
     keep_laid_out(optimizer, update.lay_out)
     return GroupShardedModel(model, twins, level), optimizer, None if scaler is None else distributed_scaler(scaler)
 
@@ -192,20 +200,42 @@ def _check(model: nn.Module, optimizer: Any, level: str, group: Ranks) -> None:
         raise FleetError(f"{call} takes a torch optimizer, not {type(optimizer).__name__}")
     if not group.is_member():
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
+    _check_grid(model, level, group)
     known = {id(p) for p in model.parameters()}
     for p in model.parameters():
         if type(p) is not nn.Parameter:
             raise FleetError(
                 f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
             )
-        if held(p).dim >= 0 or held(p).sums or held(p).copies:
+        if held(p).copies:
             raise FleetError(
-                f"{call}: a parameter of shape {list(p.shape)} is a part of a larger one, or has summands on other ranks (tensor "
-                "or sequence parallel layers), of which a norm over this group would know nothing. By marks ZeRO goes with both: "
-                "oc.shard_optimizer(opt, oc.ShardingStage1('dp', mesh))"
+                f"{call}: a parameter of shape {list(p.shape)} has rows that several ranks hold (key and value heads fewer than "
+                "ranks), whose sums do not fit the parts that ZeRO makes. By marks they do: oc.shard_optimizer(opt, "
+                "oc.ShardingStage1('dp', mesh))"
             )
     if any(id(p) not in known for each in optimizer.param_groups for p in each["params"]):
         raise FleetError(f"{call}: the optimizer holds parameters that are not the model's")
+
+
+def _check_grid(model: nn.Module, level: str, group: Ranks) -> None:
+    """Beside stages and tensor parallel layers the group is that of the copies, and no other."""
+    call = "group_sharded_parallel"
+    data = topology.data_ranks()
+    beside = any(held(p).group is not None or held(p).sums or gradients.in_stages(p) for p in model.parameters())
+    if isinstance(model, PipelineLayer):
+        raise FleetError(
+            f"{call}: a PipelineLayer is a pipeline's after fleet.distributed_model(model): give what that returns"
+        )
+    if isinstance(model, PipelineParallel) and level == "p_g_os":
+        raise FleetError(
+            f"{call}: level 'p_g_os' would gather a stage's parameters again for the forward and the backward of every "
+            "microbatch: 'os_g' divides states and gradients. By marks oc.ShardingStage3 goes with pipeline.step_by_marks"
+        )
+    if beside and group.ranks != data.ranks:
+        raise FleetError(
+            f"{call}: ranks {list(group.ranks)} do not hold copies of the same parameters: beside mp_degree and pp_degree "
+            f"those are {list(data.ranks)}: group=hcg.data(), or leave it out"
+        )
 
 
 def _twin(p: nn.Parameter, mesh: Any) -> Any:
@@ -227,6 +257,7 @@ def _handing_on(twin: Any, update: ShardedUpdate) -> Callable[[Any], None]:
 
     def run(p: Any) -> None:
         grad, p.grad = p.grad, None
+        added(twin)
         update.reducer.before(twin)
         if twin.grad is None:
             twin.grad = _summand(twin, grad)

@@ -152,6 +152,16 @@ def get_hybrid_communicate_group() -> HybridCommunicateGroup:
     return found
 
 
+def begun() -> bool:
+    """Whether ``fleet.init`` was called."""
+    return "hcg" in _state.here
+
+
+def data_ranks() -> Ranks:
+    """The ranks that see other data; all of the world before ``fleet.init``."""
+    return get_hybrid_communicate_group().data() if begun() else of_ranks(name="world")
+
+
 def strategy() -> DistributedStrategy:
     """The strategy that ``fleet.init`` was given."""
     get_hybrid_communicate_group()

@@ -18,6 +18,7 @@ from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
+from onecard.tensor import DistTensor
 
 _hooked: list[Any] = []
 
@@ -31,12 +32,9 @@ def install() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    gradients.sync(gradients.of_optimizer(optimizer))
-
-
-def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What it updates: its own parameters, or the distributed ones of ``group_sharded_parallel``."""
-    return gradients.of_optimizer(optimizer) or [p for each in optimizer.param_groups for p in each["params"]]
+    # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
+    mine = gradients.of_optimizer(optimizer)
+    gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums])
 
 
 class DistributedModel(nn.Module):
@@ -215,7 +213,7 @@ def distributed_optimizer(
     more: Any = optimizer
     if grad_clip is not None:
         clip = grad_clip
-        optimizer.register_step_pre_hook(lambda opt, *_: (clip(_updated(opt)), None)[1])
+        optimizer.register_step_pre_hook(lambda opt, *_: (clip(gradients.of_optimizer(opt)), None)[1])
     if used.gradient_merge:
         _merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
     more.clear_grad = lambda *_, **__: more.zero_grad()

@@ -265,7 +265,8 @@ def take(param: DistTensor, cut: Cut, part: Tensor) -> None:
     grad = cut.x
     spec = grad._spec
     if spec.stride == contiguous_stride(spec.shape):
-        grad._local, grad._spec, grad._memory = strides.place(spec)(part), spec.with_layout(cut.layout), None
+        local = strides.place(spec)(part) if spec.here else part
+        grad._local, grad._spec, grad._memory = local, spec.with_layout(cut.layout), None
     elif param.grad is grad:
         made = Spec.make(cut.layout, spec.shape, contiguous_stride(spec.shape), spec.dtype, spec.device)
         param.grad = wrap(part.contiguous(), made)

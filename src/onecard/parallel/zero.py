@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onecard.comm.groups import group
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -95,12 +94,15 @@ class ShardingStage1:
         return None
 
     def cut(self, x: DistTensor) -> Cut | None:
-        """How the axis cuts a parameter; None where it does not: it has another mesh, or its layout uses the axis already."""
+        """How the axis cuts a parameter; None where it does not: it has another mesh, or its layout uses the axis already.
+
+        The same on ranks outside the parameter's mesh: what lies where must be known to all, or messages between meshes differ.
+        """
         layout, mesh = x._spec.layout, x.mesh
         if self.mesh is not None and mesh is not self.mesh:
             return None
         axis = self._axis(mesh)
-        if axis is None or not x._spec.here or layout.merged or layout.pending or x._spec.alias != OWN:
+        if axis is None or layout.merged or layout.pending or x._spec.alias != OWN:
             return None
         if x.dim() == 0 or x._memory is not None:
             return None
@@ -166,6 +168,12 @@ class ShardedUpdate:
         self.stage = stage
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
+        if not params and any(True for _ in params_of(optimizer)):
+            raise LayoutError(
+                f"{type(stage).__name__}: the optimizer holds plain parameters only, which nothing divides. Make it of a model "
+                "with placements, after oc.shard_layer(model, mesh); for local parameters: "
+                'fleet.group_sharded_parallel(model, optimizer, "os")'
+            )
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
         overlap = overlaps(stage.overlap, params)
@@ -223,15 +231,15 @@ class ShardedUpdate:
 def _take_part(cut: Cut) -> None:
     """A tensor becomes its part under the layout with the cut, in the same memory if that is one piece."""
     spec = cut.x._spec
-    part = cut.parts()[group(cut.mesh, cut.axis).index]
-    cut.x._local, cut.x._spec = strides.place(spec)(part), spec.with_layout(cut.layout)
+    part = cut.own()
+    cut.x._local, cut.x._spec = strides.place(spec)(part) if spec.here else part, spec.with_layout(cut.layout)
 
 
 def _own(param: DistTensor, cut: Cut | None) -> Any:
     """This rank's part of a parameter that is cut, or is to be."""
     if cut is None or cut.layout is param._spec.layout:
         return param._local
-    return cut.parts()[group(cut.mesh, cut.axis).index]
+    return cut.own()
 
 
 def own_part(cut: Cut) -> Cut:

@@ -30,7 +30,7 @@ def draw_text(what: Schedule | Timeline, times: Times | None = None, width: int 
     Args:
         what: a schedule, or a timeline such as that of a measured run.
         times: for a schedule, what stages and messages take.
-        width: columns to fit it into; by default as many as the labels need.
+        width: columns to fit it into; by default as many as the labels need, but for those of very short actions.
 
     Example:
         >>> from onecard.pipeline import one_f_one_b
@@ -42,7 +42,9 @@ def draw_text(what: Schedule | Timeline, times: Times | None = None, width: int 
     timeline = timeline_of(what, times)
     label, lines = _labels(timeline), rows_of(timeline)
     spans = [span for line in lines.values() for span in line]
-    shortest = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
+    lengths = [s.end - s.start for s in spans]
+    least = sum(lengths) / max(1, 10 * len(lengths))  # what is far shorter, in a measured run, gets one letter
+    shortest = min((length for length in lengths if length > least), default=1.0)
     columns = (1 + max((len(label(s)) for s in spans), default=1)) / shortest
     if any(abs(s.start * columns - round(s.start * columns)) > 1e-6 for s in spans):
         columns += 1 / shortest  # rounding costs a label at most one column

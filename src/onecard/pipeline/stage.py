@@ -48,7 +48,7 @@ class Stage:
     def forward(self, microbatch: int, form: Form, tensors: Sequence[Tensor], index: int) -> tuple[Form, list[Tensor]]:
         """F: the outputs for the next stage."""
         inputs = self._enter(form, tensors)
-        value = self._run(form.join(inputs))
+        value = self._run(form.join(_given(inputs)))
         made, outputs = Form.of(value, index)
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
@@ -62,7 +62,11 @@ class Stage:
         """F of the last stage: its loss. ``weight`` and ``scale``: what it is multiplied with before its backward."""
         inputs = self._enter(form, tensors)
         # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
-        loss = self._run(form.join(inputs), target, True) if weight else _nothing(self._run(form.join(inputs)))
+        loss = (
+            self._run(form.join(_given(inputs)), target, True)
+            if weight
+            else _nothing(self._run(form.join(_given(inputs))))
+        )
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
@@ -85,7 +89,7 @@ class Stage:
         return self.loss(made, target) if with_loss and self.loss is not None else made
 
     def _enter(self, form: Form, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What was received, as leaves of this stage's graph."""
+        """What was received, as leaves of this stage's graph; the stage computes with ``_given`` of them."""
         grad = torch.is_grad_enabled()
         return [
             x.detach().requires_grad_() if grad and slot.needs_grad else x.detach()
@@ -128,6 +132,22 @@ class Stage:
     def forget(self) -> None:
         """Drop what is under way, after an error."""
         self._flights.clear()
+
+
+class _Given(torch.autograd.Function):
+    """The same memory, and no leaf any more: a stage may begin with an operator that writes to what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _given(inputs: list[Tensor]) -> list[Tensor]:
+    return [_Given.apply(x) if x.requires_grad else x for x in inputs]
 
 
 def _nothing(value: Any) -> Tensor:

@@ -172,6 +172,10 @@ class Cut:
         """The memory of each rank's part: views."""
         return self.whole.split(self.sizes(), self.dim)
 
+    def own(self) -> Tensor:
+        """That of this rank; nothing outside the mesh."""
+        return self.parts()[groups.group(self.mesh, self.axis).index] if self.x._spec.here else self.whole
+
 
 def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
     """Bring tensors to their layouts with the cut; a sum that is pending along the axis in one message for many of them.
@@ -213,7 +217,9 @@ def start_scatter(
     found: dict[int, Tensor] = {}
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
-        if _only_sums(cut):
+        if not cut.x._spec.here:
+            found[id(cut)] = cut.whole
+        elif _only_sums(cut):
             buckets.setdefault(
                 (cut.axis, cut.x._spec.layout.pending, cut.mesh, cut.x.dtype, cut.whole.device), []
             ).append(cut)
@@ -286,7 +292,8 @@ def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str 
     """Start ``gather_all``; what it gives waits for it. ``label``: as of ``start_reduce``."""
     buckets: dict[Any, list[Cut]] = {}
     for cut in cuts:
-        buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
+        if cut.x._spec.here:
+            buckets.setdefault((cut.mesh, cut.axis, cut.x.dtype, cut.whole.device), []).append(cut)
     ends = [
         _gather_bucket(bucket, groups.group(mesh, axis), name, later, label)
         for (mesh, axis, _, _), members in buckets.items()

@@ -11,7 +11,7 @@ from onecard import resharding
 from onecard.comm import collectives, groups, hosts, pretend, record, world
 from onecard.comm.run import run as run_steps
 from onecard.comm.state import machine
-from onecard.comm.transfer import run_transfer
+from onecard.comm.transfer import run_transfer, sends_go_on
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -155,7 +155,7 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = resharding.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
-    made = run_transfer(plan, local, answered)
+    made = run_transfer(plan, local, answered, sends_go_on())
     if plan.target is not layout and layout.mesh.coordinate() is not None:
         made = made.reshape(layout.local_shape(shape))
     return _own(made, x._spec.with_layout(layout))
