@@ -163,7 +163,8 @@ class Static:
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
-        self._bound.insert(0, (recording.bound, seen))
+        if recording.bound is not None:
+            self._bound.insert(0, (recording.bound, seen))
         return result
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
@@ -219,7 +220,8 @@ def _recorded(
     recording = recording.with_graph(found[-1][1])
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
-    if not faked.here:  # else there is nothing to replay, and a look at how each kernel is called fastest takes long
+    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
+    if not faked.here and not recording.makes_states:
         recording.bound = Bound(recording, roots, leaves, kinds)
     return recording, seen, plain(result)
 
