@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from onecard.graph.passes import PASSES
 from onecard.testing import run_ranks
 
 CALLS = 7
+PATIENCE = 15.0  # seconds that a rank waits for another one's verdict
 # What a recording refuses, or repeats as it was, by what it is: a value of data that Python reads, or that a shape depends on.
 READS = re.compile(
     r"\.item\(\)|tolist\(\)|nonzero|unique|masked_select|if \w+\.sum\(\)|float\(\w+\.max|\[\w+ [<>]|as_strided|histc"
@@ -240,7 +243,22 @@ def many(seeds: list[int], ranks: tuple[Any, ...] | None) -> list[Verdict]:
         warnings.simplefilter("ignore")
         for seed in seeds:
             found.append(judge(seed, ranks))
+            if ranks is not None and (said := _unlike(seed, found[-1])):
+                found[-1] = Verdict("wrong", said)
+                break  # what one rank has left behind is not the next one's
     return found
+
+
+def _unlike(seed: int, mine: Verdict) -> str:
+    """What is wrong if the ranks have not ended a program alike; "" if they have."""
+    store, world = dist.distributed_c10d._get_default_store(), range(oc.get_world_size())
+    store.set(f"recorded/{seed}/{oc.get_rank()}", f"{mine.kind} {mine.replays} {mine.why[:200]}")
+    try:
+        store.wait([f"recorded/{seed}/{rank}" for rank in world], timedelta(seconds=PATIENCE))
+    except RuntimeError:
+        return f"only some ranks ended the program, this one so: {mine}"
+    said = [store.get(f"recorded/{seed}/{rank}").decode() for rank in world]
+    return f"the ranks end otherwise: {said}" if len({one.split(" ")[0] for one in said}) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -265,7 +283,7 @@ def main(options: Options) -> int:
         else:
             mesh = [m for m in MESHES if size_of(m) == options.ranks][start // 20 % 2 if options.ranks != 3 else 0]
             found = run_ranks(many, options.ranks, seeds, mesh, timeout=60.0 * len(seeds))
-        for i, seed in enumerate(seeds):
+        for i, seed in enumerate(seeds[: min(map(len, found))]):
             verdicts[seed] = next((r[i] for r in found if r[i].kind == "wrong"), found[0][i])
             if verdicts[seed].kind == "wrong":
                 print(f"seed {seed}: {verdicts[seed].why}", flush=True)
