@@ -232,3 +232,35 @@ def test_products_in_half() -> None:
 def test_passes_to_ask_for_are_named() -> None:
     with pytest.raises(RecordingError, match="also='recomputed': the passes to ask for are recompute, half, fastest"):
         oc.to_static(lambda x: x, also=["recomputed"])
+
+
+def test_recompute_by_a_limit_of_memory() -> None:
+    """As little as the limit takes, the same bits, and the peak that was promised; a limit that cannot be kept is said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def trained(**options: Any) -> tuple[list[float], int, int]:
+        model.load_state_dict(first)
+        run = oc.to_static(step, **options)
+        losses = [run(torch.randn(256, 32, generator=torch.Generator().manual_seed(i))).item() for i in range(4)]
+        recording = run.recordings[0]
+        return losses, recording.cost().peak, len(list(recording.nodes("backward")))
+
+    losses, peak, nodes = trained()
+    everything, least, most_nodes = trained(also=["recompute"])
+    assert losses == everything and least < peak and most_nodes > nodes
+    found = [trained(memory_limit=limit) for limit in (peak, (peak + least) // 2, least)]
+    assert [found[0][1:], found[2][1] <= least] == [(peak, nodes), True]
+    assert all(f[0] == losses for f in found)
+    assert found[1][1] <= (peak + least) // 2 and nodes < found[1][2] < found[2][2]
+    with pytest.warns(UserWarning, match="over memory_limit=1,000, with all recomputed"):
+        assert trained(memory_limit=1000)[0] == losses

@@ -285,3 +285,49 @@ def test_a_list_operator_that_writes_to_a_view() -> None:
         x = torch.full((2, 3), float(i))
         expected = step(x), weight.grad.clone()
         assert torch.equal(static(x), expected[0]) and torch.equal(weight.grad, expected[1]), i
+
+
+def test_a_step_in_which_an_optimizer_makes_its_states_is_not_replayed() -> None:
+    """Found by random programs: accumulation over calls, so that the optimizer steps for the first time when it is recorded."""
+
+    def trained(static: bool) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, now: bool) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            if now:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        run = oc.to_static(step) if static else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = [run(X * (i + 1), i % 2 == 1).item() for i in range(8)]
+        assert not static or [len(run.recordings), run.recordings[0].makes_states] == [2, False]
+        return losses, {f"{i} {k}": v for i, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+
+    (losses, states), (expected, others) = trained(True), trained(False)
+    assert losses == expected and all(torch.equal(states[k], others[k]) for k in others) and states["0 step"] == 4
+
+
+def test_a_record_of_first_states_is_read_and_not_replayed() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = oc.record(step)(X)
+    assert first.makes_states and first.cost().flops > 0
+    for again in (lambda: first(X), lambda: first.bind(model=model, optimizer=optimizer)):
+        with pytest.raises(RecordingError, match="Run the step once, then record it"):
+            again()
+    second = oc.record(step)(X)
+    second(X)
+    assert optimizer.state[model.weight]["step"] == 3

@@ -109,6 +109,11 @@ def _kind_of(x: Any) -> Any:
     return (float,) if type(x) is float else (None, type(x), x)
 
 
+def _is_like(x: Tensor, *facts: Any) -> bool:
+    """Whether a tensor has this shape, these strides, dtype and device."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device) == facts
+
+
 class _Writer:
     """The text of the two functions."""
 
@@ -121,6 +126,7 @@ class _Writer:
             "all": all,
             "map": map,
             "is_": is_,
+            "is_like": _is_like,
         }
         self._known: dict[int, str] = {}
         self.lines: list[tuple[str, str]] = []  # with what to say where it does not fit
@@ -276,6 +282,10 @@ class _Writer:
         if known.spec is not None:
             self._miss(f"{name}._spec is not {self.object(known.spec)}", f"{known.name} lies otherwise")
             return f"{name}._local"
+        if known.kind == "gradient":  # a new tensor at each step, and none while it is bound
+            facts = ", ".join(map(self.object, known.facts))
+            self._miss(f"{name} is None or not is_like({name}, {facts})", f"{known.name} is another tensor")
+            return name
         now = at(known.where, self.roots, ())
         if (tuple(now.shape), tuple(now.stride()), now.dtype, now.device) != known.facts:
             raise KeyError(known.name)

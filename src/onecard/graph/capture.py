@@ -168,14 +168,17 @@ class Capture:
                         raise refusals.changed_group(key)
 
     def _states(self) -> Iterator[Effect]:
-        """States that an optimizer has made."""
+        """States that an optimizer has replaced, or made for the first time."""
         for r, (_, root) in enumerate(self.places.roots):
             if isinstance(root, Optimizer):
+                before = self.before.states.get(id(root), {})
                 for g, group in enumerate(root.param_groups):
                     for i, param in enumerate(group["params"]):
+                        had = before.get(id(param), ())
                         for key, value in root.state.get(param, {}).items():
                             if isinstance(value, Tensor) and not self.before.had(value):
-                                yield Effect("state", ("state", r, g, i, key), self._output(value))
+                                kind = "state" if key in had else "new state"
+                                yield Effect(kind, ("state", r, g, i, key), self._output(value))
 
     def _gradients(self) -> Iterator[Effect]:
         for key, grad in self.before.gradients.items():

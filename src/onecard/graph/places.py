@@ -25,7 +25,7 @@ class Before:
         gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way.
         holders: by the identity of a local part, the identity of the distributed tensor that had it.
         locals: of each distributed tensor, its local part's identity and its spec.
-        groups: the numbers of all optimizers.
+        groups: the numbers of all optimizers; ``states``: for each of them, the names of the states of each parameter.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,7 @@ class Before:
         self.holders: dict[int, int] = {}
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+        self.states: dict[int, dict[int, frozenset[Any]]] = {}
         found: list[Tensor] = []
         for x in gc.get_objects():
             kind = type(x)
@@ -42,6 +43,7 @@ class Before:
                 found.append(x)
             elif issubclass(kind, Optimizer):
                 self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
+                self.states[id(x)] = {id(p): frozenset(held) for p, held in x.state.items()}
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
             if takes_gradients(x):

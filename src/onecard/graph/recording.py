@@ -57,7 +57,8 @@ class Output:
 class Effect:
     """What the step leaves in the program: a gradient, a new state, another local part, a number of an optimizer.
 
-    ``kind``: "gradient" (of ``where``; no ``output``: set to None), "place" (of a distributed tensor), "state", "group".
+    ``kind``: "gradient" (of ``where``; no ``output``: set to None), "place" (of a distributed tensor), "state", "new state" (the
+    optimizer had none), "group".
     """
 
     kind: str
@@ -121,6 +122,11 @@ class Recording:
             if node.op == "call_function" and phase in ("", node.meta.get("phase")):
                 yield node
 
+    @property
+    def makes_states(self) -> bool:
+        """Whether an optimizer made states in this step: a replay would begin with new ones each time, so there is none."""
+        return any(effect.kind == "new state" for effect in self.effects)
+
     def with_graph(self, graph: fx.Graph) -> Recording:
         """The same step by another graph with the same inputs and outputs."""
         return Recording(
@@ -135,6 +141,7 @@ class Recording:
             RecordingError: it does not fit the arguments or the state of the program; says which.
         """
         leaves, tree = tree_flatten((args, kwargs))
+        self._check_replays()
         if self.bound is None:
             raise RecordingError(
                 f"{self.name}: bind it first: recording.bind({', '.join(f'{r}={r}' for r in self.roots if r)})"
@@ -159,6 +166,7 @@ class Recording:
         """
         from onecard.graph.bound import Bound
 
+        self._check_replays()
         if missing := [name for name in self.roots if name and name not in roots]:
             raise RecordingError(
                 f"{self.name}: bind is not given {', '.join(missing)}; it needs {', '.join(filter(None, self.roots))}"
@@ -173,6 +181,13 @@ class Recording:
                 "state dict is loaded"
             ) from None
         return made
+
+    def _check_replays(self) -> None:
+        if self.makes_states:
+            raise RecordingError(
+                f"{self.name}: an optimizer made its states in the step that was recorded, so that a replay would make them anew "
+                "each time. Run the step once, then record it; onecard.to_static does so"
+            )
 
     def cost(self, machine: Machine = MACHINE) -> Cost:
         """What it takes on a machine, without running it: see ``onecard.graph.price``."""

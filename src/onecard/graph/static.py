@@ -20,7 +20,7 @@ from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.numbers import plain
-from onecard.graph.passes import PASSES, chosen, stages
+from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
 
@@ -64,6 +64,7 @@ def to_static(
     ask: bool = False,
     kernels: str = "eager",
     also: Sequence[str] = (),
+    memory_limit: int | None = None,
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
@@ -81,6 +82,8 @@ def to_static(
             at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
         also: passes that run only where they are asked for: "recompute" (cheap results of forward are computed again in backward,
             not kept; bits stay) and "half" (products in bfloat16).
+        memory_limit: bytes that may be alive at once on this rank, parameters and states included: as little is recomputed as
+            it takes. Where all of it is not enough, a warning says what remains.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -102,7 +105,7 @@ def to_static(
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without, ask, kernels, also)
+    return Static(fn, limit, without, ask, kernels, also, memory_limit)
 
 
 class Static:
@@ -116,8 +119,9 @@ class Static:
         ask: bool = False,
         kernels: str = "eager",
         also: Sequence[str] = (),
+        memory_limit: int | None = None,
     ) -> None:
-        self._options = (tuple(without), ask, kernels, tuple(also))
+        self._options = (tuple(without), ask, kernels, tuple(also), memory_limit)
         chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn, self.limit = fn, limit
@@ -163,7 +167,8 @@ class Static:
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
-        self._bound.insert(0, (recording.bound, seen))
+        if recording.bound is not None:
+            self._bound.insert(0, (recording.bound, seen))
         return result
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
@@ -204,6 +209,7 @@ def _recorded(
     ask: bool = False,
     kernels: str = "eager",
     also: Sequence[str] = (),
+    memory_limit: int | None = None,
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
@@ -214,14 +220,28 @@ def _recorded(
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
-    found = stages(recording.graph, without, kernels, also)
+    if memory_limit is None:
+        found = stages(recording.graph, without, kernels, also)
+    else:
+        found, peak = fitting(recording.graph, memory_limit, without, kernels, also)
+        if peak > memory_limit:
+            warnings.warn(_too_large(recording.name, peak, memory_limit), stacklevel=4)
     check_agreed(recording.name, found)
     recording = recording.with_graph(found[-1][1])
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
-    if not faked.here:  # else there is nothing to replay, and a look at how each kernel is called fastest takes long
+    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
+    if not faked.here and not recording.makes_states:
         recording.bound = Bound(recording, roots, leaves, kinds)
     return recording, seen, plain(result)
+
+
+def _too_large(name: str, peak: int, limit: int) -> str:
+    return (
+        f"{name}: {peak:,} bytes are alive at its peak, over memory_limit={limit:,}, with all recomputed that is cheap. Take "
+        "smaller microbatches, cut the states (ShardingStage1) or recompute whole blocks (torch.utils.checkpoint); "
+        "recordings[0].cost().alive_at_peak says what it is"
+    )
 
 
 def _check_backward(recording: Recording) -> None:

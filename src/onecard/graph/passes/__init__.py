@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import fx
 
 from onecard.errors import RecordingError
+from onecard.graph.live import Live
 from onecard.graph.order import check_started
 from onecard.graph.passes.apart import taken_apart
 from onecard.graph.passes.buckets import small_together
@@ -19,7 +21,7 @@ from onecard.graph.passes.kernel import fastest
 from onecard.graph.passes.names import plain_names
 from onecard.graph.passes.overlap import overlapped
 from onecard.graph.passes.pieces import cut_buckets
-from onecard.graph.passes.recompute import recomputed
+from onecard.graph.passes.recompute import candidates, recomputed
 from onecard.graph.passes.scatter import scattered
 from onecard.graph.recording import Recording
 
@@ -35,8 +37,8 @@ KERNELS = ("eager", "fastest")
 """Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
 
 
-def chosen(kernels: str = "eager", also: Sequence[str] = ()) -> dict[str, Pass]:
-    """All passes, with those that are asked for in their places.
+def chosen(kernels: str = "eager", also: Sequence[str] = (), most: int | None = None) -> dict[str, Pass]:
+    """All passes, with those that are asked for in their places. ``most``: how many nodes "recompute" may compute again.
 
     Raises:
         RecordingError: there are no such kernels, or no such pass.
@@ -46,6 +48,8 @@ def chosen(kernels: str = "eager", also: Sequence[str] = ()) -> dict[str, Pass]:
     if unknown := [name for name in also if name not in ASKED]:
         raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
     asked = {name: run for name, run in ASKED.items() if name in (*also, kernels)}
+    if "recompute" in asked:
+        asked["recompute"] = partial(recomputed, most=most)
     made = dict[str, Pass]()
     for name, run in PASSES.items():
         made[name] = run
@@ -71,19 +75,51 @@ def optimised(recording: Recording, without: Sequence[str] = ()) -> Recording:
 
 
 def stages(
-    graph: fx.Graph, without: Sequence[str] = (), kernels: str = "eager", also: Sequence[str] = ()
+    graph: fx.Graph,
+    without: Sequence[str] = (),
+    kernels: str = "eager",
+    also: Sequence[str] = (),
+    most: int | None = None,
 ) -> list[tuple[str, fx.Graph]]:
     """A graph with the name "", and after each pass but those named: (the pass, the graph)."""
     if unknown := [name for name in without if name not in PASSES]:
         raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
     found = [("", graph)]
-    for name, run in chosen(kernels, also).items():
+    for name, run in chosen(kernels, also, most).items():
         if name not in without:
             made = run(found[-1][1])
             if made is not found[-1][1]:
                 _looked_at(name, made)
             found.append((name, made))  # also one that had nothing to do here: on another rank it may have had
     return found
+
+
+def fitting(
+    graph: fx.Graph, limit: int, without: Sequence[str] = (), kernels: str = "eager", also: Sequence[str] = ()
+) -> tuple[list[tuple[str, fx.Graph]], int]:
+    """``stages`` with as little recomputed as brings the peak of live memory under a limit, and that peak.
+
+    It is the largest results that are computed again. Where even all of them do not do, all are.
+    """
+    also = [*dict.fromkeys([*also, "recompute"])]
+
+    def tried(most: int) -> tuple[list[tuple[str, fx.Graph]], int]:
+        found = stages(graph, without, kernels, also, most)
+        return found, Live(found[-1][1]).peak
+
+    low, best = 0, tried(0)
+    if best[1] <= limit:
+        return best
+    high = candidates(graph)
+    best = tried(high)
+    while best[1] <= limit and high - low > 1:
+        middle = (low + high) // 2
+        found = tried(middle)
+        if found[1] <= limit:
+            high, best = middle, found
+        else:
+            low = middle
+    return best
 
 
 def _looked_at(name: str, made: fx.Graph) -> None:
@@ -95,7 +131,7 @@ def _looked_at(name: str, made: fx.Graph) -> None:
 
 
 __all__ = [
-    "ASKED", "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "in_place",
+    "ASKED", "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "fitting", "in_place",
     "of_no_input", "optimised", "overlapped", "plain_names", "products_in_half", "recomputed", "scattered", "small_together",
     "stages", "taken_apart",
 ]  # fmt: skip

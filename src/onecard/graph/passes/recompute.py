@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from onecard._torch import OpOverload
+from onecard.graph.live import size_of
 from onecard.graph.memory import Memory, effects
 from onecard.graph.order import name_of, only_names
 from onecard.graph.recorder import written_by
@@ -17,9 +18,17 @@ from onecard.graph.recorder import written_by
 _CHEAP = {"native_layer_norm", "native_group_norm", "_softmax", "_log_softmax"}
 
 
-def recomputed(graph: fx.Graph) -> fx.Graph:
-    """Backward takes copies of cheap forward nodes, made where it needs the first of their results."""
-    again = _again(graph)
+def recomputed(graph: fx.Graph, most: int | None = None) -> fx.Graph:
+    """Backward takes copies of cheap forward nodes, made where it needs the first of their results.
+
+    Args:
+        most: only so many of them, those with the largest results. Whatever is left out is kept, so any choice is right.
+    """
+    again = dict.fromkeys(_again(graph))
+    if most is not None:
+        again = dict.fromkeys(
+            sorted(again, key=lambda n: -size_of(n))[:most]
+        )  # of equal size the first ones, on every rank
     if not again:
         return graph
     made, names, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
@@ -44,8 +53,13 @@ def _is_late(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("phase") == "backward"
 
 
-def _again(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes to compute again."""
+def candidates(graph: fx.Graph) -> int:
+    """How many nodes could be computed again."""
+    return len(_again(graph))
+
+
+def _again(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes to compute again, in their order."""
     memory = Memory(graph, apart=True)
     there: set[fx.Node] = set()  # can be had in backward
     cheap: set[fx.Node] = set()
@@ -66,7 +80,7 @@ def _again(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node in cheap and any(_is_late(u) or u in wanted for u in node.users):
             wanted.add(node)
-    return wanted
+    return [node for node in graph.nodes if node in wanted]
 
 
 def _cheap(node: fx.Node) -> bool:
