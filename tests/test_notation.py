@@ -70,6 +70,7 @@ def test_sources_of_a_result():
         ("[[m]] -> m", "'[' where none belongs", 1),
         ("[... m] -> m", "'...' inside '[ ]'", 1),
         ("...*, ...* -> ...", "a second '*'", 9),
+        ("a, b* -> a @0", "'@' counts operands", 11),
         ("dim:v ... -> ...", "'dim:v' belongs right after '...'", 0),
         ("... k dim:v -> ...", "'dim:v' belongs right after '...'", 6),
         ("(... dim:v) -> ...", "'...' inside '( )'", 1),

@@ -28,8 +28,8 @@ R, S = oc.Replicate, oc.Shard
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
         "comm.check._switched", "comm.groups.also_forget",
-        "comm.shm.functional._kept", "tensor.random_operators.draw.factories", "tensor.random_operators.draw.handlers",
-        "tensor.dispatch.entry.builders",
+        "comm.shm.functional._kept", "tensor.dispatch.entries.builders", "tensor.dispatch.entries.drawing",
+        "tensor.dispatch.entries.wholes",
     ),
     "the mechanism itself": ("comm.state.kept",),
     "functions of their key alone, of a bounded number of entries": (

@@ -77,6 +77,26 @@ def _linear_backward(args):
     return call
 
 
+@torch.library.custom_op("spelling::joined", mutates_args=())
+def joined(first: torch.Tensor | None, xs: list[torch.Tensor], last: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.stack(xs)
+
+
+@joined.register_fake
+def _(first, xs, last=None):
+    return torch.stack(xs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_repeated_term_leaves_the_others_to_their_arguments(count):
+    op, xs, one = torch.ops.spelling.joined.default, [torch.empty(4, device="meta")] * count, S([4])
+    for first, last in itertools.product((None, one), (None, one)):
+        call = Call(op, [torch.empty(4) if first else None, xs, torch.empty(4) if last else None], {})
+        call.results = [torch.empty(count, 4)]
+        terms = ["a"] * bool(first) + ["b"] * count + ["c"] * bool(last)
+        assert text_of("a, b*, c -> _ b", call) == f"{', '.join(terms)} -> _ b"
+
+
 def test_traits_are_spelled_out_with_the_rule():
     call = a_call(aten.sum.dim_IntList, S([3, 4, 5]), [0, 2])
     form = spelled(Form("... dim:r -> ... dim:-", whole="r", nonempty="...", even="r ..."), call)
@@ -149,6 +169,14 @@ def test_a_list_of_dims_beside_one_dim_is_refused_by_the_call(text):
     call = a_call(torch.ops.spelling.over.default, S([3, 4]), S([3]), 0, [0, 1], 1.0)
     with pytest.raises(RuleError, match=r"'v' is .* a list of dims gives each a factor of its own"):
         spelled(Form(text), call)
+
+
+def test_two_arguments_that_point_to_one_dim():
+    """Legal for some operators (``transpose(0, 0)``), and no rule of the table may be taken for it by accident."""
+    text = "... dim0:a dim1:b -> ... dim0:b dim1:a"
+    assert text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 0, -1)) == "a d0 b -> b d0 a"
+    with pytest.raises(RuleError, match=r"transpose: its rule says of dim0 and dim1 .* point to dim 1 alike"):
+        text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 1, -2))
 
 
 def test_a_wrong_rule_with_a_pointed_dim_is_not_kept():

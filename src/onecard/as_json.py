@@ -12,9 +12,10 @@ import torch
 
 from onecard.cost import Curve, Link, Machine
 from onecard.errors import LayoutError, OnecardError
-from onecard.layout import REDUCTION, Layout, commute
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, Part, is_merged
+from onecard.reductions import REDUCTION, commute
 from onecard.tensor.spec import Spec
 
 VERSION = 1

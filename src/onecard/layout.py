@@ -15,8 +15,7 @@ Three written rules that everything else relies on:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,9 +27,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, span
+from onecard.reductions import REDUCTION, REDUCTIONS, commute
 
-REDUCTIONS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
-REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 # Of a layout that nobody has any more nobody can tell that its successor is another object.
 _interned: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
@@ -324,17 +322,6 @@ def check_placements(mesh: ProcessMesh, placements: Sequence[Placement], call: s
             f"{mesh.dim_names}: give one for each axis, for example {_example(call, fits)}"
         )
     return placements
-
-
-def commute(ops: Iterable[str]) -> bool:
-    """Whether axes pending under these operators may be reduced in any order: all the same, or sums and averages.
-
-    Example:
-        >>> commute(["sum", "avg"]), commute(["max", "max"]), commute(["sum", "max"])
-        (True, True, False)
-    """
-    distinct = set(ops)
-    return len(distinct) < 2 or distinct == {"sum", "avg"}
 
 
 def _check_reductions(

@@ -25,7 +25,7 @@ from onecard.parallel import shard_layer
 from onecard.rules.call import schema_of
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.dispatch import fallback
-from onecard.tensor.dispatch.entry import builders
+from onecard.tensor.dispatch.entries import builders
 from onecard.tensor.dist_tensor import describe
 
 ORDER = ("refused", "gathered", "decomposed", "built in", "ruled")

@@ -25,13 +25,11 @@ import numpy as np
 from onecard.cost import MACHINE, Machine
 from onecard.layout import Layout
 from onecard.parts import chunk
+from onecard.reductions import reduction
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole tensor
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host; () where all share one, or nobody knows
-
-# A pending value under one of these is itself on every rank; under any other, all ranks but the first hold nothing.
-IDEMPOTENT = ("max", "min", "avg", "band", "bor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +276,10 @@ def _by_box(layout: Layout, shape: Shape, ranks: Iterable[int]) -> dict[Box, lis
 
 
 def _receivers(target: Layout) -> Sequence[int]:
-    """The ranks that must hold a value: under a pending sum the first along each pending axis."""
+    """The ranks that must hold a value: under a pending sum the first along each pending axis, under a maximum all."""
     ranks = []
     for rank in target.mesh.process_ids:
         place = target.mesh.coordinate(rank) or ()
-        if all(op in IDEMPOTENT or place[axis] == 0 for axis, op in target.pending):
+        if all(reduction(op).idempotent or place[axis] == 0 for axis, op in target.pending):
             ranks.append(rank)
     return ranks

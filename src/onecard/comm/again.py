@@ -15,10 +15,9 @@ from onecard.comm.groups import Group, group
 from onecard.comm.shm.group import ShmGroup
 from onecard.comm.started import Started
 from onecard.mesh import ProcessMesh
+from onecard.reductions import REDUCTIONS, reduction
 
 Send = Callable[[Tensor, Tensor], Any]
-_COMMUTE = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
-_EXACT = ("max", "min", "band", "bor", "bxor")
 
 
 class Line(NamedTuple):
@@ -74,8 +73,8 @@ def one_by_one(line: Line, op: str, dtype: torch.dtype) -> bool:
     Shared memory adds so; what Gloo and NCCL do depends on the place in the message, which of two ranks does not show.
     """
     found = group(*line)
-    exact = op in _EXACT or (not dtype.is_floating_point and not dtype.is_complex)
-    return op in _COMMUTE and (exact or found.size <= 2 or isinstance(found.process_group, ShmGroup))
+    exact = reduction(op).exact or (not dtype.is_floating_point and not dtype.is_complex)
+    return op in REDUCTIONS and (exact or found.size <= 2 or isinstance(found.process_group, ShmGroup))
 
 
 def _as_it_is(options: Any) -> Any:

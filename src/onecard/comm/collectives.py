@@ -6,7 +6,6 @@ along the dim on each rank of the group, which every rank can compute (layout.py
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -19,11 +18,12 @@ from torch import Tensor
 from onecard import _torch, recorded
 from onecard.comm import check, flight, sparse_check, trace
 from onecard.comm import record as tell
-from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OF_TRUTHS, OPTIONS, REDUCE, at_once, dense, moved
+from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OPTIONS, REDUCE, at_once, dense, moved
 from onecard.comm.groups import Group
 from onecard.comm.pretend import pretending
 from onecard.comm.shm.channel import MISMATCH
 from onecard.errors import CommunicationError
+from onecard.reductions import averaged, join, reduction
 
 _FOR_THEMSELVES = ("broadcast", "barrier")  # no operator's operands
 Recorded = tuple[Any, ...]  # what is filled, the functional operator's name, its arguments
@@ -105,7 +105,7 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
         joined = _all_reduce_foreign(local, group, op)
         return local.copy_(joined) if inplace else joined
     if local.dtype is torch.bool:
-        op = OF_TRUTHS[op]
+        op = reduction(op).of_truths
     if op in ("max", "min") and local.is_floating_point():
         extreme = _extreme(local, group, op)
         return local.copy_(extreme) if inplace else extreme
@@ -123,12 +123,7 @@ def all_reduce(local: Tensor, group: Group, op: str = "sum", inplace: bool = Fal
         )
     elif pg is not None:
         check.nothing_sent()
-    return _averaged(result, group.size) if op == "avg" else result
-
-
-def _averaged(total: Tensor, ranks: int) -> Tensor:
-    """A sum over the ranks, divided in place; that of integers is rounded toward zero, as NCCL does."""
-    return total.div_(ranks, rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
+    return averaged(result, group.size) if op == "avg" else result
 
 
 def _all_reduce_foreign(local: Tensor, group: Group, op: str) -> Tensor:
@@ -205,18 +200,7 @@ def reduce_scatter(
     if scatters(local, group, sizes, op):
         return _reduce_scatter_base(local, group, dim, sizes, op, into)
     parts = all_to_all_parts(local, group, dim, sizes)
-    stacked = torch.stack(parts)
-    reduce = {
-        "sum": lambda t: t.sum(0),
-        "avg": lambda t: _averaged(t.sum(0), group.size),
-        "max": lambda t: t.amax(0),
-        "min": lambda t: t.amin(0),
-        "product": lambda t: t.prod(0),
-        "band": lambda t: functools.reduce(torch.bitwise_and, t),
-        "bor": lambda t: functools.reduce(torch.bitwise_or, t),
-        "bxor": lambda t: functools.reduce(torch.bitwise_xor, t),
-    }
-    return reduce[OF_TRUTHS[op] if local.dtype is torch.bool else op](stacked).to(local.dtype)
+    return join(torch.stack(parts), op)
 
 
 def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:

@@ -34,13 +34,6 @@ def _options(op: str) -> Any:
     return at_once(options)
 
 
-# Added as bytes, truths would be 2, which no kernel expects in their memory.
-OF_TRUTHS = {
-    **dict.fromkeys(("sum", "max", "bor"), "max"),
-    **dict.fromkeys(("avg", "product", "min", "band"), "min"),
-    "bxor": "bxor",
-}
-
 OPTIONS = {op: _options(op) for op in REDUCE}
 GATHER, EXCHANGE = at_once(AllgatherOptions()), at_once(dist.AllToAllOptions())
 BARRIER = at_once(dist.BarrierOptions())

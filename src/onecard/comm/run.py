@@ -10,8 +10,8 @@ from torch import Tensor
 from onecard.comm import collectives
 from onecard.comm.groups import Group, group
 from onecard.layout import Layout
+from onecard.reductions import reduction
 from onecard.resharding import Step
-from onecard.transfer import IDEMPOTENT
 
 
 def run(steps: Sequence[Step], local: Tensor, shape: Sequence[int], owned: bool = False) -> Tensor:
@@ -61,9 +61,10 @@ def _fill(step: Step, local: Tensor, line: Group) -> Tensor:
 
     What changes nothing is one number, expanded: adding it costs no memory. It must be copied before it is written to.
     """
-    if step.op in IDEMPOTENT or line.index == 0:
+    found = reduction(step.op)
+    if found.idempotent or found.identity is None or line.index == 0:
         return local
-    return local.new_full((), 1 if step.op == "product" else 0).expand(local.shape)
+    return local.new_full((), found.identity(local.dtype)).expand(local.shape)
 
 
 def lengths(layout: Layout, shape: Sequence[int], dim: int, axis: int) -> list[int]:

@@ -28,6 +28,7 @@ from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
+from onecard.reductions import averaged
 
 _R = Replicate()
 LAST = 30.0  # seconds at the end of a process, for sends that nobody has received yet
@@ -123,7 +124,7 @@ def reduced(x: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> 
     work = _begun("all_reduce", group, result, lambda pg: pg.allreduce([result], options))
 
     def finish() -> Tensor:
-        return collectives._averaged(result, group.size) if op == "avg" else result
+        return averaged(result, group.size) if op == "avg" else result
 
     return Started("all_reduce", _among(group), work, finish, result)
 
@@ -193,7 +194,7 @@ def scattered(
 
     def whole(total: Tensor) -> Tensor:
         result = total.movedim(0, dim).contiguous()
-        return collectives._averaged(result, group.size) if op == "avg" else result
+        return averaged(result, group.size) if op == "avg" else result
 
     if collectives.scatters(x, group, sizes, op):
         send = x.movedim(dim, 0).contiguous()

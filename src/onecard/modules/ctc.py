@@ -20,7 +20,8 @@ from onecard.parallel.local_code import local_map
 from onecard.recorded import values_of
 from onecard.tensor import DistTensor
 from onecard.tensor.dispatch.composite import numbers_of
-from onecard.tensor.dispatch.intercept import intercept, onward
+from onecard.tensor.dispatch.entries import whole
+from onecard.tensor.dispatch.intercept import onward
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction
@@ -72,4 +73,4 @@ def _each(
 
 
 for _op in (aten.ctc_loss.Tensor, aten.ctc_loss.IntList):
-    intercept(_op, _loss(_op))
+    whole(_op)(_loss(_op))

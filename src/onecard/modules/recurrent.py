@@ -19,7 +19,7 @@ from onecard.mesh import ProcessMesh
 from onecard.parallel.local_code import local_map
 from onecard.tensor import DistTensor
 from onecard.tensor.dispatch.composite import numbers_of
-from onecard.tensor.dispatch.intercept import intercept
+from onecard.tensor.dispatch.entries import whole
 
 aten = torch.ops.aten
 
@@ -129,5 +129,5 @@ def _run(
 
 
 for _op in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
-    intercept(_op.input, _padded(_op.input))
-    intercept(_op.data, _packed(_op.data))
+    whole(_op.input)(_padded(_op.input))
+    whole(_op.data)(_packed(_op.data))

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Replicate
 
 from onecard._torch import DispatchKeySet
 from onecard.tensor import DistTensor, shard_tensor
-from onecard.tensor.dispatch.intercept import intercept, onward
+from onecard.tensor.dispatch.entries import whole
+from onecard.tensor.dispatch.intercept import onward
 
 aten = torch.ops.aten
 
@@ -122,8 +123,8 @@ def _to_padded(keyset: DispatchKeySet, x: Tensor, padding: float, output_size: A
     return F.pad(x, (0, 0, 0, missing), value=padding) if missing else x
 
 
-intercept(aten._native_multi_head_attention.default, _attention)
-intercept(aten._transformer_encoder_layer_fwd.default, _encoder_layer)
-intercept(aten._nested_tensor_from_mask.default, _from_mask)
-intercept(aten._nested_tensor_from_mask_left_aligned.default, _left_aligned)
-intercept(aten.to_padded_tensor.default, _to_padded)
+whole(aten._native_multi_head_attention.default)(_attention)
+whole(aten._transformer_encoder_layer_fwd.default)(_encoder_layer)
+whole(aten._nested_tensor_from_mask.default)(_from_mask)
+whole(aten._nested_tensor_from_mask_left_aligned.default)(_left_aligned)
+whole(aten.to_padded_tensor.default)(_to_padded)

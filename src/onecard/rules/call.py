@@ -60,6 +60,31 @@ def schema_of(func: OpOverload) -> Schema:
     )
 
 
+def named(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by their names in the schema.
+
+    Example:
+        >>> import torch
+        >>> named(torch.ops.aten.narrow.default, ("x", 1), {"start": 0})
+        {'self': 'x', 'dim': 1, 'start': 0}
+    """
+    return {**dict(zip(schema_of(func).arguments, args, strict=False)), **kwargs}
+
+
+def arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names: defaults filled in, None where there is neither."""
+    schema = schema_of(func)
+    return dict.fromkeys(schema.arguments) | schema.defaults | named(func, args, kwargs)
+
+
+def written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a call writes to, each with its argument's name; those in lists one by one."""
+    names = schema_of(func).written
+    for name, value in named(func, args, kwargs).items() if names else ():
+        if name in names:
+            yield from ((name, x) for x in tensors_in(value))
+
+
 class Call:
     """A call whose tensors are meta tensors: what a row's function looks at.
 

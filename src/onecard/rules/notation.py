@@ -98,6 +98,8 @@ def parse(text: str) -> Signature:
     for side in (operands, results):
         if sum(term.repeated for term in side) > 1:
             raise _fault(text, text.rindex("*"), "a second '*': how many tensors are whose?")
+    if any(t.repeated for t in operands) and any(t.sources is not None for t in results):
+        raise _fault(text, text.index("@"), "'@' counts operands, and '*' leaves open how many there are")
     numbered = re.search(r"\b[A-Za-z]\w*\d\b(?!:)", text) if any(t.placed for t in (*operands, *results)) else None
     if numbered:
         raise _fault(

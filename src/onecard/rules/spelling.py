@@ -82,20 +82,27 @@ def _placed(term: Term, places: dict[int, str], rest: Sequence[str] | None) -> T
 
 
 def _present(signature: Signature, call: Call) -> Signature:
-    """Repeated terms as often as there are tensors; those of absent tensors left out."""
-    operands = _repeat(signature.operands, len(call.operands))
-    stated = [a.name for a in call.func._schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-    kept = list(range(len(operands)))
-    if len(operands) > len(call.operands) and len(operands) == len(stated):
-        kept = [i for i, name in enumerate(stated) if name in call.names]
-    results = _wanted(_repeat(signature.results, len(call.results)), call)
+    """Terms of absent tensors left out, repeated ones as often as there are tensors."""
+    kept = _kept(signature.operands, call)
+    operands = _repeat([signature.operands[i] for i in kept], len(call.operands))
     number = {old: new for new, old in enumerate(kept)}
-    fewer = [t if t.sources is None else replace(t, sources=_renumbered(t.sources, number)) for t in results]
-    return Signature(tuple(operands[i] for i in kept), tuple(fewer))
+    results = [
+        term if term.sources is None else replace(term, sources=tuple(number[i] for i in term.sources if i in number))
+        for term in _wanted(_repeat(signature.results, len(call.results)), call)
+    ]
+    return Signature(tuple(operands), tuple(results))
 
 
-def _renumbered(sources: tuple[int, ...], number: dict[int, int]) -> tuple[int, ...]:
-    return tuple(number[i] for i in sources if i in number)
+def _kept(terms: Sequence[Term], call: Call) -> list[int]:
+    """The numbers of the terms whose arguments the call gives. A repeated one is for all between the others'."""
+    stated = [a.name for a in call.func._schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    several = next((i for i, term in enumerate(terms) if term.repeated), len(terms))
+    behind = len(terms) - several - 1
+    if behind < 0 and (len(terms) <= len(call.operands) or len(terms) != len(stated)):
+        return list(range(len(terms)))
+    names = dict(enumerate(stated[:several]))
+    names |= {several + 1 + i: name for i, name in enumerate(stated[len(stated) - behind :] if behind > 0 else ())}
+    return [i for i in range(len(terms)) if i == several or names.get(i, "") in call.names]
 
 
 def _repeat(terms: Sequence[Term], count: int) -> list[Term]:
@@ -122,7 +129,14 @@ def _places(term: Term, tensor: Tensor, call: Call) -> dict[int, str]:
         value = call.values.get(argument)
         at = pointed(call, value, count)
         several = not isinstance(value, int) and name != "_"
-        found |= {place: f"{name}{i}" if several else name for i, place in enumerate(at)}
+        for i, place in enumerate(at):
+            spelled = f"{name}{i}" if several else name
+            if found.setdefault(place, spelled) != spelled:
+                pair = " and ".join(argument for argument, _ in term.placed)
+                raise RuleError(
+                    f"{call.schema.name}: its rule says of {pair} that they point to dims of their own, and in this call they "
+                    f"point to dim {place} alike; a row's function can say which rule holds then"
+                )
     return found
 
 

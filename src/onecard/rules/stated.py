@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from onecard.errors import RuleError
-from onecard.layout import REDUCTIONS
+from onecard.reductions import REDUCTION, REDUCTIONS
 from onecard.rules.call import Call
 from onecard.rules.notation import Signature, names_of, parse, parse_linear
 from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 
 _POINTS = re.compile(r"(Optional\[)?(List\[)?int\]*")
-_REDUCTION = re.compile(rf"{'|'.join(REDUCTIONS)}|norm[-+.\de]+")
 
 
 def check_row(name: str, row: Row) -> None:
@@ -164,7 +163,7 @@ def _check_reductions(name: str, form: Form, signature: Signature) -> None:
         )
     given = [form.reduce] if isinstance(form.reduce, str) else [*form.reduce]
     for trait, op in (*(("reduce", op) for op in given), ("keeps", form.keeps)):
-        if op and not _REDUCTION.fullmatch(op):
+        if op and not REDUCTION.fullmatch(op):
             raise RuleError(
                 f"row {_row(name, form)}: {trait}={op!r} is no reduction; there are {', '.join(REDUCTIONS)} and norm2.0 and "
                 "its like"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onecard.reductions import reduction
 from onecard.rules.local import Local
 
 
@@ -63,36 +63,23 @@ def scaled(c: Local, part: float, index: int = 0) -> None:
     c.run = run
 
 
-def if_empty(c: Local, fill: Callable[[torch.dtype], Any], operand: int = 0) -> None:
-    """Where this rank has no element to reduce, its result is what changes nothing in the reduction."""
-    shapes = [c.result_shape(i) for i in range(len(c.call.results))]
-    if prod(c.operand_shape(operand)) or not prod(c.call.operands[operand].shape):
+def if_empty(c: Local) -> None:
+    """Where this rank has no element to reduce, its results are what changes nothing in the reduction that joins them."""
+    if prod(c.operand_shape()) or not prod(c.call.operands[0].shape):
         return
-    made = [(shape, t.dtype) for shape, t in zip(shapes, c.call.results, strict=True)]
+    shapes = [c.result_shape(i) for i in range(len(c.call.results))]
+    made = [
+        (shape, _nothing(op, t.dtype) if prod(shape) else 0, t.dtype)
+        for shape, op, t in zip(shapes, c.bound.reduce, c.call.results, strict=True)
+    ]
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
-        results = tuple(
-            torch.full(shape, value if prod(shape) else 0, dtype=dtype, device=x.device)
-            for (shape, dtype), value in zip(made, _each(fill(made[0][1]), len(made)), strict=True)
-        )
+        results = tuple(torch.full(shape, value, dtype=dtype, device=x.device) for shape, value, dtype in made)
         return results[0] if len(results) == 1 else results
 
     c.run = run
 
 
-def _each(value: Any, count: int) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,) * count
-
-
-def lowest(dtype: torch.dtype) -> Any:
-    """The number that changes no maximum."""
-    if dtype is torch.bool:
-        return False
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def highest(dtype: torch.dtype) -> Any:
-    """The number that changes no minimum."""
-    if dtype is torch.bool:
-        return True
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+def _nothing(op: str, dtype: torch.dtype) -> Any:
+    identity = reduction(op).identity
+    return identity(dtype) if identity is not None else 0

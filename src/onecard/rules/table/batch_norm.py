@@ -12,7 +12,6 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import names, signature
 from onecard.rules.table._share import cast, wide
 
 aten = torch.ops.aten
@@ -24,14 +23,17 @@ Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def _forward_form(call: Call, training: bool) -> Form:
     """In training the kernels also write running statistics, which they must see whole if anything is cut."""
-    dims = ["n", "c", *names(call.input.dim() - 2, "s")]
     if not training:
         # What the kernels do; their meta functions say otherwise (torch 2.13).
         call.results[1:] = [t.new_empty([0]) for t in call.results[1:]]
     running = call.values.get("running_mean") is not None
-    whole = " ".join(d for d in dims if d != "c" or running) if training else ""
-    results = [dims, *(["c" if t.shape[0] == dims_c(call) else "_"] for t in call.results[1:])]
-    return Form(signature([dims, *[["c"]] * (len(call.operands) - 1)], results), whole=whole, nonempty="c")
+    whole = ("n c ..." if running else "n ...") if training else ""
+    stats = ["c" if t.shape[0] == dims_c(call) else "_" for t in call.results[1:]]
+    return Form(f"n c ..., c* -> {', '.join(['n c ...', *stats])}", whole=whole, nonempty="c")
+
+
+def _by_training(call: Call) -> Form:
+    return _forward_form(call, call.training)
 
 
 def dims_c(call: Call) -> int:
@@ -90,9 +92,9 @@ def _reserve(input: Tensor) -> Tensor:
     return input.new_empty([0], dtype=torch.uint8)
 
 
-@row("native_batch_norm _native_batch_norm_legit", local=_no_stats, positions="", instead=_forward)
-def _batch_norm(call: Call) -> Form:
-    return _forward_form(call, call.training)
+row("native_batch_norm _native_batch_norm_legit miopen_batch_norm", local=_no_stats, positions="", instead=_forward)(
+    _by_training
+)
 
 
 def _without_running(
@@ -101,23 +103,14 @@ def _without_running(
     return _forward(input, weight, bias, None, None, training, momentum, eps)
 
 
-@row("_native_batch_norm_legit.no_stats", instead=_without_running)
-def _batch_norm_no_stats(call: Call) -> Form:
-    return _forward_form(call, True)
+row("_native_batch_norm_legit.no_stats", instead=_without_running)(lambda call: _forward_form(call, True))
 
 
 def _cudnn(*args: Any) -> tuple[Tensor, ...]:
     return *_forward(*args), _reserve(args[0])
 
 
-@row("cudnn_batch_norm", local=_no_stats, positions="", instead=_cudnn)
-def _cudnn_rule(call: Call) -> Form:
-    return _forward_form(call, call.training)
-
-
-@row("miopen_batch_norm", local=_no_stats, positions="", instead=_forward)
-def _miopen_rule(call: Call) -> Form:
-    return _forward_form(call, call.training)
+row("cudnn_batch_norm", local=_no_stats, positions="", instead=_cudnn)(_by_training)
 
 
 def _with_update(
@@ -126,14 +119,8 @@ def _with_update(
     return *_forward(input, weight, bias, mean, var, True, momentum, eps), _reserve(input)
 
 
-@row("_batch_norm_with_update", instead=_with_update)
-def _with_update_rule(call: Call) -> Form:
-    return _forward_form(call, True)
-
-
-@row("_batch_norm_no_update", local=_no_stats, positions="")
-def _no_update_rule(call: Call) -> Form:
-    return _forward_form(call, False)
+row("_batch_norm_with_update", instead=_with_update)(lambda call: _forward_form(call, True))
+row("_batch_norm_no_update", local=_no_stats, positions="")(lambda call: _forward_form(call, False))
 
 
 # ---- Backward
@@ -168,32 +155,26 @@ def _backward(
 
 def _backward_form(call: Call, train: bool, mask: Sequence[bool]) -> Form:
     """The kernels end the process (a division by zero) where there are no channels or no elements."""
-    dims = ["n", "c", *names(call.input.dim() - 2, "s")]
-    known = {"grad_out": dims, "grad_output": dims, "input": dims, "reserve": ["_"], "reserveSpace": ["_"]}
+    x = "n c ..."
+    known = {"grad_out": x, "grad_output": x, "input": x, "reserve": "_", "reserveSpace": "_"}
     operands = [
-        known.get(name) or (["c"] if t.shape[0] == dims_c(call) else ["_"])
+        known.get(name) or ("c" if t.shape[0] == dims_c(call) else "_")
         for name, t in zip(call.names, call.operands, strict=True)
     ]
     if len(call.results) == 3:  # the meta function gives all of them whatever is asked for
         call.results[:] = [t for t, wanted in zip(call.results, mask, strict=True) if wanted]
-    results = [d for d, wanted in zip([dims, ["c"], ["c"]], mask, strict=True) if wanted]
-    whole = " ".join(d for d in dims if d != "c") if train else ""
     linear = "grad_out" if "grad_out" in call.names else "grad_output"
-    return Form(signature(operands, results), whole=whole, linear=linear, nonempty=" ".join(dims))
+    return Form(f"{', '.join(operands)} -> {x}, c, c", whole="n ..." if train else "", linear=linear, nonempty=x)
 
 
-@row("native_batch_norm_backward", instead=_backward)
-def _batch_norm_backward(call: Call) -> Form:
-    return _backward_form(call, call.train, call.output_mask)
+row("native_batch_norm_backward", instead=_backward)(lambda call: _backward_form(call, call.train, call.output_mask))
 
 
 def _backward_reserve(*args: Any) -> Three:
     return _backward(*args[:10])
 
 
-@row("batch_norm_backward", instead=_backward_reserve)
-def _update_backward(call: Call) -> Form:
-    return _backward_form(call, call.update, call.output_mask)
+row("batch_norm_backward", instead=_backward_reserve)(lambda call: _backward_form(call, call.update, call.output_mask))
 
 
 def _cudnn_backward(
@@ -212,6 +193,6 @@ def _cudnn_backward(
     )
 
 
-@row("cudnn_batch_norm_backward miopen_batch_norm_backward", instead=_cudnn_backward)
-def _cudnn_backward_rule(call: Call) -> Form:
-    return _backward_form(call, True, (True,) * 3)
+row("cudnn_batch_norm_backward miopen_batch_norm_backward", instead=_cudnn_backward)(
+    lambda call: _backward_form(call, True, (True,) * 3)
+)

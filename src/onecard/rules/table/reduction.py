@@ -14,7 +14,7 @@ from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
 from onecard.rules.table._dims import names, signature
-from onecard.rules.table._share import cast, highest, if_empty, lowest, scaled, share, sums, wide, widens
+from onecard.rules.table._share import cast, if_empty, scaled, share, sums, wide, widens
 
 aten = torch.ops.aten
 
@@ -64,21 +64,9 @@ def _prod(call: Call) -> Form:
 # ---- Extremes
 
 
-def _lowest_if_empty(c: Local) -> None:
-    if_empty(c, lowest)
-
-
-def _highest_if_empty(c: Local) -> None:
-    if_empty(c, highest)
-
-
-def _extremes_if_empty(c: Local) -> None:
-    if_empty(c, lambda dtype: (highest(dtype), lowest(dtype)))
-
-
-row("amax", _REDUCED, reduce="max", keeps="max", local=_lowest_if_empty, positions="")
-row("amin", _REDUCED, reduce="min", keeps="min", local=_highest_if_empty, positions="")
-row("aminmax", "... dim:r -> ... dim:-, ... dim:-", reduce=("min", "max"), local=_extremes_if_empty, positions="")
+row("amax", _REDUCED, reduce="max", keeps="max", local=if_empty, positions="")
+row("amin", _REDUCED, reduce="min", keeps="min", local=if_empty, positions="")
+row("aminmax", "... dim:r -> ... dim:-, ... dim:-", reduce=("min", "max"), local=if_empty, positions="")
 row("any", _REDUCED, reduce="max")
 row("all", _REDUCED, reduce="min")
 row("_is_any_true", "... -> ()", reduce="max")
@@ -134,12 +122,12 @@ def _extreme(call: Call, op: str) -> Form:
     return Form(_REDUCED, whole="r") if call.schema.overload == "dim" else Form(_REDUCED, reduce=op, keeps=op)
 
 
-@row("max", local=_lowest_if_empty, positions="", instead=_with_place(torch.amax))
+@row("max", local=if_empty, positions="", instead=_with_place(torch.amax))
 def _max(call: Call) -> Form:
     return _extreme(call, "max")
 
 
-@row("min", local=_highest_if_empty, positions="", instead=_with_place(torch.amin))
+@row("min", local=if_empty, positions="", instead=_with_place(torch.amin))
 def _min(call: Call) -> Form:
     return _extreme(call, "min")
 
@@ -195,13 +183,8 @@ def _std_mean(
     return cast(var.sqrt(), _real(self.dtype)), cast(mean, self.dtype)
 
 
-def _nothing_if_empty(c: Local) -> None:
-    """The kernels warn of too few numbers where there is no result to compute."""
-    if_empty(c, lambda dtype: 0)
-
-
 for _name, _function in (("var", _var), ("std", _std), ("var_mean", _var_mean), ("std_mean", _std_mean)):
-    row(f"{_name}.correction", _REDUCED, whole="r", instead=_function, local=_nothing_if_empty, positions="")
+    row(f"{_name}.correction", _REDUCED, whole="r", instead=_function, local=if_empty, positions="")
 
 
 # ---- Norms: a norm of norms is a norm, so a pending norm passes through
@@ -212,12 +195,7 @@ def _power(call: Call) -> float:
     return 2.0 if given is None else float(given)
 
 
-def _norm_fill(c: Local) -> None:
-    nothing = inf if _power(c.call) < 0 else 0.0
-    if_empty(c, lambda dtype: nothing)
-
-
-@row("linalg_vector_norm norm", local=_norm_fill, positions="", values=True)
+@row("linalg_vector_norm norm", local=if_empty, positions="", values=True)
 def _norm(call: Call) -> Form:
     power = _power(call)
     if power == 0:

@@ -11,7 +11,6 @@ from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
 from onecard.rules.rule import Form
-from onecard.rules.table._dims import names
 
 # ---- pooling and interpolation
 
@@ -126,20 +125,11 @@ def _col2im(call: Call) -> Form:
 # ---- grids
 
 
-@row("grid_sampler_2d grid_sampler_3d")
-def _grid_sampler(call: Call) -> Form:
-    """Each point of the grid is looked up by itself, so the result's spatial dims may be cut."""
-    out = " ".join(names(call.input.dim() - 2, "s"))
-    text = f"n c{' _' * (call.input.dim() - 2)}, n {out} _ -> n c {out}"
-    return Form(text, linear="input", nonempty=f"n c {out}")
-
-
-@row("grid_sampler_2d_backward grid_sampler_3d_backward")
-def _grid_sampler_backward(call: Call) -> Form:
-    out, image = " ".join(names(call.input.dim() - 2, "s")), f"n c{' _' * (call.input.dim() - 2)}"
-    results = [f"{image} @0 2", f"n {out} _"][-len(call.results) :]
-    text = f"n c {out}, {image}, n {out} _ -> {', '.join(results)}"
-    return Form(text, linear="grad_output * input", nonempty=f"n c {out}")
+# Each point of the grid is looked up by itself, so the result's spatial dims may be cut.
+for _name, _image, _out in (("grid_sampler_2d", "n c _ _", "s t"), ("grid_sampler_3d", "n c _ _ _", "s t u")):
+    row(_name, f"{_image}, n {_out} _ -> n c {_out}", linear="input", nonempty=f"n c {_out}")
+    row(f"{_name}_backward", f"n c {_out}, {_image}, n {_out} _ -> {_image} @0 2, n {_out} _",
+        linear="grad_output * input", nonempty=f"n c {_out}")  # fmt: skip
 
 
 def _affine_grid_local(c: Local) -> None:

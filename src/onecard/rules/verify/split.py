@@ -9,8 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from onecard.layout import Layout, commute
+from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
+from onecard.reductions import commute, join
 
 Coordinate = tuple[int, ...]
 _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -108,26 +109,8 @@ def _joined(layout: Layout, local: Mapping[Coordinate, Tensor]) -> dict[Coordina
         groups: dict[Coordinate, list[Tensor]] = {}
         for place, tensor in sorted(joined.items()):
             groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(tensor)
-        joined = {place: reduce(parts, op) for place, parts in groups.items()}
+        joined = {place: join(torch.stack(parts), op) for place, parts in groups.items()}
     return joined
-
-
-def reduce(parts: list[Tensor], op: str) -> Tensor:
-    """The reduction that a pending axis stands for ("norm2.0" joins 2-norms)."""
-    stacked = torch.stack(parts)
-    if stacked.dtype is torch.bool and op in ("sum", "max"):
-        return stacked.any(0)
-    if op.startswith("norm"):
-        power = float(op[4:])
-        return (stacked.abs() ** power).sum(0) ** (1 / power)
-    joined = {
-        "sum": lambda: stacked.sum(0),
-        "avg": lambda: stacked.sum(0) / len(parts),
-        "max": lambda: stacked.amax(0),
-        "min": lambda: stacked.amin(0),
-        "product": lambda: stacked.prod(0),
-    }[op]()
-    return joined.to(stacked.dtype)
 
 
 def tolerance(tensor: Tensor) -> float:

@@ -11,9 +11,9 @@ from torch import Tensor
 from onecard import random
 from onecard.errors import DispatchError
 from onecard.random import Key
-from onecard.rules.call import schema_of
+from onecard.rules.call import arguments, schema_of
 from onecard.tensor.dist_tensor import DistTensor, describe
-from onecard.tensor.random_operators.draw import arguments, law_of
+from onecard.tensor.random_operators.draw import law_of
 
 aten = torch.ops.aten
 VIEWS = (aten.select.int, aten.slice.Tensor)

@@ -16,11 +16,11 @@ from onecard import _torch
 from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
 from onecard.errors import DispatchError
 from onecard.random import new_key
-from onecard.rules.call import schema_of
+from onecard.rules.call import schema_of, written
 from onecard.tensor.deferred.calls import FILLS, Node, Record, forget_the_dead, record_of, storage_of
 from onecard.tensor.deferred.replay import whole
+from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.random_operators.draw import factories, handlers
 
 aten = torch.ops.aten
 
@@ -107,23 +107,21 @@ class deferred_init(TorchDispatchMode):
             return _note(self._record, func, args, kwargs)
         if any(isinstance(t, DeferredTensor | DistTensor) for t in tensors):
             return func(*args, **kwargs)
-        handler = handlers.get(func) or factories.get(func)
+        handler = drawing.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
 
 def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Note a call, or run it for real where a value is wanted."""
-    schema = schema_of(func)
-    named = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
-    written = [t for name, value in named if name in schema.written for t in tree_leaves(value)]
+    touched = [t for _, t in written(func, args, kwargs)]
     strangers = any(isinstance(t, DistTensor) for t in tensors)
     if not strangers and not _asks_for_values(func):
-        if all(isinstance(t, DeferredTensor) for t in written):
-            _check_not_laid_out(record, func, written)
+        if all(isinstance(t, DeferredTensor) for t in touched):
+            _check_not_laid_out(record, func, touched)
             return _note(record, func, args, kwargs)
-    elif any(isinstance(t, DeferredTensor) for t in written):
+    elif any(isinstance(t, DeferredTensor) for t in touched):
         raise DispatchError(
-            f"{func} writes a DistTensor into {_named(written[0])}. Lay that out first "
+            f"{func} writes a DistTensor into {_named(touched[0])}. Lay that out first "
             "(onecard.shard_tensor), then write to what you get"
         )
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
@@ -149,7 +147,7 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten.set_.source_Tensor:  # the tensor has the other's memory from now on, and is known by that
         with _torch.DisableDispatch():
             return func(*args)
-    handler = handlers.get(func) or factories.get(func)
+    handler = drawing.get(func)
     key = new_key(kwargs.pop("generator", None)) if handler is not None else None
     mine = record.slot
 
@@ -171,9 +169,7 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with _torch.DisableDispatch():
         result = tree_map(_deferred, func(*tree_map(_meta, args), **{**tree_map(_meta, kwargs), **device}))
     made = tuple((record.add(t), t.shape, t.dtype) for t in tree_leaves(result) if isinstance(t, Tensor))
-    named = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
-    written = [t for name, value in named if name in schema.written for t in tree_leaves(value)]
-    writes = frozenset(storage_of(t) for t in written) | {slot.storage for slot, _, _ in made}
+    writes = frozenset(storage_of(t) for _, t in written(func, args, kwargs)) | {slot.storage for slot, _, _ in made}
     fills = schema.name in FILLS and len(reads) == 1 and args[0].nbytes == args[0].untyped_storage().nbytes()
     record.append(Node(func, recorded, options, made, reads, writes, fills))
     return result

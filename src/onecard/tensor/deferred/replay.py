@@ -18,9 +18,9 @@ from onecard.rules.call import schema_of
 from onecard.tensor.aliasing.region import VIEWS, Region
 from onecard.tensor.deferred.calls import Node, Record, Slot, record_of
 from onecard.tensor.deferred.pieces import answer
+from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dispatch.fallback import GatheredOperatorWarning
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
-from onecard.tensor.random_operators.draw import factories, handlers
 from onecard.tensor.spec import Spec, contiguous_stride
 
 Make = Callable[[Node], Any]  # what a call that has no tensor among its arguments gives
@@ -117,7 +117,7 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
             return done
     args, kwargs = tree_map(lambda v: v.read() if isinstance(v, Region) else v, (args, kwargs))
     if isinstance(kwargs.get("generator"), Key):
-        return handlers[func](func, args, kwargs)
+        return drawing[func](func, args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -127,7 +127,7 @@ def _plain(node: Node) -> Tensor:
     named = schema_of(node.func).arguments
     options = {"dtype": node.results[0][2], "device": world.device()} if "dtype" in named else {}
     if isinstance(kwargs.get("generator"), Key):
-        return factories[node.func](node.func, node.args, {**kwargs, **options})
+        return drawing[node.func](node.func, node.args, {**kwargs, **options})
     return node.func(*node.args, **{**kwargs, **options})
 
 
@@ -145,7 +145,7 @@ def _laid_out(layout: Layout, shape: torch.Size) -> Make:
         made = empty(size, here, dtype)
         if draws:
             given = {"out": made, **node.kwargs}
-            return factories[node.func](node.func, node.args, given)
+            return drawing[node.func](node.func, node.args, given)
         if made._spec.here and local_fill[name]:
             value = node.args[1] if name == "full" else 1
             made._local.zero_() if name == "zeros" else made._local.fill_(value)

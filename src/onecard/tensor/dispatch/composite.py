@@ -26,8 +26,9 @@ from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.table.matmul import linear_backward, subscripts
 from onecard.tensor.convert import reshard
+from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.fallback import out_of_place
-from onecard.tensor.dispatch.intercept import DISPATCH, KEY, intercept, onward
+from onecard.tensor.dispatch.intercept import DISPATCH, KEY, onward
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.moves import whole_on_mesh
 
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 _AS_ONE = DispatchKey.AutogradNestedTensor
 
 
+@whole(aten.linear.default)
 def _linear(keyset: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return onward(aten.linear.default, keyset, input, weight, bias)
@@ -69,6 +71,7 @@ def _autocasts(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+@whole(aten.matmul.default)
 def _matmul(keyset: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     dims = a.dim(), b.dim()
     if max(dims) < 3 or min(dims) < 1 or _autocasts(a):
@@ -103,6 +106,7 @@ class _Einsum(torch.autograd.Function):
         )
 
 
+@whole(aten.einsum.default)
 def _einsum(keyset: DispatchKeySet, equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Tensor:
     terms = subscripts(equation)
     fits = terms is not None and [len(term) for term in terms[:2]] == [t.dim() for t in tensors]
@@ -111,6 +115,7 @@ def _einsum(keyset: DispatchKeySet, equation: str, tensors: Sequence[Tensor], *,
     return _Einsum.apply(terms, *tensors)
 
 
+@whole(aten.tensordot.default)
 def _tensordot(
     keyset: DispatchKeySet, a: Tensor, b: Tensor, dims_self: Sequence[int], dims_other: Sequence[int]
 ) -> Tensor:
@@ -160,6 +165,7 @@ def _composites_with_out() -> Iterator[Any]:
 # ---- Operators that write to views
 
 
+@whole(aten._pad_circular.default)
 def _pad_circular(keyset: DispatchKeySet, x: Tensor, pad: Sequence[int]) -> Tensor:
     """Each dim, from the last one, between a piece of its end and one of its beginning; torch fills a new tensor by views."""
     made, spatial = x, len(pad) // 2
@@ -239,6 +245,7 @@ def numbers_of(op: Any, value: Any) -> Any:
     return whole_on_mesh(value, schema_of(op).name)
 
 
+@whole(aten._pack_padded_sequence.default)
 def _pack_padded(keyset: DispatchKeySet, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Which places of the padded batch come in which order is computed on plain tensors; then they are taken.
 
@@ -253,20 +260,14 @@ def _pack_padded(keyset: DispatchKeySet, input: Tensor, lengths: Tensor, batch_f
 
 
 def _register() -> torch.library.Library:
-    intercept(aten.linear.default, _linear)
-    intercept(aten.matmul.default, _matmul)
-    intercept(aten.einsum.default, _einsum)
-    intercept(aten.tensordot.default, _tensordot)
     for op in _composites_with_out():
-        intercept(op, _into_out(op))
-    intercept(aten._pad_circular.default, _pad_circular)
+        whole(op)(_into_out(op))
     for op in (aten.linalg_householder_product.default, aten.ormqr.default):
-        intercept(op, _on_wholes(op))
-    intercept(aten.mean.default, _mean(aten.mean.default, aten.sum.default))
-    intercept(aten.mean.dim, _mean(aten.mean.dim, aten.sum.dim_IntList))
+        whole(op)(_on_wholes(op))
+    whole(aten.mean.default)(_mean(aten.mean.default, aten.sum.default))
+    whole(aten.mean.dim)(_mean(aten.mean.dim, aten.sum.dim_IntList))
     for op, names in _READ.items():
-        intercept(op, _with_numbers(op, names))
-    intercept(aten._pack_padded_sequence.default, _pack_padded)
+        whole(op)(_with_numbers(op, names))
     library = torch.library.Library("aten", "IMPL")  # torch has no kernel of this one for plain tensors
     library.impl("linear_backward", linear_backward, "CompositeExplicitAutograd")
     return library

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,12 @@ from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
 from onecard.tensor.dispatch.build import build
+from onecard.tensor.dispatch.entries import builders
 from onecard.tensor.dispatch.first_calls import FirstCalls, believed
 from onecard.tensor.dispatch.program import FirstRun, Program, Rewritten
 from onecard.tensor.dispatch.recent import Recent
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.spec import STALE
-
-# Operators that are decided otherwise than by a row: (func, args, kwargs) -> program. Filled by special.py, foreach.py
-# and chance.py. A program is called with (args, kwargs); only a ``simple`` one is run by ``dispatch`` itself.
-builders: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 
 programs: Kept[Recent] = Kept(Recent)
 by_value: dict[Any, bool] = {}
@@ -65,23 +61,6 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     if program is None:
         program = _miss(tuple(key), func, args, kwargs or {})
     return program(args, kwargs or {})
-
-
-class Direct:
-    """A program that runs a handler: (func, args, kwargs) -> result."""
-
-    simple = False
-
-    def __init__(self, func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
-        self.func, self.handler = func, handler
-
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        return self.handler(self.func, args, kwargs)
-
-
-def handle(func: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
-    """Run an operator by a handler, without a rule."""
-    builders[func] = lambda func, args, kwargs: Direct(func, handler)
 
 
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:

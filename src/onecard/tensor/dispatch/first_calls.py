@@ -16,7 +16,7 @@ from onecard.comm.run import run as run_steps
 from onecard.comm.state import Kept, machine
 from onecard.errors import OnecardError, RuleError
 from onecard.layout import Layout
-from onecard.rules.call import schema_of, tensors_in
+from onecard.rules.call import schema_of, tensors_in, written
 from onecard.rules.register import unproved
 from onecard.rules.registry import row_name
 from onecard.tensor.dispatch.program import Program, Rewritten, in_order
@@ -80,7 +80,7 @@ class FirstCalls:
             raise
         except Exception as fault:  # on whole tensors there was none, so it is the rule's, or its hook's
             return None, [], f"on a part the operator raises {type(fault).__name__}: {fault}"
-        made = [*tensors_in(result), *(x for _, x in _written(self.program.func, args, kwargs))]
+        made = [*tensors_in(result), *(x for _, x in written(self.program.func, args, kwargs))]
         for x in made:
             expected = x._spec.layout.local_shape(x._spec.shape) if isinstance(x, DistTensor) else tuple(x.shape)
             if isinstance(x, DistTensor) and tuple(x._local.shape) != expected:
@@ -168,21 +168,13 @@ def _gathered(x: Tensor, name: str, what: str) -> Tensor:
     return run_steps(steps, x._local, shape)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a call writes to, with their names."""
-    schema = schema_of(func)
-    for name, value in (*zip(schema.arguments, args, strict=False), *kwargs.items()):
-        if name in schema.written:
-            yield from ((name, x) for x in _tensors(value))
-
-
 def _run(func: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The operator on whole tensors: its results, and what it wrote to. Random numbers stay where they were."""
     args, kwargs = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
     devices = {t.device for t in _tensors(given) if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=[d.index for d in devices]):
         result = func(*args, **kwargs)
-    return [t.clone() for t in tensors_in(result)], [x for _, x in _written(func, args, kwargs)]
+    return [t.clone() for t in tensors_in(result)], [x for _, x in written(func, args, kwargs)]
 
 
 def _same_again(func: Any, given: Any, before: Sequence[Tensor]) -> bool:

@@ -21,17 +21,18 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parts import axes_of
-from onecard.rules.call import Path, schema_of
+from onecard.rules.call import Path, schema_of, written
 from onecard.rules.registry import find
+from onecard.tensor import watched
 from onecard.tensor.aliasing import memory
 from onecard.tensor.buckets import reduce_all
-from onecard.tensor.dispatch import fallback
-from onecard.tensor.dispatch.entry import Direct, builders, by_value, dispatch, handle, program_for
+from onecard.tensor.dispatch import entries, fallback
+from onecard.tensor.dispatch.entries import Direct
+from onecard.tensor.dispatch.entry import by_value, dispatch, program_for
 from onecard.tensor.dispatch.first_calls import believed
 from onecard.tensor.dispatch.program import Program, Rechecked, Rewritten
 from onecard.tensor.dist_tensor import DistTensor, announce, describe, wrap
 from onecard.tensor.spec import OWN
-from onecard.tensor.watched import written
 
 aten = torch.ops.aten
 
@@ -136,9 +137,8 @@ def _copies_among(args: Any) -> bool:
 
 
 def _check_writable(func: Any, args: Any) -> None:
-    for name, value in zip(schema_of(func).arguments, args, strict=False):
-        for x in value if name in schema_of(func).written and isinstance(value, list | tuple) else ():
-            memory.check_writable(x, schema_of(func).name)
+    for _, x in written(func, args, {}):
+        memory.check_writable(x, schema_of(func).name)
 
 
 _RENAMED = {
@@ -198,12 +198,10 @@ def _local(value: Any) -> Any:
 def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Tell the copies that stand for views of what a kernel has just written to."""
     if sparse_check.on.here:
-        written(schema_of(func).name, args[0], len(args) > 1 and isinstance(args[1], list | tuple))
+        watched.written(schema_of(func).name, args[0], len(args) > 1 and isinstance(args[1], list | tuple))
     if memory.copies:
-        for name, value in [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]:
-            if name in schema_of(func).written:
-                for x in value if isinstance(value, list | tuple) else [value]:
-                    memory.wrote(x)
+        for _, x in written(func, args, kwargs):
+            memory.wrote(x)
 
 
 def _only_reduces(x: Any, target: Layout) -> bool:
@@ -284,6 +282,7 @@ def _reduces_to(x: Any, params: Any) -> bool:
     return not any(x._spec.layout.dims) or any(x is p for p in params)
 
 
+@entries.handler(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """GradScaler: unscale gradients in place; found_inf is one if any rank's part of any gradient is not finite."""
     grads, found_inf, inv_scale = args
@@ -320,14 +319,12 @@ def _register() -> None:
         if schema_of(func).out:
             continue
         if packet.startswith("_foreach_"):
-            builders[func] = build_foreach
+            entries.program(func)(build_foreach)
             element = _element(func)
             row = None if element is None else find(element)
             by_value[func] = row is not None and row.values  # a norm's order decides, a learning rate does not
         else:
-            builders[func] = lambda func, args, kwargs: FusedProgram(func)
-    func = aten._amp_foreach_non_finite_check_and_unscale_.default
-    handle(func, _unscale)
+            entries.program(func)(lambda func, args, kwargs: FusedProgram(func))
 
 
 _register()

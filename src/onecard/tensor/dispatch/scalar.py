@@ -13,7 +13,7 @@ from onecard.comm.world import get_rank
 from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.tensor.aliasing import memory
-from onecard.tensor.dispatch.entry import handle
+from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
 from onecard.tensor.moves import whole_on_mesh
 from onecard.tensor.spec import Spec
@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _included = _torch.SetExcluded
 
 
+@handler(aten._local_scalar_dense.default)
 def _scalar(func: Any, args: Any, kwargs: Any) -> Any:
     """item(): the value on every rank of the mesh."""
     x = args[0]
@@ -44,19 +45,23 @@ def _number(name: str) -> Callable[[DistTensor], Any]:
     return read
 
 
+@handler(aten.is_same_size.default)
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0].shape == args[1].shape
 
 
+@handler(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     a, b = args
     return a.shape == b.shape and _scalar(aten._local_scalar_dense.default, [(a == b).all()], {})
 
 
+@handler(aten.allclose.default)
 def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
+@handler(aten._linalg_check_errors.default)
 def _check_errors(func: Any, args: Any, kwargs: Any) -> None:
     """A matrix that has no inverse is an error on every rank, not only on the one that has it."""
     info = args[0]
@@ -64,6 +69,7 @@ def _check_errors(func: Any, args: Any, kwargs: Any) -> None:
         func(whole_on_mesh(info, "_linalg_check_errors"), *args[1:], **kwargs)
 
 
+@handler(aten.is_set_to.default)
 def _is_set_to(func: Any, args: Any, kwargs: Any) -> bool:
     a, b = args
     if not (isinstance(a, DistTensor) and isinstance(b, DistTensor)):
@@ -72,11 +78,13 @@ def _is_set_to(func: Any, args: Any, kwargs: Any) -> bool:
     return same and a._local.is_set_to(b._local)
 
 
+@handler(aten._has_same_storage_numel.default)
 def _same_storage_size(func: Any, args: Any, kwargs: Any) -> bool:
     """Forward-mode differentiation asks whether a tangent could lie as its tensor does."""
     return args[0].numel() == args[1].numel()
 
 
+@handler(aten.is_pinned.default)
 def _pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0]._local.is_pinned()
 
@@ -86,6 +94,7 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
+@handler(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """as_strided(): reads memory as one card would have it, so that must be there: all of it, and from its beginning."""
     x, shape, stride = args[:3]
@@ -109,14 +118,5 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
-handle(aten.as_strided.default, _as_strided)
-handle(aten._local_scalar_dense.default, _scalar)
-handle(aten.is_same_size.default, _same_size)
-handle(aten.equal.default, _equal)
-handle(aten.allclose.default, _allclose)
-handle(aten._linalg_check_errors.default, _check_errors)
-handle(aten.is_pinned.default, _pinned)
-handle(aten.is_set_to.default, _is_set_to)
-handle(aten._has_same_storage_numel.default, _same_storage_size)
 for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
     setattr(DistTensor, _name, _number(_name))

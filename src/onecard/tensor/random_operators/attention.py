@@ -19,12 +19,12 @@ from onecard import random
 from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.random import Key
-from onecard.rules.call import schema_of
+from onecard.rules.call import arguments, schema_of
 from onecard.tensor.dispatch.build import build
-from onecard.tensor.dispatch.entry import Direct, builders
-from onecard.tensor.dispatch.intercept import intercept, onward
+from onecard.tensor.dispatch.entries import Direct, program, whole
+from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.random_operators.draw import arguments, key_for
+from onecard.tensor.random_operators.draw import key_for
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
@@ -165,15 +165,16 @@ def _ungroup(grad: Tensor, heads: int) -> Tensor:
 def _dropping(handler: Any) -> Any:
     """With dropout the handler, without it the row of the table."""
 
-    def program(func: Any, args: Any, kwargs: Any) -> Any:
+    def decide(func: Any, args: Any, kwargs: Any) -> Any:
         return Direct(func, handler) if arguments(func, args, kwargs)["dropout_p"] else build(func, args, kwargs)
 
-    return program
+    return decide
 
 
 _MATH = aten._scaled_dot_product_attention_math.default
 
 
+@whole(_MATH)
 def _written_out(
     keyset: DispatchKeySet,
     query: Tensor,
@@ -198,6 +199,5 @@ def _written_out(
 
 
 for _name in NAMES:
-    builders[getattr(aten, _name).default] = _dropping(_forward)
-    builders[getattr(aten, _name + "_backward").default] = _dropping(_backward)
-intercept(_MATH, _written_out)
+    program(getattr(aten, _name).default)(_dropping(_forward))
+    program(getattr(aten, _name + "_backward").default)(_dropping(_backward))

@@ -16,7 +16,8 @@ from torch import Tensor
 from onecard._torch import DispatchKeySet
 from onecard.layout import Layout
 from onecard.tensor.deferred.replay import empty
-from onecard.tensor.dispatch.intercept import intercept, onward
+from onecard.tensor.dispatch.entries import whole
+from onecard.tensor.dispatch.intercept import onward
 
 aten = torch.ops.aten
 Drop = Callable[[Tensor, float], Tensor]
@@ -58,4 +59,4 @@ def _kernel(func: Any, drop: Drop, in_place: bool) -> Callable[..., Tensor]:
 for _name, _drop in (("feature_dropout", _feature_dropout), ("feature_alpha_dropout", _feature_alpha_dropout)):
     for _suffix in ("", "_"):
         _func = getattr(aten, _name + _suffix).default
-        intercept(_func, _kernel(_func, _drop, bool(_suffix)))
+        whole(_func)(_kernel(_func, _drop, bool(_suffix)))

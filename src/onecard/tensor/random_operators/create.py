@@ -14,7 +14,7 @@ from onecard.layout import Layout, check_placements
 from onecard.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory
 from onecard.tensor.deferred.replay import empty
-from onecard.tensor.dispatch.entry import handle
+from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe
 from onecard.tensor.random_operators.draw import key_for
 
@@ -125,6 +125,7 @@ def randperm(
     return made
 
 
+@handler(torch.ops.aten.eye.out, torch.ops.aten.eye.m_out)
 def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     """eye(n, m, out=x), as torch.nn.init.eye_ calls it: each rank writes its part."""
     out, size = kwargs["out"], torch.Size([args[0], args[-1]])
@@ -150,7 +151,5 @@ def _new(self: DistTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 DistTensor.new = _new  # type: ignore[assignment, method-assign]
-handle(torch.ops.aten.eye.out, _eye)
-handle(torch.ops.aten.eye.m_out, _eye)
 
 __all__ = ["rand", "randint", "randn", "randperm"]

@@ -7,7 +7,6 @@ same handlers serve DistTensors and, under ``one_card_random``, plain tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,17 +21,26 @@ from onecard.errors import DispatchError
 from onecard.layout import Layout
 from onecard.random import Key, Law, new_key
 from onecard.recorded import unrecorded
-from onecard.rules.call import schema_of
+from onecard.rules.call import arguments, schema_of
 from onecard.tensor.aliasing import memory
-from onecard.tensor.dispatch.entry import handle
+from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
 
-Handler = Callable[[Any, Any, Any], Any]
-handlers: dict[Any, Handler] = {}  # of operators that have a tensor among their arguments
-factories: dict[Any, Handler] = {}  # of those that have none
+
+def _forms(names: str) -> list[Any]:
+    """The overloads of operators, without ``out=``."""
+    packets = [getattr(aten, name) for name in names.split()]
+    return [getattr(p, overload) for p in packets for overload in p.overloads() if not overload.endswith("out")]
+
+
+def _factories(names: str) -> list[Any]:
+    """The overloads that make a tensor of a given size, or write to one of it."""
+    packets = [getattr(aten, name) for name in names.split()]
+    forms = [getattr(p, overload) for p in packets for overload in p.overloads() if "names" not in overload]
+    return [form for form in forms if "size" in schema_of(form).arguments]
 
 
 def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
@@ -85,21 +93,15 @@ def _law(func: Any, dtype: torch.dtype, *params: Any) -> Law:
     return random.law(schema_of(func).name, dtype, *params)
 
 
-def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by their names in the schema, with defaults."""
-    declared = func._schema.arguments
-    given = {a.name: a.default_value for a in declared}
-    given.update(zip((a.name for a in declared), args, strict=False))
-    given.update(kwargs)
-    return given
-
-
 def _options(given: dict[str, Any], *names: str) -> dict[str, Any]:
     """Of a tensor that is to be made, those that the call names (a schema's own default is an int for a dtype)."""
     listed = names or ("dtype", "layout", "device", "pin_memory", "memory_format")
     return {n: given[n] for n in listed if given.get(n) is not None and type(given[n]) is not int}
 
 
+@handler(
+    *_forms("uniform_ normal_ log_normal_ exponential_ cauchy_ geometric_ random_"), aten.bernoulli_.float, draws=True
+)
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """x.normal_() and its kin."""
     given = arguments(func, args, kwargs)
@@ -134,6 +136,7 @@ def factory_law(func: Any, dtype: torch.dtype, given: dict[str, Any]) -> Law:
     return _law(maker, dtype, *params)
 
 
+@handler(*_forms("rand_like randn_like randint_like"), draws=True)
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """rand_like(x) and its kin: in the layout of x."""
     given = arguments(func, args, kwargs)
@@ -146,6 +149,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
+@handler(*_factories("rand randn randint normal"), draws=True)
 def _factory(func: Any, args: Any, kwargs: Any) -> Any:
     """rand(size) and its kin, as a plain tensor; rand(size, out=x)."""
     given = arguments(func, args, kwargs)
@@ -164,6 +168,7 @@ def _resized(out: Tensor, size: Any) -> Tensor:
     return out.resize_(size)
 
 
+@handler(aten.randperm.default, aten.randperm.generator, draws=True)
 def _randperm(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     options = _options(given)
@@ -178,6 +183,7 @@ def _below(func: Any, x: Tensor, p: Tensor, generator: Any) -> Tensor:
     return words.to(torch.float64).mul_(2.0**-32) < p
 
 
+@handler(*_forms("bernoulli"), draws=True)
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     """bernoulli(x), with probabilities from x, and bernoulli(x, p)."""
     given = arguments(func, args, kwargs)
@@ -190,12 +196,14 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     return fill(made, _law(aten.bernoulli_.float, x.dtype, p), key_for(func, x, given["generator"]))
 
 
+@handler(aten.bernoulli_.Tensor, draws=True)
 def _bernoulli_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     x = given["self"]
     return x.copy_(_below(func, x, given["p"], given["generator"]))
 
 
+@handler(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, draws=True)
 def _normal(func: Any, args: Any, kwargs: Any) -> Any:
     """normal(mean, std) with one or two tensors."""
     given = arguments(func, args, kwargs)
@@ -210,6 +218,7 @@ def _tensor(*values: Any) -> Tensor:
     return next(v for v in values if isinstance(v, Tensor))
 
 
+@handler(*_forms("native_dropout"), draws=True)
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """native_dropout(x, p, train) -> (result, mask)."""
     given = arguments(func, args, kwargs)
@@ -221,6 +230,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     return (x * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
+@handler(*_forms("rrelu_with_noise"), draws=True)
 def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     """rrelu_with_noise: the slope of each negative element is drawn, and kept in ``noise`` for the backward operator."""
     given = arguments(func, args, kwargs)
@@ -234,6 +244,7 @@ def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     return x * noise
 
 
+@handler(*_forms("multinomial"), draws=True)
 def _multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     """Indices drawn with the probabilities in the last dim, which each rank needs whole."""
     given = arguments(func, args, kwargs)
@@ -277,38 +288,3 @@ def _check_probabilities(p: Tensor, count: int) -> None:
         raise RuntimeError("multinomial: the probability tensor contains inf, nan or an element < 0")
     if not bool(((p > 0).sum(-1) >= count).all()):
         raise RuntimeError(f"multinomial: a row has fewer than {count} categories of probability > 0")
-
-
-def _register() -> None:
-    in_place = "uniform_ normal_ log_normal_ exponential_ cauchy_ geometric_ random_"
-    handler: Handler
-    for names, handler in (
-        (in_place, _in_place),
-        ("rand_like randn_like randint_like", _like),
-        ("bernoulli", _bernoulli),
-        ("native_dropout", _dropout),
-        ("multinomial", _multinomial),
-        ("rrelu_with_noise", _rrelu),
-    ):
-        for name in names.split():
-            packet = getattr(aten, name)
-            for overload in packet.overloads():
-                if not overload.endswith("out"):
-                    handlers[getattr(packet, overload)] = handler
-    handlers[aten.bernoulli_.float] = _in_place
-    handlers[aten.bernoulli_.Tensor] = _bernoulli_tensor_
-    for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
-        handlers[getattr(aten.normal, overload)] = _normal
-    for name in ("rand", "randn", "randint", "normal"):
-        packet = getattr(aten, name)
-        for overload in packet.overloads():
-            if "size" in schema_of(getattr(packet, overload)).arguments and "names" not in overload:
-                table = handlers if overload.endswith("out") else factories
-                table[getattr(packet, overload)] = _factory
-    for overload in ("default", "generator"):
-        factories[getattr(aten.randperm, overload)] = _randperm
-    for func, handler in handlers.items():
-        handle(func, handler)
-
-
-_register()

@@ -16,8 +16,8 @@ from onecard.comm import world
 from onecard.comm.agree import first_to_say, when_met
 from onecard.comm.state import Kept
 from onecard.errors import DispatchError
+from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.random_operators.draw import factories, handlers
 
 _seedings: Kept[Counter[str]] = Kept(Counter)
 
@@ -59,7 +59,7 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = handlers.get(func) or factories.get(func)
+        handler = drawing.get(func)
         if handler is None or _not_plain((*args, *kwargs.values())):
             result = func(*args, **kwargs)
             _torch.count_writes(func, args)

@@ -11,15 +11,16 @@ from torch import Tensor
 from onecard.layout import Layout
 from onecard.random import Key
 from onecard.random.variates import variates
-from onecard.rules.call import schema_of
-from onecard.tensor.dispatch.entry import handle
+from onecard.rules.call import arguments, schema_of
+from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.random_operators.draw import arguments, handlers, key_for
+from onecard.tensor.random_operators.draw import key_for
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
 
 
+@handler(aten.poisson.default, aten.binomial.default, aten._standard_gamma.default, draws=True)
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """Elements are independent: in the layout of the parameters."""
     given = arguments(func, args, kwargs)
@@ -31,6 +32,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     return _make(func, name, params, like.shape, layout, key_for(func, like, given["generator"]))
 
 
+@handler(aten._sample_dirichlet.default, draws=True)
 def _dirichlet(func: Any, args: Any, kwargs: Any) -> Any:
     """Gamma variates over the sum of their row, which each rank needs whole."""
     given = arguments(func, args, kwargs)
@@ -69,13 +71,3 @@ def _part(name: str, params: list[Tensor], key: Key, shape: torch.Size, offset: 
         return gamma
     below_one = 1 - torch.finfo(params[0].dtype).eps / 2
     return gamma.div_(gamma.sum(-1, keepdim=True)).clamp_(tiny, below_one)
-
-
-for _func, _handler in (
-    (aten.poisson.default, _draw),
-    (aten.binomial.default, _draw),
-    (aten._standard_gamma.default, _draw),
-    (aten._sample_dirichlet.default, _dirichlet),
-):
-    handlers[_func] = _handler
-    handle(_func, _handler)
