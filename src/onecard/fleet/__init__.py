@@ -8,7 +8,7 @@ from onecard.comm import world
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import as_torch, meta_parallel, names, recomputing, scaling, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
-from onecard.fleet.gradients import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm, sync
+from onecard.fleet.gradients import sync
 from onecard.fleet.initial import (
     Assign,
     Constant,
@@ -21,6 +21,7 @@ from onecard.fleet.initial import (
     draw_parts,
 )
 from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
+from onecard.fleet.norms import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm
 from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.pipeline_parallel import PipelineParallel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onecard import _torch
-from onecard.fleet import gradients
+from onecard.fleet import gradients, norms
 
 _done: list[str] = []
 
@@ -36,7 +36,7 @@ def _norm(torchs: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Tensor:
         parameters = _listed(parameters)
         if gradients.of_fleet(parameters):
-            return gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     return clip_grad_norm_

@@ -1,4 +1,4 @@
-"""Gradients of a fleet program: summed once, when an optimizer or a clipping first reads them; norms that count each once.
+"""Gradients of a fleet program: summed once, when an optimizer or a clipping first reads them.
 
 Nothing is sent in backward for parameters, so that microbatches accumulate without a message. ``sync`` then sums what
 each parameter's gradient consists of: summands of a group (sequence parallel, shared embeddings, shared key heads), and the
@@ -7,7 +7,6 @@ mean over the ranks that saw other data. A gradient that was summed already is n
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard.comm import plain
-from onecard.comm.ranks import Ranks, of_ranks
+from onecard.comm.ranks import Ranks
 from onecard.fleet import twins
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
@@ -252,87 +251,3 @@ def _sum_copies(p: Tensor) -> None:
         plain.all_reduce(rows, group, inplace=True, call="gradients of shared heads")
         for (begin, end), here in mine:
             grad[here] = rows.narrow(what.dim, begin - start, end - begin)
-
-
-# -- norms -----------------------------------------------------------------------------------------------------------------
-
-
-def _owned(p: Tensor) -> Iterator[Tensor]:
-    """What this rank counts of a gradient: each element of the whole is counted on one rank of the world."""
-    from onecard.fleet.topology import get_hybrid_communicate_group
-
-    what, grad = held(p), p.grad
-    if grad is None:
-        return
-    cut = set(what.group.ranks) if what.group is not None else set()
-    if isinstance(grad, DistTensor) and any(grad._spec.layout.dims):
-        cut |= {*grad.mesh.process_ids}
-    hcg = get_hybrid_communicate_group()
-    for axis, degree in hcg.degrees.items():
-        line = hcg.group(axis)
-        copies = degree > 1 and not (axis == "pp" or set(line.ranks) <= cut)
-        if copies and line.index != 0:
-            return
-    for group in what.sums:
-        if group.index != 0:
-            return
-    if isinstance(grad, DistTensor) or what.dim < 0 or not what.runs:
-        yield grad._local if isinstance(grad, DistTensor) else grad
-        return
-    for start, length in what.owned():
-        yield grad.narrow(what.dim, start, length)
-
-
-def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the gradient of the whole model, each parameter counted once, whatever is cut or copied.
-
-    Every rank of the world calls it. Sums what is still to be summed.
-    """
-    chosen = [p for p in parameters]
-    sync(chosen)
-    mine = [part for p in chosen for part in _owned(p) if part.numel()]
-    device = next((p.device for p in chosen), torch.device("cpu"))
-    world = of_ranks(name="world")
-    if norm_type == math.inf:
-        largest = torch.stack([p.abs().max().float() for p in mine]).max() if mine else torch.zeros((), device=device)
-        return plain.all_reduce(largest, world, "max", call="grad_norm")
-    total = torch.zeros((), device=device, dtype=torch.float32)
-    if mine:
-        total = torch.nn.utils.get_total_norm(mine, norm_type).float() ** norm_type
-    return plain.all_reduce(total, world, call="grad_norm") ** (1.0 / norm_type)
-
-
-def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, of the whole model: the norm is the same on all ranks, and one card's.
-
-    Returns:
-        The norm before clipping.
-
-    Raises:
-        RuntimeError: it is not finite, and ``error_if_nonfinite``.
-    """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(isinstance(p, DistTensor) for p in chosen) and not of_fleet(chosen):  # torch's norm is that of the whole
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
-    norm = grad_norm(chosen, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped"
-        )
-    scale(chosen, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
-
-
-class ClipGradByGlobalNorm:
-    """Paddle's object for ``fleet.distributed_optimizer(opt, grad_clip=ClipGradByGlobalNorm(1.0))``.
-
-    Paddle scales by clip / max(clip, norm), torch by clip / (norm + 1e-6); here it is torch's.
-    """
-
-    def __init__(self, clip_norm: float = 1.0) -> None:
-        self.clip_norm = clip_norm
-
-    def __call__(self, parameters: Any) -> Tensor:
-        return clip_grad_norm_(parameters, self.clip_norm)
