@@ -112,6 +112,13 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = _take("torch._C:_Aut
 functions_of_nn: Any = _take("torch._C:_nn", None)
 # oneDNN's product on plain tensors, which a recording may choose. In its place: none; torch's own is taken.
 onednn_linear: Any = _take("torch:ops.mkldnn._linear_pointwise.default", None)
+
+
+def inductor() -> Callable[..., Any] | None:
+    """What compiles a graph for given tensors (``backend="inductor"``), imported when it is asked for; None: there is none."""
+    return _take("torch._inductor:compile", None)
+
+
 # Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
 _task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
 # Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.

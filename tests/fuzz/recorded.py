@@ -202,13 +202,14 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return bool(equal.all())
 
 
-def judge(seed: int, ranks: tuple[Any, ...] | None = None) -> Verdict:
+def judge(seed: int, ranks: tuple[Any, ...] | None = None, **options: Any) -> Verdict:
     """Run the program of a seed as it is and recorded: on one card, or on a mesh of these ranks, all of which call this."""
     mesh = None if ranks is None else oc.ProcessMesh(ranks, ["x", "y"][: axes_of(ranks)])
     with double():
         made = case(seed, ranks or (0, 1))
         if made is None:
             return Verdict("void")
+        made.options.update(options)
         try:
             expected, _ = run(made, mesh, static=False)
         except Exception as fault:
@@ -232,7 +233,7 @@ def found_beside(a: dict[str, Any], b: dict[str, Any], name: str) -> str:
     return f"{b[name]} in place of {a[name]}"[:500]
 
 
-def many(seeds: list[int], ranks: tuple[Any, ...] | None) -> list[Verdict]:
+def many(seeds: list[int], ranks: tuple[Any, ...] | None, **options: Any) -> list[Verdict]:
     """Judge programs, one after the other: on every rank, or in this process."""
     if ranks is not None:
         from onecard.graph.passes import overlap
@@ -242,7 +243,7 @@ def many(seeds: list[int], ranks: tuple[Any, ...] | None) -> list[Verdict]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
-            found.append(judge(seed, ranks))
+            found.append(judge(seed, ranks, **options))
             if ranks is not None and (said := _unlike(seed, found[-1])):
                 found[-1] = Verdict("wrong", said)
                 break  # what one rank has left behind is not the next one's

@@ -174,8 +174,10 @@ class Capture:
                 before = self.before.states.get(id(root), {})
                 for g, group in enumerate(root.param_groups):
                     for i, param in enumerate(group["params"]):
-                        had = before.get(id(param), ())
+                        had = before.get(id(param), {})
                         for key, value in root.state.get(param, {}).items():
+                            if had.get(key) not in (None, plain(value)):
+                                raise refusals.counts_in_python(type(root).__name__, key)
                             if isinstance(value, Tensor) and not self.before.had(value):
                                 kind = "state" if key in had else "new state"
                                 yield Effect(kind, ("state", r, g, i, key), self._output(value))

@@ -18,6 +18,7 @@ from onecard import _torch
 from onecard._torch import OpOverload, TorchDispatchMode
 from onecard.comm import again
 from onecard.graph.memory import Memory, effects
+from onecard.graph.segments import Segment, function_of, segments
 
 ONCE = 64 * 1024
 """Bytes up to which a tensor that is the same at each call is kept."""
@@ -29,22 +30,41 @@ _INFIX = {
 }  # fmt: skip
 
 
-def compiled(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
-    """A function of the graph's inputs that gives its outputs; to be called below autograd (``below``)."""
+def compiled(graph: fx.Graph, backend: str = "eager") -> Callable[..., tuple[Any, ...]]:
+    """A function of the graph's inputs that gives its outputs; to be called below autograd (``below``).
+
+    ``backend``: "inductor" compiles what lies between messages (``segments.py``).
+    """
     writer = _Writer()
     once = _once(graph)
     if once:
         _compute(once, writer)
     last = _last_uses(graph)
+    runs = _runs(graph, once) if backend == "inductor" else {}
+    opened, hidden = False, set[fx.Node]()  # whether a run has begun and not ended; nodes that are no variables
+    gone = list[fx.Node]()  # variables to drop as soon as no run is open
     for node in graph.nodes:
-        if node not in once:
+        run = runs.get(node)
+        if run is None and node not in once:
             writer.node(node)
-        gone = [writer.name(n) for n in last.get(node, ()) if n not in once]
-        if gone:
-            writer.lines.append(f"    del {', '.join(gone)}")
+        elif run is not None and node is run[0].nodes[-1]:
+            writer.run(*run)
+            hidden |= {*run[0].nodes} - {*run[0].outputs, *run[0].views}
+        gone += [n for n in last.get(node, ()) if n not in once]
+        opened = opened if run is None else node is not run[0].nodes[-1]
+        if not opened:
+            if names := [writer.name(n) for n in gone if n not in hidden]:
+                writer.lines.append(f"    del {', '.join(names)}")
+            gone = []
     text = f"def run({', '.join(writer.inputs)}):\n" + "\n".join(writer.lines)
     exec(compile(text, "<recording>", "exec"), writer.names)
     return writer.names["run"]
+
+
+def _runs(graph: fx.Graph, once: dict[fx.Node, None]) -> dict[fx.Node, tuple[Segment, Any]]:
+    """For each node of a run that was compiled the run and its function."""
+    found = [(segment, function_of(segment)) for segment in segments(graph, once)]
+    return {node: (segment, run) for segment, run in found if run is not None for node in segment.nodes}
 
 
 def _once(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -126,6 +146,13 @@ class _Writer:
             self.lines.append(f"    return {self.value(tuple(node.args[0]))}")  # type: ignore[arg-type]
         else:
             self.lines.append(f"    {self.name(node)} = {self.call(node)}")
+
+    def run(self, segment: Segment, function: Callable[..., Any]) -> None:
+        """A line for nodes that are one function, and those for names of what it gives."""
+        results = "".join(f"{self.name(n)}, " for n in segment.outputs)
+        self.lines.append(f"    {results}= {self.object(function)}({', '.join(map(self.name, segment.inputs))})")
+        for node in segment.views:
+            self.node(node)
 
     def call(self, node: fx.Node) -> str:
         target: Any = node.target

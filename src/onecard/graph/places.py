@@ -25,7 +25,8 @@ class Before:
         gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way.
         holders: by the identity of a local part, the identity of the distributed tensor that had it.
         locals: of each distributed tensor, its local part's identity and its spec.
-        groups: the numbers of all optimizers; ``states``: for each of them, the names of the states of each parameter.
+        groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
+            with their values, if they are no tensors.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Before:
         self.holders: dict[int, int] = {}
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
-        self.states: dict[int, dict[int, frozenset[Any]]] = {}
+        self.states: dict[int, dict[int, dict[Any, Any]]] = {}
         found: list[Tensor] = []
         for x in gc.get_objects():
             kind = type(x)
@@ -43,7 +44,9 @@ class Before:
                 found.append(x)
             elif issubclass(kind, Optimizer):
                 self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
-                self.states[id(x)] = {id(p): frozenset(held) for p, held in x.state.items()}
+                self.states[id(x)] = {
+                    id(p): plain_states(held) for p, held in x.state.items() if isinstance(held, dict)
+                }
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
             if takes_gradients(x):
@@ -72,6 +75,11 @@ class Before:
             x: Any = self.alive[key]()
             if x is not None and (id(x._local) != local or x._spec.with_hint(()) is not spec.with_hint(())):
                 yield x
+
+
+def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's states of one parameter: names, and values of those that are numbers of Python."""
+    return {k: v if isinstance(v, bool | int | float | str) else None for k, v in held.items()}
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dis
+import functools
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,28 +21,27 @@ class Reached:
 
     Attributes:
         roots: modules and optimizers, by the names that they have there.
-        values: (name, how to read it, what it was) of plain values in closures, globals and objects.
+        values: (name, how to read it, what it was) of plain values in closures, globals, containers and objects.
         tree: the form of the arguments.
+        named: names of attributes in the code of all functions that were found; of objects only those in ``names`` are looked
+            at, so that what else they hold (a progress bar's count) may change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.roots: list[tuple[str, Any]] = []
         self.values: list[tuple[str, Any, Any, Any]] = []
         self.tree: Any = None
+        self.names, self.named = names, set[str]()
         self._seen: set[int] = set()
 
     def unchanged(self) -> bool:
         """Whether the plain values are what they were."""
-        for _, holder, key, value in self.values:
-            now = holder.get(key) if key is not None else holder.cell_contents
-            if _differs(now, value):
-                return False
-        return True
+        return not any(_differs(_now(holder, key), value) for _, holder, key, value in self.values)
 
     def difference(self) -> str:
         """Which of them is not, in words."""
         for name, holder, key, value in self.values:
-            now = holder.get(key) if key is not None else holder.cell_contents
+            now = _now(holder, key)
             if _differs(now, value):
                 if isinstance(value, Tensor):
                     return f"{name}, which the step reads, is another tensor; pass it as an argument"
@@ -48,41 +49,84 @@ class Reached:
         return ""
 
     def take(self, name: str, value: Any, holder: Any, key: Any, depth: int) -> None:
-        """Note one thing that a name stands for."""
+        """Note one thing that a name stands for; ``holder``: None of what cannot be exchanged."""
         if isinstance(value, _STILL):
-            self.values.append((name, holder, key, value))
+            if holder is not None:
+                self.values.append((name, holder, key, value))
         elif isinstance(value, Tensor):
             self.roots.append((name, value))
-            self.values.append((name, holder, key, value))
-        elif id(value) in self._seen or isinstance(value, type | types.ModuleType):
-            return
-        elif isinstance(value, nn.Module | Optimizer):
+            if holder is not None:
+                self.values.append((name, holder, key, value))
+        elif id(value) not in self._seen:
             self._seen.add(id(value))
+            self._inside(name, value, depth)
+
+    def _inside(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module | Optimizer):
             self.roots.append((name, value))
-        elif isinstance(value, types.FunctionType | types.MethodType):
-            self._seen.add(id(value))
-            if depth:
-                self.function(value, depth - 1)
-        elif isinstance(value, list | tuple) and len(value) <= 64:
-            self._seen.add(id(value))
-            for i, part in enumerate(value):
-                if isinstance(part, nn.Module | Optimizer):
-                    self.take(f"{name}[{i}]", part, None, None, depth)
-                elif isinstance(part, Tensor):
-                    self.roots.append((f"{name}[{i}]", part))
-        elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch."):
-            self._seen.add(id(value))
-            for k, part in vars(value).items():
-                if isinstance(part, (*_STILL, Tensor, nn.Module, Optimizer)):
-                    self.take(f"{name}.{k}", part, vars(value), k, depth)
+            if isinstance(value, nn.Module):
+                self._module(name, value, depth)
+        elif not depth:
+            return
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            self.function(value, depth - 1)
+        elif isinstance(value, dict | list | tuple):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            for k, part in parts if len(value) <= _LONG else ():
+                self.take(f"{name}[{k!r}]", part, None if isinstance(value, tuple) else value, k, depth - 1)
+        elif isinstance(value, types.ModuleType):
+            self._attributes(name, vars(value), depth - 1, _users(value.__name__))
+        elif isinstance(value, type):
+            self._class(name, value, depth - 1)
+        elif _users(type(value).__module__) or type(value).__module__ in _NAMESPACES:
+            held = getattr(value, "__dict__", {})
+            self._attributes(name, held, depth - 1)
+            self._class(name, type(value), depth - 1, value, frozenset(held))
+
+    def _attributes(self, name: str, held: Any, depth: int, wanted: bool = True) -> None:
+        for k in [k for k in held if wanted and k in self.names]:
+            self.take(f"{name}.{k}", held[k], held, k, depth)
+
+    def _class(self, name: str, kind: type, depth: int, of: Any = None, own: frozenset[str] = frozenset()) -> None:
+        """Values of a class that instances share, and the code of its methods and properties that are called."""
+        done = set(own)
+        for base in kind.__mro__ if _users(kind.__module__) else ():
+            for k in [k for k in vars(base) if k in self.names and k not in done and _users(base.__module__)]:
+                done.add(k)
+                value: Any = vars(base)[k]
+                value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(value, types.FunctionType):
+                    self.function(value, depth)
+                elif not k.startswith("__"):
+                    self.take(f"{name}.{k}", value, vars(base), k, depth)
+
+    def _module(self, name: str, root: nn.Module, depth: int) -> None:
+        """Tensors and containers that a module holds besides parameters and buffers, and what its code names."""
+        for path, module in root.named_modules():
+            if type(module).__module__.startswith("torch."):
+                continue
+            where, held = f"{name}.{path}" if path else name, vars(module)
+            for k in [k for k in held if k in self.names and k not in _OF_EVERY_MODULE]:
+                if k.startswith("_") or not isinstance(held[k], _STILL):  # of others a recording looks at all
+                    self.take(f"{where}.{k}", held[k], held, k, max(depth - 1, 0))
+            self._class(where, type(module), depth, module, frozenset(held))
+            if depth and id(type(module).forward) not in self._seen:
+                self._seen.add(id(type(module).forward))
+                self.function(type(module).forward, depth - 1)
 
     def function(self, fn: Any, depth: int) -> None:
         """Note what a function's closure, globals and ``self`` hold."""
-        if isinstance(fn, types.MethodType):
-            self.take("self", fn.__self__, None, None, depth)
-            fn = fn.__func__
-        if not isinstance(fn, types.FunctionType) or (fn.__module__ or "").split(".")[0] in ("torch", "onecard"):
+        while isinstance(fn, functools.partial | types.MethodType):
+            if isinstance(fn, types.MethodType):
+                self.take("self", fn.__self__, None, None, max(depth, 1))
+                fn = fn.__func__
+            else:
+                for i, given in enumerate((*fn.args, *fn.keywords.values())):
+                    self.take(f"argument {i} of {getattr(fn.func, '__name__', 'a partial')}", given, None, None, depth)
+                fn = fn.func
+        if not isinstance(fn, types.FunctionType) or not _users(fn.__module__ or ""):
             return
+        self.named |= set(_attribute_names(fn.__code__))
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             try:
                 self.take(name, cell.cell_contents, cell, None, depth)
@@ -91,6 +135,26 @@ class Reached:
         for name in _named(fn.__code__):
             if name in fn.__globals__:
                 self.take(name, fn.__globals__[name], fn.__globals__, name, depth)
+
+
+_LONG = 64  # a container with more is data, not settings
+_NAMESPACES = ("types", "argparse")  # of the standard library's objects, those that hold settings
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _users(module: str) -> bool:
+    """Whether a module of Python is the user's, or a library's that is built on torch."""
+    top = module.partition(".")[0]
+    return top not in ("torch", "onecard", "numpy") and (top == "__main__" or top not in sys.stdlib_module_names)
+
+
+def _now(holder: Any, key: Any) -> Any:
+    """What a cell, a container or an object's dict holds now."""
+    if key is None:
+        return holder.cell_contents
+    if type(holder) is list:
+        return holder[key] if key < len(holder) else None
+    return holder.get(key)
 
 
 def _differs(now: Any, before: Any) -> bool:
@@ -104,15 +168,36 @@ def _named(code: types.CodeType) -> Iterator[str]:
             yield from _named(constant)
 
 
+def _attribute_names(code: types.CodeType) -> Iterator[str]:
+    """Names of attributes in code, and texts that may be some (``getattr``)."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _attribute_names(constant)
+
+
 def reached(fn: Any, leaves: Sequence[Any]) -> Reached:
-    """What a function reaches, and the modules and optimizers among its arguments."""
-    found = Reached()
+    """What a function reaches, and what its arguments hold besides tensors and numbers."""
+    names = frozenset[str]()
+    while True:  # functions that are found name more attributes, which lead to more functions
+        found = _reached(fn, leaves, names)
+        if found.named <= names:
+            return found
+        names |= found.named
+
+
+def _reached(fn: Any, leaves: Sequence[Any], names: frozenset[str]) -> Reached:
+    found = Reached(names)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, nn.Module | Optimizer):
-            found.take(f"argument{i}", leaf, None, None, 0)
+        if not isinstance(leaf, (*_STILL, Tensor)):
+            found.take(f"argument{i}", leaf, None, None, _DEPTH)
     if isinstance(fn, nn.Module):
-        found.take("model", fn, None, None, 0)
+        found.take("model", fn, None, None, _DEPTH)
         found.function(fn.forward, _DEPTH)
-    else:
+    elif isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
         found.function(fn, _DEPTH)
+    else:
+        found.function(types.MethodType(type(fn).__call__, fn), _DEPTH)
     return found

@@ -83,6 +83,7 @@ class Recording:
         gradients: leaves, with whether they had a gradient before the step.
         constants: tensors made of Python values.
         arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
+        backend: who computes between the messages: "eager", torch's kernels one by one, or "inductor".
 
     Example:
         >>> import onecard, torch
@@ -106,6 +107,7 @@ class Recording:
     constants: dict[int, Any] = field(default_factory=dict)
     arguments: tuple[tuple[str, Any], ...] = ()
     call: Any = None
+    backend: str = "eager"
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 
@@ -113,7 +115,7 @@ class Recording:
     def run(self) -> Callable[..., tuple[Any, ...]]:
         """The graph as a function of its inputs (local tensors, numbers, generators), in order; it writes to them."""
         if self._run is None:
-            self._run = compiled(self.graph)
+            self._run = compiled(self.graph, self.backend)
         return self._run
 
     def nodes(self, phase: str = "") -> Iterator[fx.Node]:
@@ -131,7 +133,7 @@ class Recording:
         """The same step by another graph with the same inputs and outputs."""
         return Recording(
             self.name, graph, self.inputs, self.results, self.tree, self.effects, self.questions, self.answers, self.roots,
-            self.gradients, self.constants, self.arguments, self.call,
+            self.gradients, self.constants, self.arguments, self.call, self.backend,
         )  # fmt: skip
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

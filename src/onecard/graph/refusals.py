@@ -73,6 +73,14 @@ def changed_group(name: str) -> RecordingError:
     )
 
 
+def counts_in_python(optimizer: str, state: str) -> RecordingError:
+    """The error for a step count that is a number of Python."""
+    return RecordingError(
+        f"{optimizer} keeps its state {state!r} as a number of Python, and has changed it in the step: a replay would repeat "
+        f"what it was. Keep it as a tensor (state[{state!r}] = torch.zeros(()); state[{state!r}] += 1), as torch's optimizers do"
+    )
+
+
 def swapped() -> RecordingError:
     """The error for ``x.data = y``."""
     return RecordingError(

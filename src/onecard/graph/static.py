@@ -23,6 +23,7 @@ from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
+from onecard.graph.segments import check_backend
 
 LIMIT = 8
 
@@ -65,6 +66,7 @@ def to_static(
     kernels: str = "eager",
     also: Sequence[str] = (),
     memory_limit: int | None = None,
+    backend: str = "eager",
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
@@ -84,6 +86,8 @@ def to_static(
             not kept; bits stay) and "half" (products in bfloat16).
         memory_limit: bytes that may be alive at once on this rank, parameters and states included: as little is recomputed as
             it takes. Where all of it is not enough, a warning says what remains.
+        backend: "inductor": torch's compiler makes one function of each run of operators between messages. It takes a compiler
+            of C++ (on a GPU, Triton), and minutes; numbers are those of its kernels, within rounding.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
@@ -105,7 +109,7 @@ def to_static(
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without, ask, kernels, also, memory_limit)
+    return Static(fn, limit, without, ask, kernels, also, memory_limit, backend)
 
 
 class Static:
@@ -120,8 +124,10 @@ class Static:
         kernels: str = "eager",
         also: Sequence[str] = (),
         memory_limit: int | None = None,
+        backend: str = "eager",
     ) -> None:
-        self._options = (tuple(without), ask, kernels, tuple(also), memory_limit)
+        self._options = (tuple(without), ask, kernels, tuple(also), memory_limit, backend)
+        check_backend(backend)
         chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn, self.limit = fn, limit
@@ -210,6 +216,7 @@ def _recorded(
     kernels: str = "eager",
     also: Sequence[str] = (),
     memory_limit: int | None = None,
+    backend: str = "eager",
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns."""
     if torch.is_inference_mode_enabled():
@@ -220,6 +227,8 @@ def _recorded(
     result = capture.run(fn, tree)
     recording = capture.recording(_name(fn), result)
     _check_backward(recording)
+    if backend != "eager":  # it reuses memory itself, and takes what does not write only
+        without = [*without, "inplace"]
     if memory_limit is None:
         found = stages(recording.graph, without, kernels, also)
     else:
@@ -228,6 +237,7 @@ def _recorded(
             warnings.warn(_too_large(recording.name, peak, memory_limit), stacklevel=4)
     check_agreed(recording.name, found)
     recording = recording.with_graph(found[-1][1])
+    recording.backend = backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.

@@ -1,0 +1,68 @@
+"""Random training programs (``fuzz.recorded``): replays give the bits of the program as it is; planted faults are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fuzz.recorded import Verdict, many
+from torch import fx
+
+from onecard.graph import passes
+from onecard.graph.order import name_of
+from onecard.graph.passes import inplace
+from onecard.graph.recorder import Recorder
+
+SEEDS = [*range(14)]
+
+
+def told(found: list[Verdict], seeds: list[int]) -> None:
+    wrong = {seed: v.why for seed, v in zip(seeds, found, strict=True) if v.kind == "wrong"}
+    assert not wrong, wrong
+
+
+def test_random_training_on_one_card() -> None:
+    found = many(SEEDS, None)
+    told(found, SEEDS)
+    assert sum(v.kind == "right" for v in found) >= len(SEEDS) // 2 and sum(v.replays for v in found) >= 2 * len(SEEDS)
+
+
+def wrong(found: list[Verdict]) -> bool:
+    return any(v.kind == "wrong" for v in found)
+
+
+def number_baked_in(patch: pytest.MonkeyPatch) -> None:
+    """A learning rate, a step count; the recorder believes that it has found them all in the operators."""
+
+    def baked(self: Recorder, value: float) -> float:
+        self.matched |= {id(tag) for tag in self.tags}
+        return value
+
+    patch.setattr(Recorder, "_float", baked)
+
+
+def write_lost(patch: pytest.MonkeyPatch) -> None:
+    """The optimizer's last write to a state or a parameter."""
+
+    def dropped(graph: fx.Graph) -> fx.Graph:
+        made = fx.Graph()
+        made.output(made.graph_copy(graph, {}))
+        written = [n for n in made.nodes if name_of(n).endswith("_") and n.meta["phase"] == "optimizer" and not n.users]
+        for node in written[-1:]:
+            made.erase_node(node)
+        return made
+
+    patch.setitem(passes.PASSES, "dead", dropped)
+
+
+def buffer_reused(patch: pytest.MonkeyPatch) -> None:
+    """Written to although somebody still reads it."""
+    patch.setattr(inplace, "_spent", lambda node, memory: next(iter(memory.roots[node.args[0]])))
+    patch.setattr(inplace, "max", lambda found: -1, raising=False)
+    patch.setattr(inplace, "enumerate", lambda nodes: ((-1, n) for n in nodes), raising=False)
+
+
+@pytest.mark.parametrize("plant", [number_baked_in, write_lost, buffer_reused], ids=lambda plant: plant.__name__)
+def test_planted_faults_are_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert any(wrong(many([seed], None)) for seed in SEEDS)
