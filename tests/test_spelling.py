@@ -175,7 +175,7 @@ def test_two_arguments_that_point_to_one_dim():
     """Legal for some operators (``transpose(0, 0)``), and no rule of the table may be taken for it by accident."""
     text = "... dim0:a dim1:b -> ... dim0:b dim1:a"
     assert text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 0, -1)) == "a d0 b -> b d0 a"
-    with pytest.raises(RuleError, match=r"transpose: its rule says of dim0 and dim1 .* point to dim 1 alike"):
+    with pytest.raises(RuleError, match=r"transpose.int: its rule says of dim0 and dim1 .* point to dim 1 alike"):
         text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 1, -2))
 
 
