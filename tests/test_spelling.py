@@ -171,11 +171,16 @@ def test_a_list_of_dims_beside_one_dim_is_refused_by_the_call(text):
         spelled(Form(text), call)
 
 
+def test_the_other_dims_broadcast_from_the_right():
+    call = a_call(torch.ops.spelling.over.default, S([3, 4, 5]), S([5]), 0, [], 1.0)
+    assert text_of("... dim:v, ... -> ... dim:v", call) == "v d0 d1, d1 -> v d0 d1"
+
+
 def test_two_arguments_that_point_to_one_dim():
     """Legal for some operators (``transpose(0, 0)``), and no rule of the table may be taken for it by accident."""
     text = "... dim0:a dim1:b -> ... dim0:b dim1:a"
     assert text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 0, -1)) == "a d0 b -> b d0 a"
-    with pytest.raises(RuleError, match=r"transpose: its rule says of dim0 and dim1 .* point to dim 1 alike"):
+    with pytest.raises(RuleError, match=r"transpose.int: its rule says of dim0 and dim1 .* point to dim 1 alike"):
         text_of(text, a_call(aten.transpose.int, S([3, 4, 5]), 1, -2))
 
 

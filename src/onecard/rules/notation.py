@@ -65,11 +65,6 @@ class Signature:
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
 
-    @property
-    def open(self) -> bool:
-        """Whether a call's arguments and ranks decide which dims there are."""
-        return any(term.placed or term.last or term.repeated for term in (*self.operands, *self.results))
-
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
 

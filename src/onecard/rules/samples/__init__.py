@@ -13,8 +13,6 @@ One file for each family, named like the family's file in ``rules/table/``. Ever
     ]
     ELSEWHERE = {"_scaled_dot_product_flash_attention": "CUDA only"}  # rows that no CPU program reaches, and why
 
-Rows of the family pointwise that say no more than "each element for itself" need none: their calls are derived.
-
 A sample takes no arguments and returns what its program computes (a tensor, or any nest of lists, tuples and dicts).
 Results that require gradients are driven backward with random cotangents, so the backward operators are captured too;
 ``torch.random`` is seeded before each sample. ``verify`` records every ATen call below autograd that has a row (calls

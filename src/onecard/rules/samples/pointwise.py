@@ -1,93 +1,84 @@
-"""Operators that work on each element alone: of most of them the calls follow from their rows."""
+"""Operators that work on each element alone."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from itertools import islice, product
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from onecard.rules.registry import rows
-from onecard.rules.rule import Form
 from onecard.rules.samples.data import inside, integers, mask, positive, real, whole
-from onecard.rules.table import families
 
 aten = torch.ops.aten
 
-# One operand; two that broadcast in every way: equal shapes, a missing dim, a dim of size one on either side, a scalar; a number.
-_CALLS = (((4, 3),), ((4, 3), (4, 3)), ((4, 3), (3,)), ((4, 1), (1, 3)), ((5, 4), ()), ((4, 3), None))
-_EACH = ("...* -> ...*", "... -> ...", "..., ... -> ...")
-_BY_FUNCTION = ("add", "sub", "rsub", "div")  # rows whose function tells numbers from tensors
+# Two operands that broadcast in every way: equal shapes, a missing dim, a dim of size one on either side, a scalar.
+_PAIRS = (((4, 3), (4, 3)), ((4, 3), (3,)), ((4, 1), (1, 3)), ((5, 4), ()))
+
+_REAL = """
+    abs atan ceil cos deg2rad erf erfc exp exp2 expm1 floor frac i0 isinf isnan isneginf isposinf nan_to_num neg
+    rad2deg relu round sgn sigmoid sign signbit sin sinc sinh cosh asinh tan tanh trunc logical_not angle
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish relu silu softplus softshrink
+    log_sigmoid_forward clone detach alias frexp"""
+_INSIDE = "acos asin atanh digamma erfinv lgamma log log10 log1p log2 logit reciprocal rsqrt sqrt"
+_BINARY_REAL = """
+    add sub rsub mul div atan2 copysign eq ne lt le gt ge fmax fmin fmod hypot logaddexp logaddexp2 maximum
+    minimum nextafter remainder logical_and logical_or logical_xor"""
+_BINARY_POSITIVE = "igamma igammac pow xlogy special_xlog1py polar complex"
+_BINARY_INTEGER = """
+    add sub mul div bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm __lshift__
+    __rshift__ floor_divide remainder maximum eq"""
+_WITH_NUMBER = "add sub rsub mul div pow eq ne lt le gt ge fmod remainder clamp_min clamp_max"
+_SPECIAL_ONE = """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr modified_bessel_i0 modified_bessel_i1
+    modified_bessel_k0 modified_bessel_k1 ndtri scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0"""
+_SPECIAL_TWO = """
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+    chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"""
 
 
-def _derived() -> Iterator[Callable[[], Any]]:
-    """Calls of all operators whose row says no more than that each element is for itself."""
-    for name in families["pointwise"]:
-        form, packet = rows[name].form, getattr(aten, name, None)
-        plain = isinstance(form, Form) and form.text in _EACH and "backward" not in name and not name.startswith("__i")
-        if packet is None or not (plain or name in _BY_FUNCTION):
-            continue
-        views = isinstance(form, Form) and form.moves  # of a leaf that requires a gradient it would be no leaf
-        for shapes, (sets, number) in product(_CALLS, _NUMBERS):
-            fit = (sets[3:] or sets) if views else sets
-            programs = (_program(packet, make, number, shapes) for make in fit if _takes(packet, shapes))
-            yield from islice(filter(_finite, programs), 1)
+def _calls(names: str, *arguments: Callable[[], Any], prefix: str = "") -> list[Callable[[], Any]]:
+    return [
+        lambda op=getattr(aten, prefix + name): op(*(argument() for argument in arguments)) for name in names.split()
+    ]
 
 
-def _takes(packet: Any, shapes: Any) -> bool:
-    """Whether some overload is for so many tensors (a number stands for the last one), and needs no more."""
-    forms = [getattr(packet, overload)._schema.arguments for overload in packet.overloads()]
-    types = [[str(a.type) for a in form if not a.has_default_value()] for form in forms]
-    kinds = ["number" if shape is None else "Tensor" for shape in shapes]
-    return kinds in types or (kinds[-1] == "number" and ["Tensor", "Tensor"] in types)
+def _pairs(names: str, make: Callable[..., Any]) -> list[Callable[[], Any]]:
+    made = []
+    for name in names.split():
+        op = getattr(aten, name)
+        made += [lambda op=op, a=a, b=b: op(make(*a), make(*b)) for a, b in _PAIRS]
+    return made
 
 
-def _program(op: Any, make: Callable[..., Tensor], number: float, shapes: Any) -> Callable[[], Any]:
-    return lambda: op(*(number if shape is None else make(*shape) for shape in shapes))
-
-
-def _fresh(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *shape: make(*shape, grad=False)
-
-
-# Floating-point numbers from all to few, then integers: of each kind the first on which an operator is finite.
-_NUMBERS = (
-    ((real, inside, positive, *map(_fresh, (real, inside, positive))), 2.5),
-    ((lambda *shape: integers(5, *shape, low=1),), 2),
-)
-
-
-def _finite(program: Callable[[], Any]) -> bool:
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = program()
-    except (RuntimeError, TypeError):  # not for these numbers, or not for so many
-        return False
-    return all(bool(t.isfinite().all()) for t in (made if isinstance(made, tuple) else (made,)))
+def _ints(*shape: int) -> torch.Tensor:
+    return integers(5, *shape, low=1)
 
 
 SAMPLES = [
-    *_derived(),
-    *(
-        lambda op=getattr(aten, name): op(inside(4, 3, grad=False), integers(4, 3))
-        for name in families["pointwise"]
-        if "polynomial" in name
-    ),
+    *_calls(_REAL, lambda: real(4, 3)),
+    *_calls(_INSIDE, lambda: inside(4, 3)),
+    *_calls(_SPECIAL_ONE, lambda: inside(4, 3, grad=False), prefix="special_"),
+    *_calls(_SPECIAL_TWO, lambda: inside(4, 3, grad=False), lambda: integers(4, 3), prefix="special_"),
+    *_pairs(_BINARY_REAL, real),
+    *_pairs(_BINARY_POSITIVE, lambda *shape: positive(*shape, grad=False)),
+    *_pairs("heaviside floor_divide", lambda *shape: real(*shape, grad=False)),
+    *_pairs("pow xlogy", positive),
+    *_pairs(_BINARY_INTEGER, _ints),
+    *_calls(_WITH_NUMBER, lambda: real(4, 3), lambda: 2.5),
+    *_calls(_WITH_NUMBER, lambda: integers(7, 4, 3), lambda: 2),
     lambda: positive(4, 3).acosh(),
     lambda: aten.special_zeta(positive(4, 3, grad=False) + 1, positive(3, grad=False)),
     lambda: aten._standard_gamma_grad(positive(4, 3, grad=False), positive(4, 3, grad=False)),
     lambda: aten._dirichlet_grad(
         inside(4, 3, grad=False), positive(4, 3, grad=False), positive(4, 1, grad=False).expand(4, 3)
     ),
-    lambda: 1.0 - real(4, 3),
-    lambda: real(4, 3) / 2.0,
     lambda: torch.polygamma(1, positive(4, 3)),
     lambda: aten.mvlgamma(positive(4, 3) + 2, 2),
+    lambda: integers(9, 4, 3).bitwise_not(),
+    lambda: 1.0 - real(4, 3),
+    lambda: real(4, 3) / 2.0,
     lambda: aten.div(real(4, 3), positive(3), rounding_mode="floor"),
     lambda: aten.div(real(4, 3), 2.0, rounding_mode="trunc"),
     lambda: torch.add(real(4, 3), real(3), alpha=2.5),
