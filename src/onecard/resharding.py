@@ -211,7 +211,7 @@ def _moves(shape: Shape, itemsize: int, layout: Layout, goal: Layout, machine: M
             if goal_dim is not None:
                 yield step("slice", axis, _with(layout, axis, dim=goal_dim), dim=goal_dim)
             elif axis in wanted and pending.items() <= wanted.items():
-                # Last of all: ones that fill up a product would be added by a sum that is still pending.
+                # Last of all: the identity of this reduction is not that of another that is still pending (ones, and a sum).
                 yield step("fill", axis, _with(layout, axis, op=wanted[axis]), op=wanted[axis])
         elif layout.dims[dim][-1] == axis and not _in_place(layout, goal, dim):
             yield step("all_gather", axis, _with(layout, axis), dim=dim)

@@ -59,7 +59,8 @@ def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Te
 def _fill(step: Step, local: Tensor, line: Group) -> Tensor:
     """Make a replicated value pending: the reduction of what the ranks now hold gives it back.
 
-    What changes nothing is one number, expanded: adding it costs no memory. It must be copied before it is written to.
+    All ranks but the first hold the identity of the reduction: one element, broadcast to the shape, so that it takes no
+    memory. It must be copied before it is written to.
     """
     found = reduction(step.op)
     if found.idempotent or found.identity is None or line.index == 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from onecard.parts import axes_of, chunk
+from onecard.parts import axes_of, span
 from onecard.rules.call import Call
 from onecard.rules.decide import Decision
 from onecard.rules.rule import Bound
@@ -53,12 +53,7 @@ class Local:
         return [self._span(factor)[1] for factor in range(len(self.bound.sizes))]
 
     def _span(self, factor: int) -> tuple[int, int]:
-        offset, length = 0, self.bound.sizes[factor]
-        mesh = self.decision.operands[0].mesh
-        for axis in self._axes(factor):
-            start, length = chunk(length, mesh.shape[axis], self.coordinate[axis])
-            offset += start
-        return offset, length
+        return span(self.bound.sizes[factor], self._axes(factor), self.decision.operands[0].mesh, self.coordinate)
 
     def _axes(self, factor: int) -> tuple[int, ...]:
         for dims, layout in zip(

@@ -117,13 +117,13 @@ class DistTensor(Tensor):
         self._take(value)
 
     def _take(self, value: DistTensor) -> None:
-        """Become another name of a tensor and of its memory."""
+        """Become an alias of another tensor: the same layout, the same memory."""
         self._local, self._spec, self._memory = value._local, value._spec, None
         if value._memory is not None or value._spec.layout.pending:
             memory.share(value, self)
 
     def _alias(self) -> DistTensor:
-        """Another name of this tensor, outside autograd."""
+        """An alias of this tensor, outside autograd: the same layout, the same memory."""
         made = wrap(self._local, self._spec)
         if self._memory is not None or self._spec.layout.pending:
             memory.share(self, made)

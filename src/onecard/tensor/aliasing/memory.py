@@ -63,7 +63,7 @@ class Copy(Memory):
     """Memory of a copy that stands for a view.
 
     Attributes:
-        base: another name of what it was taken from, which lives as long as the copy; as on one card the memory does.
+        base: an alias of what it was taken from, which lives as long as the copy; as on one card the memory does.
         kind: COPY or WINDOWS.
         take: takes it from the base, or from a plain tensor like the base.
         whole: the copy itself, for when only views of it are alive.

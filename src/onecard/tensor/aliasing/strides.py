@@ -40,7 +40,7 @@ def _outer_first(spec: Spec) -> list[int]:
 
 
 def placed(local: Tensor, spec: Spec) -> bool:
-    """Whether a local tensor lies as ``place`` would put it. One zero that stands for many adds nothing, wherever it is."""
+    """Whether a local tensor lies as ``place`` would put it. Broadcast dims (stride 0) fit any order."""
     step = 1 if local.numel() else 0
     for dim in reversed(_outer_first(spec)) if step else ():
         size, own = local.shape[dim], local.stride(dim)

@@ -117,7 +117,7 @@ def _program(case: _Case, decision: Decision, aliases: tuple[Path | None, ...], 
         specs=specs, spec=specs[0] if specs else None, simple=not busy and here and _is_plain(call, specs, replaced, given),
         swaps=tuple((at, value) for at, _, value in replaced), moves=moves, reason=decision.reason(), replace=replaced,
         aliases=aliases, writes=writes, combines=len(call.operands) > 1, copies=copies, shares=shares, hint=hint,
-        frame=_frame(call, here), plain=plain,
+        frame=_frame(call, here), plain=plain, pointwise=torch.Tag.pointwise in call.func.tags,
     )  # fmt: skip
     pending = _stay_pending(case, decision) if moves else ()
     return Rechecked(**fields, pending=pending) if pending else Program(**fields)

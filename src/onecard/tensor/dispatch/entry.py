@@ -64,9 +64,9 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
 
 
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-    known = programs.here.recall(key)
-    if known is not None:
-        return known
+    older = programs.here.recall(key)
+    if older is not None:
+        return older
     stale = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DistTensor) and v._spec.alias == STALE]
     if stale:
         for value in stale:
@@ -74,17 +74,18 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         return program_for(func, args, kwargs)
     with unrecorded():
         program = builders.get(func, build)(func, args, kwargs)
+    known = faked.here or not trace.faking()  # what is decided under a tracer may hold tensors without data
+    keep = partial(programs.here.keep, key) if known else _forget
     if unproved and isinstance(program, Program | Rewritten) and believed(func):
         program = FirstCalls(program)
     elif isinstance(program, Program):
-        program = FirstRun(program, partial(_keep, key))
-    _keep(key, program)
+        program = FirstRun(program, keep)
+    keep(program)
     return program
 
 
-def _keep(key: tuple[Any, ...], program: Any) -> None:
-    if faked.here or not trace.faking():  # what is decided under a tracer may hold tensors without data
-        programs.here.keep(key, program)
+def _forget(program: Any) -> None:
+    """In the place of keeping a program that is for one call."""
 
 
 def program_for(func: Any, args: Any, kwargs: Any) -> Any:

@@ -45,6 +45,7 @@ class Program:
         hint: axes to hint on an operand for its backward operator.
         frame: where some results are no tensors, all of them with True for each that is; else ().
         plain: the plain operands, for the sparse check; None where there are none, or it is off.
+        pointwise: the kernel takes its operands with any strides.
     """
 
     func: Any
@@ -66,21 +67,25 @@ class Program:
     hint: tuple[Path, tuple[int, ...]] | None
     frame: tuple[Any, ...]
     plain: Operands | None
+    pointwise: bool
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.plain is not None:
             self.plain.compare(lambda path: _at(path, args, kwargs))
         if self.specs and not self.specs[0].here:
             return self._elsewhere(args, kwargs)
+        if not self.moves:
+            return self._run(args, kwargs, ())
         moved = [self.move(_at(path, args, kwargs), target, name) for path, target, name in self.moves]
         return self._run(args, kwargs, moved)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], moved: Sequence[Tensor]) -> Any:
         """The call on local tensors, after its operands were moved."""
         local = [a._local if type(a) is DistTensor else _local(a) if type(a) is list else a for a in args]
-        keywords = {name: _local(value) for name, value in kwargs.items()}
-        for (path, _, _), value in zip(self.moves, moved, strict=True):
-            self._put(local, keywords, path, value)
+        keywords = {name: _local(value) for name, value in kwargs.items()} if kwargs else {}
+        if moved:
+            for (path, _, _), value in zip(self.moves, moved, strict=True):
+                self._put(local, keywords, path, value)
         for position, name, value in self.replace:
             if position < len(local):
                 local[position] = value
@@ -109,8 +114,8 @@ class Program:
         return made
 
     def _put(self, local: list[Any], keywords: dict[str, Any], path: Path, value: Tensor) -> None:
-        if 0 in value.stride() and torch.Tag.pointwise not in self.func.tags:
-            # The identity of a reduction is stored once and expanded (see ``comm.run``). Only pointwise kernels read any strides.
+        if not self.pointwise and 0 in value.stride():
+            # The identity of a reduction is a broadcast element (see ``comm.run``). Other kernels may assume the whole's strides.
             value = value.contiguous()
         place, index = path
         holder: Any = local if isinstance(place, int) else keywords
@@ -264,7 +269,7 @@ def own_result(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def placed(run: Callable[..., Any], specs: Sequence[Spec]) -> Callable[..., Any]:
     """Results in memory as on one card: dims in the order of their strides, so that the same views of it can be taken, and
-    expanded where they are expanded there (but not the one zero of a rank that adds nothing to a pending sum)."""
+    broadcast (stride 0) in the dims that are broadcast there, and in no others."""
     places = [strides.place(spec) for spec in specs]
 
     def call(*local: Any, **keywords: Any) -> Any:
