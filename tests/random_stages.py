@@ -104,7 +104,8 @@ class Layer(nn.Module):
         elif kind == "custom":
             state[a] = Scaled.apply(x.float(), self.scale)
         elif kind == "drop":
-            state[a] = F.dropout(x.float(), 0.3, self.training)
+            # A mask is drawn in the order of memory, and strides are not handed on.
+            state[a] = F.dropout(x.float().contiguous(), 0.3, self.training)
         elif kind == "in place":
             x.mul_(0.9).add_(0.1)
         elif kind == "double":

@@ -52,7 +52,7 @@ def test_an_action_that_took_nearly_no_time_does_not_stretch_the_text():
     """As W where I did all: a measured run has such."""
     short = [(0, "0F0", 0, 10), (0, "0I0", 10, 25), (0, "0W0", 25, 25.001), (0, "0F1", 26, 36)]
     lines = str(pl.draw_text(pl.Timeline.of(short))).splitlines()
-    assert lines[1] == "0 │F0── I0──── W F1─"
+    assert lines[1] == "0 │F0─ I0─── WF1─"
 
 
 def test_text_is_coloured_by_kind():
