@@ -4,6 +4,7 @@
     python benchmarks/zero.py --model network      # seed 003's 256-102400-256-10, with Momentum
     python benchmarks/zero.py --small              # seconds: do all variants run and agree?
     python benchmarks/zero.py --ranks 4 --overlap  # sums while backward runs
+    MALLOC_MMAP_MAX_=65536 python benchmarks/zero.py  # glibc's allocator as it is: more time, less memory at the peak
     ONECARD_BACKEND=gloo python benchmarks/zero.py # onecard over Gloo too, as its peers (--peers-backend shm: all over shm)
 
 Each level stands beside the best peer of its kind: data parallelism beside DDP, stage 1 beside ZeroRedundancyOptimizer, stage

@@ -146,6 +146,27 @@ def test_large_gradients_fill_several_buckets() -> None:
     assert_same_parameters(plain, twin)
 
 
+@multirank(2)
+def test_large_gradients_travel_alone_from_where_they_lie() -> None:
+    from onecard.tensor import buckets
+
+    (plain, whole), (twin, lay_out) = twins("dp")
+    sizes = [4 * p.numel() for p in plain.parameters()]
+    buckets.LARGE = sorted(sizes)[2]  # of four
+    train(plain, whole, make_optimizer("SGD", plain, {}), steps=1)
+    seen: list[int] = []
+    optimizer = make_optimizer("SGD", twin, {})
+    for p in twin.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad._local.data_ptr()))
+    optimizer = oc.shard_optimizer(optimizer)
+    with oc.explain() as report:
+        train(twin, lay_out, optimizer, steps=1)
+    assert [m.tensors for m in report.messages if m.operator == "gradients"] == [2, 1, 1]
+    stay = {p.grad._local.data_ptr() for p in twin.parameters()} & {*seen}  # type: ignore[union-attr]
+    assert len(stay) == 2
+    assert_same_parameters(plain, twin)
+
+
 # states
 
 

@@ -29,8 +29,10 @@ def small_buckets() -> None:
     buckets.BUCKET_BYTES, buckets.Room.LEAST = 512, 0
 
 
-def on_and_off(tp: bool) -> None:
+def on_and_off(tp: bool, large: bool) -> None:
     small_buckets()
+    if large:
+        buckets.LARGE = 64  # all but the smallest travel alone, from and to where they lie
     begun = counted()
     for stage in (0, *STAGES):
         for name, accumulate, clip in [("fused", 3, False)] if tp else [("foreach", 1, True), ("momentum", 2, True)]:
@@ -68,9 +70,9 @@ def counted() -> list[str]:
     return begun
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
-def test_on_and_off_are_equal_bit_for_bit(ranks, tp):
-    run_ranks(on_and_off, ranks, tp, timeout=120)
+@pytest.mark.parametrize(("ranks", "tp", "large"), [(3, False, False), (4, True, False), (2, False, True)])
+def test_on_and_off_are_equal_bit_for_bit(ranks, tp, large):
+    run_ranks(on_and_off, ranks, tp, large, timeout=120)
 
 
 def linear(stage: int, overlap: bool, width: int = 8, n: int = 3, kind: Any = torch.optim.SGD) -> Any:

@@ -137,12 +137,12 @@ def _linear(node: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     turned, x = node.next_functions[at][0], _torch.saved_tensor(node, name)
     if x is None or turned is None or turned.name() != "TBackward0":
         return None
-    weight: Any = getattr(turned.next_functions[0][0], "variable", None)
+    weight: Tensor | None = getattr(turned.next_functions[0][0], "variable", None)
     if weight is None or at == 1:
         return None if weight is None else (x, weight, None)
-    bias: Any = getattr(node.next_functions[0][0], "variable", None)
-    plain = bias is not None and bias.dim() == 1 and len(bias) == len(weight)
-    return (x, weight, bias) if plain and node._saved_alpha == 1 and node._saved_beta == 1 else None
+    bias: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    plain = bias is not None and bias.shape == weight.shape[:1] and node._saved_alpha == node._saved_beta == 1
+    return (x, weight, bias) if plain else None
 
 
 def _adds_up(p: Tensor, grad: Tensor) -> bool:
