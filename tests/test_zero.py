@@ -172,7 +172,7 @@ def sent_by_marks(cut: str, clip: bool) -> tuple[list[float], dict[str, int]]:
 def cut_by_hand() -> None:
     part = 4 * 2 * 16 * 32 // 2
     expected = sent_by_marks("", False)[0], sent_by_marks("", True)[0]
-    wanted = {"states": {"reduce_scatter": part, "all_gather": part}, "parameters": {"all_reduce": 2 * part}}
+    wanted = {"states": {"reduce_scatter": part, "all_gather": part}, "parameters": {"reduce_scatter": part}}
     for cut, sums in wanted.items():
         losses, counts = sent_by_marks(cut, False)
         assert losses == pytest.approx(expected[0], rel=1e-5) and counts == sums, (cut, counts)

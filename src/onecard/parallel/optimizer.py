@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
-from onecard.parallel.reducer import Reducer
+from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of
 from onecard.tensor import DistTensor
@@ -68,12 +68,14 @@ def shard_optimizer(
         keep_laid_out(optimizer, sharder.lay_out)
         return optimizer
     params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
-    reducer = Reducer(params, None, every=False, overlap=True) if overlaps(overlap, params) else None
+    reducer = Reducer(params, _as_parameter, every=False, overlap=True) if overlaps(overlap, params) else None
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         def reduce() -> None:
             if reducer is not None:
                 reducer.before_step()
+            due = [cut for p in params_of(opt) if isinstance(p, DistTensor) and (cut := _as_parameter(p)) is not None]
+            reduce_gradients(due)
             reduce_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
         reduce()
@@ -129,6 +131,18 @@ def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[An
         return loss
 
     return args[:1], {**kwargs, "closure": closure}
+
+
+def _as_parameter(x: DistTensor) -> Cut | None:
+    """How a pending gradient is cut as its parameter is: each rank needs its part of the sum only."""
+    grad, layout = x.grad, x._spec.layout
+    if not isinstance(grad, DistTensor) or layout.merged or x._memory is not None:
+        return None
+    for axis, _ in grad._spec.layout.pending:
+        dim = layout.dim_of(axis)
+        if dim is not None and layout.dims[dim][-1] == axis:
+            return Cut(x, x._local, layout, axis, dim)
+    return None
 
 
 class AsStates(ShardingStage1):
