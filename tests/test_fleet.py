@@ -66,7 +66,7 @@ def strategy_of(**values: object) -> fleet.DistributedStrategy:
         (lambda: strategy_of(amp="yes"), "is True or False"),
         (
             lambda: strategy_of(sharding=True),
-            r"fleet.group_sharded_parallel\(model, optimizer, level, group=hcg.data\(\)\)",
+            r"{.sharding_degree.: n}, or fleet.group_sharded_parallel\(model, optimizer, level\)",
         ),
         (
             lambda: strategy_of(hybrid_configs={"mp_degree": 3}).degrees(8),

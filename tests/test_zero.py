@@ -139,6 +139,51 @@ def sent(stage: int, accumulate: int) -> dict[str, tuple[int, int]]:
     return counts
 
 
+def sent_by_marks(cut: str, clip: bool) -> tuple[list[float], dict[str, int]]:
+    """Losses, and bytes of a step with states or parameters cut over dp by hand."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 16, bias=False))
+    if cut:
+        oc.shard_layer(net, mesh)
+    if cut == "parameters":
+        for layer in (net[0], net[2]):
+            layer.weight = oc.shard_tensor(layer.weight, mesh, [S(0)])
+    made = torch.optim.AdamW(net.parameters(), 0.01, eps=1e-3)
+    by_hand = (lambda key, p, state: oc.reshard(state, mesh, [S(0)])) if cut == "states" else None
+    optimizer = oc.shard_optimizer(made, by_hand) if cut else made
+    losses, counts = [], {}
+    for step in range(4):
+        x = torch.randn(1024, 16, generator=torch.Generator().manual_seed(step))
+        loss = net(oc.shard_tensor(x, mesh, [S(0)]) if cut else x).square().mean()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with oc.explain() as report:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        for m in report.messages if step == 3 else ():
+            if m.step.kind != "slice":
+                counts[m.step.kind] = counts.get(m.step.kind, 0) + m.step.bytes
+    return losses, counts
+
+
+def cut_by_hand() -> None:
+    part = 4 * 2 * 16 * 32 // 2
+    expected = sent_by_marks("", False)[0], sent_by_marks("", True)[0]
+    wanted = {"states": {"reduce_scatter": part, "all_gather": part}, "parameters": {"reduce_scatter": part}}
+    for cut, sums in wanted.items():
+        losses, counts = sent_by_marks(cut, False)
+        assert losses == pytest.approx(expected[0], rel=1e-5) and counts == sums, (cut, counts)
+        assert sent_by_marks(cut, True)[0] == pytest.approx(expected[1], rel=1e-5), cut
+
+
+def test_states_and_parameters_that_are_cut_by_hand_send_no_more():
+    """The update runs where the state is; a gradient is cut as its parameter is, and nothing goes all to all."""
+    run_ranks(cut_by_hand, 2)
+
+
 def test_what_is_sent_is_what_theory_says():
     """P elements: 2P (n-1)/n for data parallelism and stages 1 and 2, 3P (n-1)/n for stage 3; in few messages."""
     part = 4 * 2 * 16 * 32 // 2  # on 2 ranks: bytes of half the parameters

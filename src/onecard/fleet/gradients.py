@@ -28,6 +28,7 @@ _DATA = "_onecard_data"
 # Of a parameter: which gradient it was, and how often written to, when it was whole, and when backward last added to it.
 _WHOLE = "_onecard_whole"
 _ADDED = "_onecard_added"
+_REST = "_onecard_rest"  # the ranks over which it is averaged where an optimizer averages over others itself
 
 
 def share_data(parameter: Tensor, group: Ranks) -> None:
@@ -37,10 +38,25 @@ def share_data(parameter: Tensor, group: Ranks) -> None:
         _watch(parameter)
 
 
-def sync(parameters: Iterable[Tensor]) -> None:
+def leave_to_optimizer(parameter: Tensor, axis: str) -> None:
+    """Say that an optimizer averages a parameter's gradient along an axis of the grid itself, if nobody has it summed before."""
+    data = _data(parameter)
+    if (
+        data is not None
+        and not held(parameter).sums
+        and not held(parameter).copies
+        and not _cut_within(parameter, data)
+    ):
+        from onecard.fleet.topology import get_hybrid_communicate_group
+
+        setattr(parameter, _REST, get_hybrid_communicate_group().data(axis))
+
+
+def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     """Sum the gradients of these parameters over the ranks that have summands of them; once for each backward.
 
-    All ranks call it at the same place, with the same parameters. An optimizer's ``step`` and ``fleet.clip_grad_norm_`` do.
+    ``step``: an optimizer is about to step, which may sum along an axis itself. All ranks call it at the same place, with the
+    same parameters. An optimizer's ``step`` and ``fleet.clip_grad_norm_`` do.
 
     Raises:
         FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
@@ -58,14 +74,23 @@ def sync(parameters: Iterable[Tensor]) -> None:
     for p in added:
         if held(p).copies:
             _sum_copies(p)
-    for group in {d.ranks: d for p in changed if (d := _data(p)) is not None}.values():
-        mine = [p for p in changed if (d := _data(p)) is not None and d.ranks == group.ranks]
+    for p in added:
+        setattr(p, _WHOLE, None)  # on all ranks alike
+    over = {p: (getattr(p, _REST, None) if step else None) or _data(p) for p in changed}
+    for group in {d.ranks: d for d in over.values() if d is not None}.values():
+        mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
         _reduce([p.grad for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
             if _cut_within(p, group):  # its part alone: what came to it is a sum over the ranks' losses
                 p.grad.div_(group.size)  # type: ignore[union-attr]
     for p in changed:
-        note(p)
+        if over[p] is _data(p):
+            note(p)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether its gradient is summed, as it is now."""
+    return not has_sums(parameter) or _since(parameter, _WHOLE) == 0
 
 
 def _sync_twins(chosen: list[Tensor]) -> None:

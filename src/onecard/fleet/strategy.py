@@ -39,8 +39,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _SWITCHES = ("tensor_parallel", "recompute", "amp", "gradient_merge", "pipeline")
 _PLANNED = {
-    "sharding": "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data()), over the ranks along dp",
-    "sharding_configs": "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data())",
+    "sharding": "hybrid_configs = {'sharding_degree': n}, or fleet.group_sharded_parallel(model, optimizer, level)",
+    "sharding_configs": "hybrid_configs = {'sharding_degree': n}, or fleet.group_sharded_parallel(model, optimizer, level)",
     "dgc": "gradients are not compressed",
     "localsgd": "gradients are summed at every step",
     "lamb": "an optimizer of torch's",

@@ -56,9 +56,9 @@ class HybridCommunicateGroup:
         """This rank's place along an axis."""
         return self._place()[axis]
 
-    def data(self) -> Ranks:
-        """The ranks that see other data (batch or part of the sequence) and hold copies of one model."""
-        return self.group(*(axis for axis in self.degrees if axis in ("dp", "sharding", "sep")))
+    def data(self, without: str = "") -> Ranks:
+        """The ranks that see other data (batch or part of the sequence) and hold copies of one model; ``without`` an axis."""
+        return self.group(*(axis for axis in self.degrees if axis in ("dp", "sharding", "sep") and axis != without))
 
     def get_global_rank(self) -> int:
         """The rank in the world."""

@@ -34,7 +34,7 @@ def install() -> None:
 def _before_step(optimizer: Any, *_: Any) -> None:
     # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
     mine = gradients.of_optimizer(optimizer)
-    gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums])
+    gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums], step=True)
 
 
 class DistributedModel(nn.Module):
@@ -104,15 +104,13 @@ def distributed_model(model: nn.Module) -> DistributedModel:
     averaged over the ranks along dp and sep, when an optimizer reads them. A ``PipelineLayer`` becomes a ``PipelineParallel``.
 
     Raises:
-        FleetError: the strategy asks for what is not there yet (ZeRO), a model without stages under ``pp_degree``, or one that
-            holds DistTensors.
+        FleetError: a model without stages under ``pp_degree``, or one that holds DistTensors.
 
     Source: ``paddle.distributed.fleet.distributed_model``.
     """
     from onecard.fleet.pipeline_parallel import PipelineParallel
 
     hcg, strategy = get_hybrid_communicate_group(), topology.strategy()
-    _check_axes(hcg)
     _check_stages(model, hcg, strategy)
     strange = [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
     if strange:
@@ -161,14 +159,6 @@ def _check_norms(model: nn.Module) -> None:
         )
 
 
-def _check_axes(hcg: topology.HybridCommunicateGroup) -> None:
-    if hcg.degrees["sharding"] > 1:
-        raise FleetError(
-            "sharding_degree > 1: ZeRO is a call of its own, over the ranks along dp: "
-            "fleet.group_sharded_parallel(model, optimizer, level, group=hcg.data())"
-        )
-
-
 @torch.no_grad()
 def equalise(model: nn.Module) -> None:
     """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
@@ -196,8 +186,9 @@ def distributed_optimizer(
 ) -> Any:
     """Make a torch optimizer a part of the fleet program; returns the same optimizer.
 
-    It has Paddle's ``clear_grad()`` and ``minimize(loss)`` as well, clips by ``grad_clip`` before each step, and under the
-    strategy's ``gradient_merge`` steps at every ``k_steps``-th call only.
+    Under ``sharding_degree`` each rank along that axis keeps and updates a part of its states (ZeRO stage 1; all stages:
+    ``fleet.group_sharded_parallel``). It has Paddle's ``clear_grad()`` and ``minimize(loss)`` as well, clips by ``grad_clip``
+    before each step, and under the strategy's ``gradient_merge`` steps at every ``k_steps``-th call only.
 
     Raises:
         FleetError: the strategy does not fit the one that ``fleet.init`` was given.
@@ -207,13 +198,17 @@ def distributed_optimizer(
     if strategy is not None:
         _adopt(strategy)
     used = topology.strategy()
-    _check_axes(get_hybrid_communicate_group())
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise FleetError(f"fleet.distributed_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
     more: Any = optimizer
     if grad_clip is not None:
         clip = grad_clip
         optimizer.register_step_pre_hook(lambda opt, *_: (clip(gradients.of_optimizer(opt)), None)[1])
+    hcg = get_hybrid_communicate_group()
+    if hcg.degrees["sharding"] > 1:
+        from onecard.fleet.sharded_optimizer import ShardedOptimizer
+
+        ShardedOptimizer(optimizer, hcg.group("sharding"), clips=grad_clip is not None)
     if used.gradient_merge:
         _merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
     more.clear_grad = lambda *_, **__: more.zero_grad()

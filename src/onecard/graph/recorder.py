@@ -252,6 +252,12 @@ class Recorder:
         self._name(x, node)
         return node
 
+    def renamed(self, x: Tensor, value: Tensor | None) -> None:
+        """A tensor has the memory of another one from now on (``x.data = value``, by the library); None: what it was."""
+        self._nodes.pop(id(x), None)
+        if value is not None:
+            self._name(x, self.node_of(value))
+
     def _constant(self, x: Tensor) -> None:
         node = self.input(x)
         node.meta["data"] = False

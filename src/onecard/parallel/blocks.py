@@ -60,7 +60,14 @@ class Piece:
             self.part = self.x._local
             self.x._local, self.x._spec = self.whole, self.whole_spec
         else:
-            self.seen.data = self.whole
+            self._give(self.whole)
+
+    def _give(self, value: Tensor | None) -> None:
+        """The plain parameter's memory is that of a tensor, or none."""
+        with recorded.unrecorded():
+            self.seen.data = self._buffer.new_empty(0) if value is None else value
+        if recorded.recorder is not None:
+            recorded.recorder.renamed(self.seen, value)
 
     def forget(self, written: bool = False) -> None:
         """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole."""
@@ -70,7 +77,7 @@ class Piece:
                     self.part.copy_(self.cut().parts()[group(self.layout.mesh, self.axis).index])
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
-            self.seen.data = self._buffer.new_empty(0)
+            self._give(None)
         self.whole = self._buffer
         self._buffer.untyped_storage().resize_(0)
 

@@ -13,11 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
-from onecard.parallel.reducer import Reducer
+from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of
 from onecard.tensor import DistTensor
-from onecard.tensor.buckets import reduce_all
+from onecard.tensor.buckets import Cut, reduce_all
+from onecard.tensor.spec import OWN
 
 
 def shard_optimizer(
@@ -60,23 +61,28 @@ def shard_optimizer(
         stage = shard_fn if overlap is None else replace(shard_fn, overlap=overlap)
         keep_laid_out(optimizer, ShardedUpdate(optimizer, stage).lay_out)
         return optimizer
+    if shard_fn is not None:
+        sharder = _StateSharder(shard_fn)
+        ShardedUpdate(optimizer, AsStates(optimizer, overlap))
+        optimizer.register_step_post_hook(sharder)
+        keep_laid_out(optimizer, sharder.lay_out)
+        return optimizer
     params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
-    reducer = Reducer(params, None, every=False, overlap=True) if overlaps(overlap, params) else None
+    reducer = Reducer(params, _as_parameter, every=False, overlap=True) if overlaps(overlap, params) else None
 
     def sum_gradients(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         def reduce() -> None:
             if reducer is not None:
                 reducer.before_step()
+            due = [cut for p in params_of(opt) if isinstance(p, DistTensor) and (cut := _as_parameter(p)) is not None]
+            reduce_gradients(due)
             reduce_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
         reduce()
         return _with_closure(args, kwargs, reduce)
 
     optimizer.register_step_pre_hook(sum_gradients)
-    sharder = None if shard_fn is None else _StateSharder(shard_fn)
-    if sharder is not None:
-        optimizer.register_step_post_hook(sharder)
-    keep_laid_out(optimizer, None if sharder is None else sharder.lay_out)
+    keep_laid_out(optimizer, None)
     return optimizer
 
 
@@ -125,6 +131,40 @@ def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[An
         return loss
 
     return args[:1], {**kwargs, "closure": closure}
+
+
+def _as_parameter(x: DistTensor) -> Cut | None:
+    """How a pending gradient is cut as its parameter is: each rank needs its part of the sum only."""
+    grad, layout = x.grad, x._spec.layout
+    if not isinstance(grad, DistTensor) or layout.merged or x._memory is not None:
+        return None
+    for axis, _ in grad._spec.layout.pending:
+        dim = layout.dim_of(axis)
+        if dim is not None and layout.dims[dim][-1] == axis:
+            return Cut(x, x._local, layout, axis, dim)
+    return None
+
+
+class AsStates(ShardingStage1):
+    """The update runs where ``shard_fn`` has put the states of a parameter, if that is its own layout with one more cut."""
+
+    def __init__(self, optimizer: Optimizer, overlap: bool | None) -> None:
+        super().__init__(overlap=overlap)
+        object.__setattr__(self, "_optimizer", optimizer)
+
+    def cut(self, x: DistTensor) -> Cut | None:
+        """As its states are cut; None if they are not, or in several ways."""
+        states = self._optimizer.state.get(x, {})  # type: ignore[attr-defined]
+        layouts = {v._spec.layout for k, v in states.items() if is_like(x, k, v) and isinstance(v, DistTensor)}
+        if len(layouts) != 1 or x._memory is not None or x._spec.alias != OWN or not x._spec.here:
+            return None
+        layout, mine = layouts.pop(), x._spec.layout
+        if layout.mesh is not mine.mesh or layout.merged or mine.merged or mine.pending:
+            return None
+        more = [d for d, axes in enumerate(layout.dims) if axes != mine.dims[d]]
+        if len(more) != 1 or layout.dims[more[0]][:-1] != mine.dims[more[0]]:
+            return None
+        return Cut(x, x._local, layout, layout.dims[more[0]][-1], more[0])
 
 
 class _StateSharder:
