@@ -1,9 +1,9 @@
-"""Random pipelines against one card; many more: ``python tests/random_stages.py 0 500 --ranks 4``."""
+"""Random pipelines against one card; many more: ``PYTHONPATH=tests python -m fuzz.stages --count 500 --ranks 4``."""
 
 from __future__ import annotations
 
 import pytest
-from random_stages import draw, several
+from fuzz.stages import draw, several
 
 from onecard.testing import run_ranks
 

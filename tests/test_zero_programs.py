@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from zero_programs import Program, Step, difference, draw, search, work
+from fuzz.zero import Program, Step, difference, draw, search, work
 
 from onecard import fleet
 from onecard.fleet import sharding

@@ -1,8 +1,8 @@
 """Random pipelines: what layers hand on, tie, drop and compute again, under any schedule, against one card.
 
-    python tests/random_stages.py 0 200 --ranks 2
+    PYTHONPATH=tests python -m fuzz.stages --count 200 --ranks 2
 
-runs seeds 0 to 199. The reference is the one-card program, microbatch by microbatch; for dropout it draws from a random state for
+The reference is the one-card program, microbatch by microbatch; for dropout it draws from a random state for
 each rank, in the order of that rank's forwards, which is what each rank does.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import tyro
 from fleet_programs import close, part_of
 from pipeline_programs import OneCard, begin
 from torch import Tensor, nn
@@ -368,15 +369,26 @@ def several(seeds: list[int]) -> list[str]:
     return []
 
 
-def main(arguments: list[str]) -> int:
-    begin_at, end, *more = arguments
-    ranks = int(more[1]) if more else 2
-    failed = 0
-    for at in range(int(begin_at), int(end), 20):
-        seeds = list(range(at, min(at + 20, int(end))))
+@dataclass(frozen=True)
+class Options:
+    """Random pipelines against one card; exit status 1 if any is wrong."""
+
+    seed: int = 0
+    """the first program's seed"""
+    count: int = 100
+    """how many"""
+    ranks: int = 2
+    """2 or 4"""
+
+
+def main(options: Options) -> int:
+    """Run them and print what failed."""
+    failed, end = 0, options.seed + options.count
+    for at in range(options.seed, end, 20):
+        seeds = list(range(at, min(at + 20, end)))
         while seeds:
             try:
-                run_ranks(several, ranks, seeds, timeout=120)
+                run_ranks(several, options.ranks, seeds, timeout=120)
                 break
             except Exception as fault:
                 words = str(fault)
@@ -384,9 +396,9 @@ def main(arguments: list[str]) -> int:
                 print(f"seed {seed} FAILED\n{words[:2500]}\n", flush=True)
                 failed += 1
                 seeds = [s for s in seeds if s > seed]
-    print(f"{failed} of {int(end) - int(begin_at)} failed")
+    print(f"{failed} of {options.count} failed")
     return min(failed, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(tyro.cli(Options)))
