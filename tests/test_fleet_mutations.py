@@ -12,7 +12,7 @@ import test_fleet_training as training
 from torch import Tensor
 
 from onecard import fleet
-from onecard.fleet import context, gradients, linear, mappings, rng, vocabulary
+from onecard.fleet import context, gradients, linear, mappings, norms, rng, vocabulary
 from onecard.testing import RankError, run_ranks
 
 Plant = tuple[Any, str, Any]
@@ -43,7 +43,7 @@ def sums_twice() -> Plant:
 
 def counts_replicas() -> Plant:
     """The norm counts a parameter once for each rank that has it."""
-    return gradients, "_owned", lambda p: iter([] if p.grad is None else [p.grad])
+    return norms, "_owned", lambda p: iter([] if p.grad is None else [p.grad])
 
 
 def local_mean(losses: Tensor, valid: Tensor, group: Any = None) -> Tensor:

@@ -136,9 +136,10 @@ def scaled() -> None:
     for step in range(3):
         before = [p.detach().clone() for p in net.parameters()]
         x, y = (t.chunk(2)[hcg.data().index] for t in batch(step))
+        bad = float("inf") if step == 1 and oc.get_rank() == 2 else 0.0
+        hook = net.up.weight.register_hook(lambda grad, bad=bad: grad + bad)
         scaler.scale(cross_entropy(model(x, True), y)).backward()
-        if step == 1 and oc.get_rank() == 2:
-            net.up.weight.grad[0, 0] = float("inf")
+        hook.remove()
         scaler.unscale_(ours)
         fleet.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(ours)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from onecard import _torch
+from onecard import _torch, _torch_groups
 from onecard.cost import MACHINE, Machine
 from onecard.errors import CommunicationError
 
@@ -83,7 +83,7 @@ class World:
                 f"onecard.pretend(world_size={max(size, rank + 1, 1) if whole else 8}, rank={max(rank, 0) if whole else 0})"
             )
         self.size, self.rank = size, rank
-        self._groups = _torch.FakeGroups(size, rank)
+        self._groups = _torch_groups.FakeGroups(size, rank)
         self._values: dict[Kept[Any], Any] = {faked: fake} if priced is None else {faked: fake, machine: priced}
         self._fakes: Any = _torch.fake_tensors() if fake else None
         self._random: Any = None

@@ -141,7 +141,7 @@ def _linear(node: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     if weight is None or at == 1:
         return None if weight is None else (x, weight, None)
     bias: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    plain = bias is not None and bias.shape == weight.shape[:1] and node._saved_alpha == node._saved_beta == 1
+    plain = bias is not None and bias.shape == weight.shape[:1] and not _torch.has_factors(node)
     return (x, weight, bias) if plain else None
 
 
@@ -149,8 +149,7 @@ def _adds_up(p: Tensor, grad: Tensor) -> bool:
     """Whether a leaf's gradient is there to be added to, and nobody is told of what is added."""
     found = p.grad
     plain = type(p) in (Tensor, nn.Parameter) and type(found) is Tensor and type(grad) is Tensor
-    quiet = not p._backward_hooks and not getattr(p, "_post_accumulate_grad_hooks", None)
-    return plain and quiet and found.layout is torch.strided and found.dtype is grad.dtype  # type: ignore[union-attr]
+    return plain and not _torch.has_listeners(p) and found.layout is torch.strided and found.dtype is grad.dtype  # type: ignore[union-attr]
 
 
 def _giving(noted: Sequence[Tensor | None]) -> Any:
