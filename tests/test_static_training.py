@@ -12,6 +12,7 @@ from onecard.graph import passes
 from onecard.graph.order import name_of
 from onecard.graph.passes import inplace
 from onecard.graph.recorder import Recorder
+from onecard.testing import run_ranks
 
 SEEDS = [*range(14)]
 
@@ -25,6 +26,14 @@ def test_random_training_on_one_card() -> None:
     found = many(SEEDS, None)
     told(found, SEEDS)
     assert sum(v.kind == "right" for v in found) >= len(SEEDS) // 2 and sum(v.replays for v in found) >= 2 * len(SEEDS)
+
+
+def test_random_training_on_two_ranks() -> None:
+    """Messages that wait for inputs alone (5, 6, 7), and that only one rank has something to do beside (26), among them."""
+    seeds = [2, 5, 6, 7, 26]
+    for found in run_ranks(many, 2, seeds, (0, 1), timeout=100):
+        told(found, seeds)
+        assert sum(v.kind == "right" for v in found) == len(seeds)
 
 
 def wrong(found: list[Verdict]) -> bool:

@@ -60,7 +60,7 @@ def sender(operator: str, rest: tuple[Any, ...], line: Line, later: bool = False
         if given.is_meta:
             return None
         record.serving.here = serving
-        work = started._begun(name, found, given, lambda _: start(into, given))
+        work = started._begun(name, found, given, lambda _: start(into, given), op)
         return Started(name, f"among ranks {list(found.ranks)}", work, lambda: into, (into, given))
 
     return begin if later else send

@@ -121,7 +121,7 @@ def reduced(x: Tensor, group: Group, op: str = "sum", inplace: bool = False) -> 
     result = x if inplace else x.clone()
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    work = _begun("all_reduce", group, result, lambda pg: pg.allreduce([result], options))
+    work = _begun("all_reduce", group, result, lambda pg: pg.allreduce([result], options), op)
 
     def finish() -> Tensor:
         return averaged(result, group.size) if op == "avg" else result
@@ -365,9 +365,9 @@ def _among(group: Group) -> str:
     return f"among ranks {list(group.ranks)}"
 
 
-def _begun(name: str, group: Group, sent: Tensor, start: Callable[[Any], Any]) -> Any:
-    if group.clock is not None:
-        group.clock.tick(name, sent.dtype)
+def _begun(name: str, group: Group, sent: Tensor, start: Callable[[Any], Any], op: str = "") -> Any:
+    if group.clock is not None:  # as of a message that is awaited at once, which it may be on another rank
+        group.clock.tick(f"{name}({op})" if op else name, sent.dtype)
     try:
         return start(group.process_group)
     except RuntimeError as fault:

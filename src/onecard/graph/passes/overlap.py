@@ -48,6 +48,10 @@ class _Schedule:
         self.wants = [self._computed(n) for n in self.messages]
 
     def run(self) -> fx.Graph:
+        for node in self.graph.find_nodes(
+            op="placeholder"
+        ):  # a message that needs inputs alone comes after all of them
+            self._emit(node)
         for node in self.graph.nodes:
             if node.op == "output":
                 for message in [*self.under_way]:
