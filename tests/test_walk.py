@@ -76,7 +76,8 @@ def test_each_file_is_named_once_where_it_is_first_needed(walked):
     assert len(listed) == len({*listed}) and not values & {*listed}
     seen: set[str] = set()
     for phase, files in phases.items():
-        first = {file for _, file in walked[phase]} - seen - values
+        # fleet.init, if it ran in this process before, has every optimizer ask for fleet's own parameters.
+        first = {file for _, file in walked[phase] if not file.startswith("fleet/")} - seen - values
         assert {*files} == first, phase
         seen |= first
 
