@@ -71,7 +71,8 @@ class Reached:
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self.function(value, depth - 1)
         elif isinstance(value, dict | list | tuple):
-            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            # Of dict itself: a library's own kind of dict may mean something else by ``items`` and ``get``.
+            parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
             for k, part in parts if len(value) <= _LONG else ():
                 self.take(f"{name}[{k!r}]", part, None if isinstance(value, tuple) else value, k, depth - 1)
         elif isinstance(value, types.ModuleType):
@@ -152,9 +153,9 @@ def _now(holder: Any, key: Any) -> Any:
     """What a cell, a container or an object's dict holds now."""
     if key is None:
         return holder.cell_contents
-    if type(holder) is list:
+    if isinstance(holder, list):
         return holder[key] if key < len(holder) else None
-    return holder.get(key)
+    return dict.get(holder, key) if isinstance(holder, dict) else holder.get(key)
 
 
 def _differs(now: Any, before: Any) -> bool:
