@@ -21,10 +21,12 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
     if not conditions:
         return None, ()
     needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)])
-    if any(_draws(n) for n in needed):
+    drawn = next((n for n in graph.nodes if n in needed and _draws(n)), None)
+    if drawn is not None:
         raise RecordingError(
-            "a value that the step reads on the host (in an if, an int()) depends on random numbers, which cannot be drawn "
-            "before a replay to ask for it. Return the tensor and read it outside of the step"
+            "a value that the step reads on the host (in an if, an int()) depends on random numbers, drawn at "
+            f"{drawn.meta.get('line') or 'an unknown line'}, which cannot be drawn before a replay to ask for it. Return the "
+            "tensor and read it outside of the step; a layer that is dropped at random: with torch.where, or a rate of 0"
         )
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
