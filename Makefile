@@ -13,8 +13,10 @@ train: $(STAMP)
 # Tests that run side by side; each may start as many processes as it has ranks.
 WORKERS ?= 2
 
-# One thread for each process: the tests start many, on few cores.
+# One thread for each process: the tests start many, on few cores. Each start would compile the library again, and each
+# worker the tests, where the environment forbids to keep what is compiled.
 test: export OMP_NUM_THREADS = 1
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

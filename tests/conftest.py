@@ -1,9 +1,24 @@
 """What several test files need of their process."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
+
+from onecard.testing import preload
+
+# What takes seconds to import, and the tests whose ranks need it.
+SLOW_IMPORTS = {
+    "torch.testing._internal.common_methods_invocations": {"test_operator_sweep.py"},
+    "transformers.modeling_utils": {"test_models.py", "test_static_models.py"},
+}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    chosen = {item.path.name for item in session.items}
+    preload(*[module for module, files in SLOW_IMPORTS.items() if files & chosen])
+    gc.freeze()  # a million objects of modules and tests, which stay, and which each collection would look at
 
 
 @pytest.fixture

@@ -1,22 +1,36 @@
 """The launcher as tests call it: in a rank of the harness, or as a shell does; and which processes are left of it."""
 
+import atexit
+import logging
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import onecard.launch
 from onecard import cli
+from onecard.comm import flight, sparse_check, world
+from onecard.testing import run_ranks
 
 
 def launch_here(folder: Path, argv: list[str], terminal: bool = False) -> tuple[int, str]:
     """Calls the launcher in this process; returns its exit status and all that it wrote."""
     os.chdir(folder)
-    target = folder / f"output{dist.get_rank()}"
+    target = folder / f"output{os.environ['RANK']}"
     reader, writer = os.openpty() if terminal else (-1, os.open(target, os.O_WRONLY | os.O_CREAT))
     os.dup2(writer, 1)
     os.dup2(writer, 2)
@@ -31,14 +45,111 @@ def launch_node(folder: Path, argv: list[str]) -> tuple[int, str]:
     return launch_here(folder, ["--node_rank", str(dist.get_rank()), *argv])
 
 
+def launch_forked(folder: Path, argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """The same with ranks that are forked from this process.
+
+    A new interpreter imports torch and onecard, which takes longer than most programs here. These ranks have both, in the
+    state in which the harness' server imported them, and nothing else of this process: neither its group nor its files.
+    Where the start of a rank is what a test is about, it takes `launch_here` or `start`.
+    """
+    dist.destroy_process_group()
+    os.environ |= environment
+    subprocess_handler.Popen = Forked  # type: ignore[attr-defined, misc, assignment]
+    return launch_here(folder, argv)
+
+
+def launched(folder: Path, source: str, **environment: str) -> tuple[int, str]:
+    """Exit status and output of a program under the launcher, on two ranks that are forked."""
+    argv = ["--nproc_per_node", "2", write(folder, source, "train.py")]
+    [found] = run_ranks(launch_forked, 1, folder, argv, environment, timeout=120)
+    return found
+
+
+class Forked:
+    """As much of `subprocess.Popen` as torch's agent uses, for a Python program: its process is a copy of this one."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], start_new_session: bool, **files: Any) -> None:
+        if any(files.values()) or not start_new_session:
+            raise NotImplementedError(f"a forked rank leads a session and opens its files itself, but got {files}")
+        self.args, self.returncode = args, None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _become([*args[1:]], env)
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self.returncode is None else self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif until is not None and time.monotonic() >= until:
+                if timeout:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                break
+            else:
+                time.sleep(0.01)
+        return self.returncode
+
+
+def _become(argv: list[str], environment: dict[str, str]) -> NoReturn:
+    """Do in a fork what a new interpreter does with these arguments."""
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the pipe to the harness: its end is how a rank's end is seen
+        os.environ.clear()
+        os.environ.update(environment)
+        _forget()
+        sys.argv, sys.path[:0] = argv, [os.path.dirname(argv[0])]
+        runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as request:
+        if not (request.code is None or isinstance(request.code, int)):
+            print(request.code, file=sys.stderr)
+        code = 0 if request.code is None else request.code if isinstance(request.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code & 0xFF)
+
+
+def _forget() -> None:
+    """What the harness, the launcher and modules that read the environment as they were imported have set."""
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the launcher's folder is not a rank's to remove
+    logging.disable(logging.NOTSET)
+    sys.excepthook = sys.__excepthook__
+    warnings.resetwarnings()
+    warnings.simplefilter("default")
+    flight.board.here = None
+    world.TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
+    sparse_check.obey_environment()
+
+
 def write(folder: Path, source: str, name: str = "program.py") -> str:
     (folder / name).write_text(textwrap.dedent(source))
     return name
 
 
-def start(folder: Path, source: str, *options: str, temporary: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path, source: str, *options: str, temporary: Path | None = None, name: str = "program.py"
+) -> subprocess.Popen[str]:
     """Starts the launcher as a shell does, in a process group of its own."""
-    command = [sys.executable, "-m", "onecard.launch", *options, write(folder, source)]
+    command = [sys.executable, "-m", "onecard.launch", *options, write(folder, source, name)]
     environment = os.environ | {
         "PYTHONPATH": str(Path(onecard.launch.__file__).parents[2]),
         "TMPDIR": str(temporary or folder),

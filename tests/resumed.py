@@ -111,12 +111,15 @@ def main(folder: str, steps: str, kills: str) -> None:
     oc.checkpoint.save({"ended": True, "losses": state["losses"], "seen": state["seen"]}, place / "result")
 
 
-def launch(folder: Path, ranks: str, steps: int, kills: dict[int, tuple[int, int]]) -> tuple[int, str]:
+def launch(
+    folder: Path, ranks: str, steps: int, kills: dict[int, tuple[int, int]], forked: bool = False
+) -> tuple[int, str]:
     """The program under the launcher."""
-    from launching import launch_here
+    from launching import launch_forked, launch_here
 
     options = ["--nproc_per_node", ranks, "--max_restarts", str(len(kills)), __file__]
-    return launch_here(folder, [*options, str(folder), str(steps), json.dumps(kills)])
+    argv = [*options, str(folder), str(steps), json.dumps(kills)]
+    return launch_forked(folder, argv, {}) if forked else launch_here(folder, argv)
 
 
 def many() -> None:

@@ -38,7 +38,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[i
 
 def test_killed_ranks_are_started_again(tmp_path: Path, whole: tuple[list[float], list[int]]) -> None:
     """From 3 ranks to 2, and with 2 again; no sample lost or twice."""
-    [(status, output)] = run_ranks(resumed.launch, 1, tmp_path, "2:3", STEPS, {0: (2, 1), 1: (5, 0)}, timeout=180)
+    kills = {0: (2, 1), 1: (5, 0)}
+    [(status, output)] = run_ranks(resumed.launch, 1, tmp_path, "2:3", STEPS, kills, forked=True, timeout=180)
     assert status == 0, output
     assert "restart 1 of 2 with 2 ranks" in output and "restart 2 of 2 ---" in output
     losses, seen = result(tmp_path)

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from launching import launch_forked
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import onecard as oc
+from onecard.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 GPT_FOLDER = ROOT / "examples" / "gpt"
@@ -218,16 +220,28 @@ def command_line(corpus: Path, out: Path, mesh: str) -> list[str]:
     ]
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
-def assert_results(gpt: Any, done: subprocess.CompletedProcess[str], out: Path) -> None:
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "check passed: 5 losses" in done.stdout
+def on_two_ranks(folder: Path, program: list[str]) -> tuple[int, str]:
+    """Exit status and output of the launcher."""
+    [found] = run_ranks(launch_forked, 1, folder, ["--nproc_per_node", "2", *program], {}, timeout=120)
+    return found
+
+
+def assert_results(gpt: Any, status: int, printed: str, out: Path) -> None:
+    assert status == 0, printed
+    assert "check passed: 5 losses" in printed
     with (out / "losses.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, TINY["steps"] + 1))
@@ -241,16 +255,22 @@ def assert_results(gpt: Any, done: subprocess.CompletedProcess[str], out: Path) 
 
 def test_single(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
     done = run(command_line(corpus_folder, tmp_path / "out", "single"))
-    assert_results(gpt, done, tmp_path / "out")
+    assert_results(gpt, done.returncode, done.stdout + done.stderr, tmp_path / "out")
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
-    launcher = ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path / "logs")]
+    program = command_line(corpus_folder, tmp_path / "out", mesh)
     # Without dropout: Adam turns the round-off of a gradient that is next to nothing into a visible step.
-    done = run([*launcher, *command_line(corpus_folder, tmp_path / "out", mesh), "--dropout", "0"])
-    assert_results(gpt, done, tmp_path / "out")
-    assert "Messages of one training step" in done.stdout
+    if mesh == "dp=2":  # one of all as a user starts it
+        done = run(
+            ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", "logs", *program, "--dropout", "0"], tmp_path
+        )
+        status, printed = done.returncode, done.stdout + done.stderr
+    else:
+        status, printed = on_two_ranks(tmp_path, [*program, "--dropout", "0"])
+    assert_results(gpt, status, printed, tmp_path / "out")
+    assert "Messages of one training step" in printed
     args = gpt.train.TrainArgs(corpus=corpus_folder, out=tmp_path / "single", dropout=0.0, **TINY)
     assert gpt.train.main(args) == 0
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "single"))
@@ -259,9 +279,8 @@ def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path,
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 def test_dropout_draws_the_numbers_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
-    launcher = ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path / "logs")]
-    done = run([*launcher, *command_line(corpus_folder, tmp_path / "out", mesh), "--dropout", "0.1"])
-    assert_results(gpt, done, tmp_path / "out")
+    program = command_line(corpus_folder, tmp_path / "out", mesh)
+    assert_results(gpt, *on_two_ranks(tmp_path, [*program, "--dropout", "0.1"]), tmp_path / "out")
 
 
 def test_a_mesh_that_does_not_fit_names_the_call_that_works(corpus_folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import alive, launch_here, pids_in, start, survivors, write
+from launching import alive, launch_here, launched, pids_in, start, survivors, write
 
 from onecard.errors import CommunicationError
 from onecard.launch import _explain
@@ -164,10 +164,8 @@ UNEQUAL = """
     ("backend", "call", "more"),
     [("gloo", "all_reduce", ""), ("gloo", "all_gather", ", 0, [size] * 2"), ("shm", "all_reduce", "")],
 )
-def test_ranks_that_disagree_on_a_shape_are_named(tmp_path, monkeypatch, backend, call, more):
-    monkeypatch.setenv("ONECARD_BACKEND", backend)
-    program = write(tmp_path, UNEQUAL.format(call=call, more=more))
-    [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "2", program])
+def test_ranks_that_disagree_on_a_shape_are_named(tmp_path, backend, call, more):
+    status, output = launched(tmp_path, UNEQUAL.format(call=call, more=more), ONECARD_BACKEND=backend)
     assert status != 0
     if backend == "gloo":
         sides = [

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import launched, start
 from torch import nn
 
 import onecard as oc
@@ -431,17 +429,20 @@ def test_an_error_in_shard_fn_names_the_submodule():
 
 def launch(folder: Path, source: str, **environment: str) -> str:
     """What `onecard run` prints of a program that must fail, soon."""
-    (folder / "train.py").write_text(source)
-    done = subprocess.run(
-        [sys.executable, "-m", "onecard.launch", "--nproc_per_node", "2", "train.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "400", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    status, printed = launched(folder, source, COLUMNS="400", **environment)
+    assert status != 0, printed
+    return printed
+
+
+def launch_anew(folder: Path, source: str, **environment: str) -> str:
+    """The same from a shell, where ranks import everything themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in {"COLUMNS": "400", **environment}.items():
+            patch.setenv(name, text)
+        with start(folder, source, "--nproc_per_node", "2", name="train.py") as process:
+            printed = "".join(process.communicate(timeout=120))
+    assert process.returncode != 0, printed
+    return printed
 
 
 def programs_of_the_page() -> list[tuple[str, str]]:
@@ -498,6 +499,7 @@ for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), me
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
     assert len(programs_of_the_page()) == 3
     source, expected = programs_of_the_page()[number]
-    printed = launch(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")
+    show = launch if number else launch_anew
+    printed = show(tmp_path, source, ONECARD_CHECK="1").replace(f"{tmp_path.resolve()}/", "")
     flat = re.sub(r"[\s│]+", " ", printed)
     assert re.sub(r"\s+", " ", expected).strip() in flat, printed

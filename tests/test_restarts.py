@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import launch_here, write
+from launching import launch_forked, write
 from torch.distributed.run import main as torchrun
 from torch.utils.data import DataLoader
 
@@ -50,9 +50,10 @@ def one_card(attempt: int) -> str:
 
 def restart(folder: Path, backend: str, launcher: str, argv: list[str]) -> tuple[int, str]:
     """Runs a launcher in this process; returns its status and what rank 0 wrote."""
-    os.environ |= {"ONECARD_BACKEND": backend, "ONECARD_TIMEOUT": "30", "ONECARD_CHECK": "1"}
+    environment = {"ONECARD_BACKEND": backend, "ONECARD_TIMEOUT": "30", "ONECARD_CHECK": "1"}
     if launcher == "onecard":
-        return launch_here(folder, argv)
+        return launch_forked(folder, argv, environment)
+    os.environ |= environment
     os.chdir(folder)
     status = 0
     try:

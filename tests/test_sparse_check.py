@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import silent_programs
 import torch
 import torch.distributed as dist
+from launching import launched
 from silent_programs import run
 from torch import nn
 from torch.utils.data import DataLoader
@@ -217,18 +216,11 @@ print("trained")
 """
 
 
-def launched(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(program)
-    command = [sys.executable, "-m", "onecard.launch", "--nproc_per_node", "2", "train.py"]
-    given = {**os.environ, **environment}
-    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("x", ["x", "oc.shard_tensor(x, mesh, [oc.Shard(0)])"])
 def test_a_program_that_sends_nothing_is_looked_at_too(x, tmp_path: Path):
     """Ranks that never need each other have not met when the first difference comes up."""
-    done = launched(tmp_path, PROGRAM.replace("{x}", x))
-    assert done.returncode != 0 and "differs between ranks" in done.stderr, done.stdout + done.stderr
+    status, output = launched(tmp_path, PROGRAM.replace("{x}", x))
+    assert status != 0 and "differs between ranks" in output, output
 
 
 def test_ranks_of_a_test_read_the_switch_as_well(monkeypatch):
@@ -241,8 +233,8 @@ def test_ranks_of_a_test_read_the_switch_as_well(monkeypatch):
 
 
 def test_it_can_be_switched_off(tmp_path: Path):
-    done = launched(tmp_path, PROGRAM.replace("{x}", "x"), ONECARD_CHECK="0")
-    assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
+    status, output = launched(tmp_path, PROGRAM.replace("{x}", "x"), ONECARD_CHECK="0")
+    assert status == 0 and "trained" in output, output
 
 
 def told(mistake: str, folder: Path) -> None:

@@ -221,12 +221,27 @@ def _read_stack(path: str) -> str:
     return _report.WATCH_THREAD.sub("", text).strip() or "(no answer: the process is stopped, or still starting)"
 
 
+_wanted: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Names modules that are imported once, for all ranks of all later runs, instead of by each rank that needs them.
+
+    For what takes long to import, such as ``"transformers.modeling_utils"``. Call it before the first run, in a
+    ``conftest.py`` for example; a module that is not installed is left to the ranks. Raises RuntimeError once ranks have
+    been started: the server that they are forked from has imported what it imports.
+    """
+    if _context.cache_info().currsize:
+        raise RuntimeError(f"ranks have been started before preload{modules!r}: call it before the first run")
+    _wanted.extend(modules)
+
+
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # The loaded ones of these are needed by test modules; importing them in each rank would cost more than the test.
     loaded = [name for name in ("pytest", "hypothesis") if name in sys.modules]
-    context.set_forkserver_preload(["onecard.testing._preload", "onecard.testing", *loaded])
+    context.set_forkserver_preload(["onecard.testing", *loaded, *_wanted, "onecard.testing._preload"])
     return context
 
 
