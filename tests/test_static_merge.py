@@ -247,7 +247,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_lost() -> None:
         adds: "adds to model.4.bias.grad, which was there before it",
         twice: "comes after an optimizer's step, whose result it needs",
         keeps: "needs the gradients of the whole step, and",
-        shows: "the step returns what .* each microbatch has its own",
+        shows: "the step returns what .* and each microbatch has its own",
     }
     for step, words in cases.items():
         run = oc.to_static(step, k_steps=2)

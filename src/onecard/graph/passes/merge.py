@@ -239,8 +239,8 @@ class _Merge:
             if shape and (ranks := self._interleaved(shape[0], self.results[i])):
                 return self._rows(node, parts, ranks)
         raise RecordingError(
-            f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {_words(node)} gives, of "
-            "which each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
+            f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {_words(node)} gives, and "
+            "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
         )
 
     def _interleaved(self, rows: int, spec: Any) -> int:
