@@ -22,7 +22,6 @@ from onecard.graph.passes import (
     inplace,
     of_no_input,
     optimised,
-    products_in_half,
     recomputed,
     taken_apart,
 )
@@ -210,27 +209,8 @@ def test_recompute_leaves_what_is_written_or_drawn() -> None:
     assert same(recorded.recordings[0], recomputed(graph)) and operators(recomputed(graph)).count("mul") == 3
 
 
-def test_products_in_half() -> None:
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-
-    def mixed(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return step(x)
-
-        return run
-
-    single, expected, found = stack(), mixed(stack()), oc.to_static(stack(), also=["half"])
-    losses = [[run(x).item() for _ in range(5)] for run in (single, expected, found)]
-    assert losses[2] == pytest.approx(losses[1], rel=2e-2) and losses[2] != losses[0]
-    graph = found.recordings[0].graph
-    products = [n for n in graph.nodes if n.name.startswith(("mm", "linear", "addmm"))]
-    assert len(products) > 15 and all(n.meta["tensor"][2] is torch.bfloat16 for n in products)
-    assert products_in_half(graph) is graph, "once is enough"
-
-
 def test_passes_to_ask_for_are_named() -> None:
-    with pytest.raises(RecordingError, match="also='recomputed': the passes to ask for are recompute, half, fastest"):
+    with pytest.raises(RecordingError, match="also='recomputed': the passes to ask for are recompute, fastest"):
         oc.to_static(lambda x: x, also=["recomputed"])
 
 

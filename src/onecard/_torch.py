@@ -129,6 +129,24 @@ def in_backward() -> bool:
     return _task() != -1
 
 
+_ENGINE = "_engine_run_backward"
+# What ``backward()`` and ``autograd.grad`` call. In its place: nothing is put around them.
+_engine: Callable[..., Any] | None = _take(f"torch.autograd:{_ENGINE}", None)
+
+
+def around_backward(inside: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Each backward pass runs in a context of its own."""
+    if _engine is None:
+        return nullcontext()
+    engine = _engine
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside():
+            return engine(*args, **kwargs)
+
+    return patch.object(torch.autograd, _ENGINE, run)
+
+
 @contextmanager
 def beneath(mode: TorchDispatchMode) -> Iterator[None]:
     """Inside, a mode is on that sees what all others leave."""

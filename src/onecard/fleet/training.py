@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecard import recorded
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
+from onecard.errors import RecordingError
 from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
@@ -242,6 +244,11 @@ def _merge(optimizer: Any, k_steps: int, average: bool) -> None:
     step, zero, calls = optimizer.step, optimizer.zero_grad, [0]
 
     def merged(*args: Any, **kwargs: Any) -> Any:
+        if recorded.recorder is not None and recorded.recorder.listens:
+            raise RecordingError(
+                "the strategy's gradient_merge counts calls in Python, which a replay would not: give the step that is recorded "
+                f"the whole batch, and leave gradient_merge out: oc.to_static(step, k_steps={k_steps}, avg={average})"
+            )
         calls[0] += 1
         if calls[0] % k_steps:
             return None

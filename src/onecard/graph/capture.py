@@ -20,6 +20,7 @@ from onecard.graph.places import Before, Places, numbers_of
 from onecard.graph.questions import asked
 from onecard.graph.recorder import Recorder, facts
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
+from onecard.graph.undo import Undo
 from onecard.tensor.dist_tensor import DistTensor
 
 
@@ -36,6 +37,12 @@ class Capture:
         self._tagged: dict[tuple[Any, ...], Any] = {}
         self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}
         self._inputs: dict[fx.Node, tuple[int, Any]] = {}  # what stands behind an input: its identity and itself
+
+    def undone(self) -> Undo:
+        """What takes the step back that will run."""
+        undo = Undo(self.before)
+        self.recorder.about_to_write = undo.note
+        return undo
 
     def run(self, fn: Any, tree: Any) -> Any:
         """Call the function; returns what it returns, with numbers as they are in the recording."""

@@ -11,7 +11,7 @@ from torch import fx
 from onecard import recorded
 from onecard._torch import OpOverload
 from onecard.comm import again
-from onecard.graph.recorder import written_by
+from onecard.graph.writes import written_by
 from onecard.rules.call import schema_of
 
 # They may give their operand itself, or a view of it, although their schema does not say so.

@@ -10,7 +10,7 @@ from torch import fx
 
 from onecard._torch import OpOverload
 from onecard.errors import RecordingError
-from onecard.graph.recorder import written_by
+from onecard.graph.writes import written_by
 
 
 def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, tuple[bool, ...]]:

@@ -25,8 +25,8 @@ from onecard.graph import refusals
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
 from onecard.graph.randomness import Watch
+from onecard.graph.writes import arguments_written, written_by
 from onecard.random import Key
-from onecard.rules.call import schema_of
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -54,6 +54,7 @@ class Recorder:
         conditions: what was asked of numbers; a replay is only right where the answers are the same.
         leaves: tensors that take gradients and were used.
         tags: the numbers in the call of torch that runs now.
+        about_to_write: is told of tensors before the step writes to them.
     """
 
     def __init__(self, before: Any, phases: Phases, ask: bool = False) -> None:
@@ -73,6 +74,7 @@ class Recorder:
         self.foreign = False  # it turned a float into another one
         self.reads: list[tuple[Any, fx.Node]] = []  # counters that the call has read
         self.below = _Below(self)
+        self.about_to_write: Callable[[list[Any]], None] | None = None
         self.random = Watch()
 
     # -- what the lower layers call ------------------------------------------------------------------------------------
@@ -97,6 +99,8 @@ class Recorder:
             return function(*args, **kwargs)
         with self.paused():
             self.random.check()
+            if self.about_to_write is not None:
+                self.about_to_write([args[i] for i in recorded.writes.get(function, ())])
             result = function(*args, **kwargs)
             self.random.note()
         node = self._add(function, args, kwargs, result)
@@ -113,6 +117,8 @@ class Recorder:
         if recipe is None:
             raise trace.refuse(name)
         with self.paused():
+            if self.about_to_write is not None:
+                self.about_to_write([recipe()[0]])
             work = start()
             if work is not None:
                 work.wait()
@@ -144,6 +150,9 @@ class Recorder:
                 self.leaves[id(x)] = x
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
+        if self.about_to_write is not None:
+            with self.paused():
+                self.about_to_write(arguments_written(func, args, kwargs))
         result = func(*args, **kwargs)
         if draws:
             self.random.note()
@@ -340,32 +349,3 @@ def takes_gradients(x: Tensor) -> bool:
 def facts(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device of a tensor."""
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
-
-
-# They write to their running statistics, although their schema does not say so.
-_ALSO = dict.fromkeys(
-    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), frozenset({"running_mean", "running_var"})
-)
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node writes to."""
-    if node.op != "call_function":
-        return []
-    if isinstance(node.target, _torch.OpOverload):
-        schema = schema_of(node.target)
-        written = _ALSO.get(schema.name, schema.written)
-        if not written:
-            return []
-        names = schema.arguments
-        given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
-        values = [value for name, value in given if name in written]
-    elif node.target is again.message:
-        values = [node.args[0]]
-    elif node.target is again.wait:
-        values = [node.args[1]]
-    else:
-        values = [node.args[i] for i in recorded.writes.get(node.target, ())]  # type: ignore[arg-type]
-    return [
-        n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, fx.Node)
-    ]

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onecard._torch import tree_flatten
+from onecard._torch import tree_flatten, tree_leaves
 from onecard.comm import check
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
+from onecard.graph import half, microbatches
 from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
+from onecard.graph.microbatches import Microbatches
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.reach import Reached, reached
@@ -67,6 +69,8 @@ def to_static(
     also: Sequence[str] = (),
     memory_limit: int | None = None,
     backend: str = "eager",
+    k_steps: int = 1,
+    avg: bool = True,
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
@@ -82,17 +86,23 @@ def to_static(
             each replay; another answer makes a new recording. It costs that computation.
         kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
             at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
-        also: passes that run only where they are asked for: "recompute" (cheap results of forward are computed again in backward,
-            not kept; bits stay) and "half" (products in bfloat16).
+        also: what is done only where it is asked for: "recompute" (cheap results of forward are computed again in backward, not
+            kept; bits stay); "half" or "float16" (the step ahead of ``backward()`` runs as under ``torch.autocast``, in bfloat16
+            or float16; the latter wants a ``GradScaler`` in the step).
         memory_limit: bytes that may be alive at once on this rank, parameters and states included: as little is recomputed as
             it takes. Where all of it is not enough, a warning says what remains.
         backend: "inductor": torch's compiler makes one function of each run of operators between messages. It takes a compiler
             of C++ (on a GPU, Triton), and minutes; numbers are those of its kernels, within rounding.
+        k_steps: gradient merge: from the second call on the batch (all tensors among the arguments, by their rows) is cut in so
+            many microbatches. Forward and backward run for one after the other; gradients are added up; what uses them (messages,
+            clipping, the optimizer) runs once. Memory is that of one microbatch.
+        avg: gradients, and results that are one number, are means over the microbatches, as of a loss that is a mean over the
+            batch; False: sums.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.
 
-    Source: ``paddle.jit.to_static``; ``torch.compile``.
+    Source: ``paddle.jit.to_static``; ``torch.compile``; ``k_steps`` and ``avg`` of Paddle's gradient merge.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -109,7 +119,7 @@ def to_static(
         >>> len(step.recordings)
         1
     """
-    return Static(fn, limit, without, ask, kernels, also, memory_limit, backend)
+    return Static(fn, limit, without, ask, kernels, also, memory_limit, backend, k_steps, avg)
 
 
 class Static:
@@ -125,8 +135,12 @@ class Static:
         also: Sequence[str] = (),
         memory_limit: int | None = None,
         backend: str = "eager",
+        k_steps: int = 1,
+        avg: bool = True,
     ) -> None:
-        self._options = (tuple(without), ask, kernels, tuple(also), memory_limit, backend)
+        self._half, also = half.dtype_of(also), tuple(name for name in also if name not in half.DTYPES)
+        self._parts = microbatches.asked(k_steps, avg)
+        self._options = (tuple(without), ask, kernels, also, memory_limit, backend, self._half, self._parts)
         check_backend(backend)
         chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
@@ -142,7 +156,7 @@ class Static:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if check.on or faked.here or not self._warm:
             self._warm = True
-            return self.fn(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
         simple = not kwargs and all(isinstance(a, Tensor | float) for a in args)
         leaves, tree = (args, None) if simple else tree_flatten((args, kwargs))
         for i, (bound, seen) in enumerate(self._bound):
@@ -152,6 +166,11 @@ class Static:
                     self._bound.insert(0, self._bound.pop(i))
                 return bound.go(leaves, inputs)
         return self._miss(args, kwargs)
+
+    def _as_it_is(self, args: Any, kwargs: Any) -> Any:
+        """One call that is neither written down nor replayed."""
+        with half.autocast(self._half, tree_leaves((args, kwargs))):
+            return self.fn(*args, **kwargs)
 
     def _miss(self, args: Any, kwargs: Any) -> Any:
         leaves, names, tree = _flat(self.fn, args, kwargs)
@@ -169,13 +188,15 @@ class Static:
                     f"now on. {self._changed(leaves, names)}",
                     stacklevel=3,
                 )
-            return self.fn(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
         if recording.bound is not None:
             self._bound.insert(0, (recording.bound, seen))
-        return result
+        if self._parts is None:
+            return result
+        return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         bound, seen = self._bound[0]
@@ -217,16 +238,27 @@ def _recorded(
     also: Sequence[str] = (),
     memory_limit: int | None = None,
     backend: str = "eager",
+    dtype: torch.dtype | None = None,
+    parts: Microbatches | None = None,
 ) -> tuple[Any, ...]:
-    """One run, recorded and bound; what it returns."""
+    """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     seen = reached(fn, leaves)
     seen.tree = tree
-    capture, kinds = Capture(leaves, names, seen.roots, ask), kinds_of(leaves)
-    result = capture.run(fn, tree)
-    recording = capture.recording(_name(fn), result)
+    kinds = kinds_of(leaves)
+    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, seen.roots, ask)
+    undo = None if parts is None else capture.undone()
+    try:
+        with half.autocast(dtype, leaves):
+            result = capture.run(fn, tree)
+        recording = capture.recording(_name(fn), result)
+    finally:
+        if undo is not None:
+            undo.back()
     _check_backward(recording)
+    if parts is not None:
+        recording = parts.merged(recording, leaves)
     if backend != "eager":  # it reuses memory itself, and takes what does not write only
         without = [*without, "inplace"]
     if memory_limit is None:

@@ -15,9 +15,9 @@ from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
 from onecard.graph.passes.equal import equal_nodes
 from onecard.graph.passes.fixed import of_no_input
-from onecard.graph.passes.half import products_in_half
 from onecard.graph.passes.inplace import in_place
 from onecard.graph.passes.kernel import fastest
+from onecard.graph.passes.merge import merged
 from onecard.graph.passes.names import plain_names
 from onecard.graph.passes.overlap import overlapped
 from onecard.graph.passes.pieces import cut_buckets
@@ -31,8 +31,8 @@ PASSES: dict[str, Pass] = {
     "scatter": scattered, "buckets": small_together, "pieces": cut_buckets, "overlap": overlapped, "inplace": in_place,
 }  # fmt: skip
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
-ASKED: dict[str, Pass] = {"recompute": recomputed, "half": products_in_half, "fastest": fastest}
-"""Passes that run where they are asked for, after "dead". The last two change numbers; "fastest" is what ``kernels`` asks for."""
+ASKED: dict[str, Pass] = {"recompute": recomputed, "fastest": fastest}
+"""Passes that run where they are asked for, after "dead". The last one changes numbers: it is what ``kernels`` asks for."""
 KERNELS = ("eager", "fastest")
 """Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
 
@@ -132,6 +132,6 @@ def _looked_at(name: str, made: fx.Graph) -> None:
 
 __all__ = [
     "ASKED", "KERNELS", "PASSES", "Pass", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest", "fitting", "in_place",
-    "of_no_input", "optimised", "overlapped", "plain_names", "products_in_half", "recomputed", "scattered", "small_together",
-    "stages", "taken_apart",
+    "merged", "of_no_input", "optimised", "overlapped", "plain_names", "recomputed", "scattered", "small_together", "stages",
+    "taken_apart",
 ]  # fmt: skip

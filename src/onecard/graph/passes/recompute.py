@@ -13,7 +13,7 @@ from onecard._torch import OpOverload
 from onecard.graph.live import size_of
 from onecard.graph.memory import Memory, effects
 from onecard.graph.order import name_of, only_names
-from onecard.graph.recorder import written_by
+from onecard.graph.writes import written_by
 
 _CHEAP = {"native_layer_norm", "native_group_norm", "_softmax", "_log_softmax"}
 

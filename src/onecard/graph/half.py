@@ -1,0 +1,57 @@
+"""Automatic mixed precision of a recorded step: what runs ahead of backward passes and optimizers runs under ``torch.autocast``.
+
+A step that is written down under autocast has the casts that autocast makes, for every operator that torch knows, and the
+dtypes of gradients that autograd gives them. So it is the eager program bit for bit. A pass over a graph of float32 operators
+cannot be: which gradient is rounded, and where, is no longer to be seen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from onecard import _torch
+
+DTYPES = {"half": torch.bfloat16, "float16": torch.float16}
+"""What ``also`` may ask for."""
+
+
+def dtype_of(also: Iterable[str]) -> torch.dtype | None:
+    """The dtype that products are to have; None: that of their operands."""
+    return next((DTYPES[name] for name in also if name in DTYPES), None)
+
+
+@contextmanager
+def autocast(dtype: torch.dtype | None, leaves: Iterable[Any]) -> Iterator[None]:
+    """Inside, a whole step runs as a program that writes ``with torch.autocast(...)`` around its forward pass.
+
+    Args:
+        dtype: None: nothing is done.
+        leaves: the step's arguments; their device is that of the step.
+    """
+    if dtype is None:
+        yield
+        return
+    device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+    steps = ExitStack()  # what is open while an optimizer steps
+
+    def without() -> Any:
+        torch.clear_autocast_cache()  # as at the end of a program's with block; weights may be other ones afterwards
+        return torch.autocast(device, enabled=False)
+
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *_: (steps.enter_context(without()), None)[1]),
+        register_optimizer_step_post_hook(lambda *_: steps.close()),
+    )
+    try:
+        with torch.autocast(device, dtype), _torch.around_backward(without):
+            yield
+    finally:
+        steps.close()
+        for hook in hooks:
+            hook.remove()
