@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
-    "errors", "_torch", "_torch_groups", "elsewhere", "mesh", "parts", "reductions", "layout", "cost", "recorded", "random",
-    "rules", "resharding",
+    "errors", "_torch", "_torch_groups", "elsewhere", "mesh", "parts", "boxes", "reductions", "layout", "cost",
+    "recorded", "random", "rules", "resharding",
     "transfer", "comm",
     "tensor", "as_json", "parallel", "modules", "checkpoint", "graph", "pipeline", "fleet", "plan",
     "message_report", "operator_report", "testing", "spawning", "launch", "cli", "__main__",

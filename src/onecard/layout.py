@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from onecard.boxes import Box, slices
 from onecard.errors import LayoutError
 from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, Part, Shape, axes_of, chunk, is_merged, span
@@ -207,10 +208,14 @@ class Layout:
             return (0,) * len(shape)
         return tuple(self.bounds(shape, d, place)[0] if axes else 0 for d, axes in enumerate(self.dims))
 
-    def local_slices(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """The part of the whole tensor that a rank holds, as an index."""
+    def box(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> Box:
+        """The part of the whole tensor that a rank holds: (start, stop) of each dim."""
         offsets, lengths = self.local_offset(shape, coordinate), self.local_shape(shape, coordinate)
-        return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+        return tuple((start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+    def local_slices(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """``box`` as an index."""
+        return slices(self.box(shape, coordinate))
 
     def local_part(self, whole: Tensor, coordinate: Sequence[int] | None = None) -> Tensor:
         """A rank's part of a whole tensor: a view, or of a merged dim a copy.

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from onecard.boxes import Box, meet, split, volume
 from onecard.cost import MACHINE, Machine
 from onecard.layout import Layout
-from onecard.parts import chunk
 from onecard.reductions import reduction
 
 Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole tensor
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host; () where all share one, or nobody knows
 
 
@@ -109,39 +108,9 @@ class Transfer:
         return text
 
 
-def volume(box: Box) -> int:
-    """Elements of a box."""
-    return prod(stop - start for start, stop in box)
-
-
 def box_of(layout: Layout, shape: Shape, rank: int) -> Box:
     """The part of the whole tensor that a rank holds."""
-    place = layout.mesh.coordinate(rank)
-    return tuple((s.start, s.stop) for s in layout.local_slices(shape, place))
-
-
-def meet(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
-    box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
-    return box if all(start < stop for start, stop in box) else None
-
-
-def split(box: Box, parts: int) -> list[Box]:
-    """A box in at most so many parts of about one size, along the first dim that has as many indices, or the longest.
-
-    Example:
-        >>> split(((0, 2), (3, 9)), 3)
-        [((0, 2), (3, 5)), ((0, 2), (5, 7)), ((0, 2), (7, 9))]
-        >>> split((), 3)
-        [()]
-    """
-    lengths = [stop - start for start, stop in box]
-    if parts == 1 or not lengths:
-        return [box]
-    dim = next((d for d, length in enumerate(lengths) if length >= parts), lengths.index(max(lengths)))
-    start = box[dim][0]
-    cuts = [chunk(lengths[dim], parts, i) for i in range(parts)]
-    return [(*box[:dim], (start + at, start + at + size), *box[dim + 1 :]) for at, size in cuts if size]
+    return layout.box(shape, layout.mesh.coordinate(rank))
 
 
 def reduced_source(layout: Layout, shape: Shape) -> Layout:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from onecard.boxes import Box, volume
 from onecard.checkpoint.files import Input
 from onecard.errors import CheckpointError
-from onecard.transfer import Box, volume
 
 NAME = "index.json"
 VERSION = 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.boxes import Box, volume, whole
 from onecard.checkpoint import changes as changing
 from onecard.checkpoint import folder, foreign, saving, tree
 from onecard.checkpoint.changes import Change, nearest
@@ -22,7 +23,6 @@ from onecard.comm import world
 from onecard.comm.meeting import meet
 from onecard.errors import CheckpointError
 from onecard.tensor import DistTensor, from_dtensor, reshard
-from onecard.transfer import Box, volume
 
 _CHANNEL = "checkpoint"
 _SHOWN = 5  # names in an error
@@ -159,7 +159,7 @@ def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)
     if not isinstance(x, DistTensor):
-        return tuple((0, n) for n in x.shape), x.detach(), None
+        return whole(x.shape), x.detach(), None
     x.reduce_partial()
     x._refresh()
     layout, me = x._spec.layout, world.get_rank()

@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onecard.boxes import Box, split, volume, whole
 from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.index import name_of
 from onecard.checkpoint.objects import keys_of
 from onecard.errors import CheckpointError
 from onecard.layout import Layout
 from onecard.tensor import DistTensor, from_dtensor, reshard
-from onecard.transfer import Box, box_of, split, volume
+from onecard.transfer import box_of
 
 SPLIT = 4 << 20  # bytes: smaller boxes are written by one of the ranks that hold them
 BUFFER = 8 << 20  # bytes of the one buffer through which goes what cannot be written, or read, where it lies
@@ -105,9 +107,8 @@ def plan(sources: dict[str, Source], size: int) -> list[Share]:
 
 @lru_cache(maxsize=4096)
 def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> list[tuple[Box, list[int]]]:
-    whole = tuple((0, n) for n in shape)
-    if layout is None or not volume(whole):
-        return [(whole, list(range(size)) if layout is None else layout.mesh.process_ids)]
+    if layout is None or not prod(shape):
+        return [(whole(shape), list(range(size)) if layout is None else layout.mesh.process_ids)]
     found: dict[Box, list[int]] = {}
     for rank in layout.mesh.process_ids:
         box = box_of(layout, shape, rank)
@@ -119,13 +120,8 @@ def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> list[t
 def held_box(layout: Layout | None, shape: Sequence[int], rank: int) -> Box:
     """What a rank of its mesh holds of a tensor."""
     if layout is None:
-        return tuple((0, n) for n in shape)
+        return whole(shape)
     return box_of(layout, tuple(shape), rank)
-
-
-def view_of(local: Tensor, held: Box, box: Box) -> Tensor:
-    """A box of the whole tensor inside the part that holds it."""
-    return local[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(box, held, strict=True))]
 
 
 def chunks(x: Tensor) -> Iterator[Tensor]:

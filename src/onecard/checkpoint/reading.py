@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onecard import boxes
+from onecard.boxes import Box
 from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Input
 from onecard.checkpoint.folder import check_size
@@ -16,7 +18,6 @@ from onecard.checkpoint.index import BLOCK, File, Piece
 from onecard.checkpoint.pieces import BUFFER, memory
 from onecard.checkpoint.virtual import View, Virtual, stretches
 from onecard.errors import CheckpointError
-from onecard.transfer import Box
 
 SMALL = 64  # bytes of a stretch
 
@@ -64,8 +65,8 @@ class Reader:
             found = view.part(need)
             if found is not None:
                 common, ranges = found
-                place = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, need, strict=True))]
-                self._read(name, virtual.dtype, view, ranges, place.permute(_inverse(view.order)))
+                place = boxes.view(out, need, common).permute(_inverse(view.order))
+                self._read(name, virtual.dtype, view, ranges, place)
 
     def _read(self, name: str, dtype: torch.dtype, view: View, ranges: Box, place: Tensor) -> None:
         """Ranges of a piece, in the file's order of dims."""
@@ -76,9 +77,8 @@ class Reader:
         # Without checksums nothing is read that is not wanted, unless that lies in so small stretches that they would cost more.
         alone = run * item >= (SMALL if piece.crc32 is None else 4 * BLOCK)
         for limit in (run, min(run, BUFFER // item)) if alone else (BUFFER // item,):
-            found = [
-                (first, count, _part(place, ranges, box)) for first, count, box in stretches(view.stored, ranges, limit)
-            ]
+            parts = stretches(view.stored, ranges, limit)
+            found = [(first, count, boxes.view(place, ranges, box)) for first, count, box in parts]
             if limit * item <= BUFFER or all(
                 count == part.numel() and _is_memory(part, dtype) for _, count, part in found
             ):
@@ -137,10 +137,6 @@ class Reader:
                 f"{self._folder / piece.file} is damaged: bytes {start:,} to {start + data.nbytes:,}, of tensor {name!r}, "
                 "do not fit their checksum. Take another step's, onecard.checkpoint.verify tells which are whole"
             )
-
-
-def _part(place: Tensor, ranges: Box, box: Box) -> Tensor:
-    return place[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(box, ranges, strict=True))]
 
 
 def _is_memory(x: Tensor, dtype: torch.dtype) -> bool:

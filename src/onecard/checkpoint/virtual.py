@@ -8,8 +8,9 @@ from math import prod
 
 import torch
 
+from onecard import boxes
+from onecard.boxes import Box, meet, volume
 from onecard.checkpoint.index import Entry, Piece
-from onecard.transfer import Box, meet, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,13 @@ class Virtual:
     def cut(self, dim: int, start: int, length: int) -> Virtual:
         """So many indices of a dim, as ``narrow`` gives them."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        need = tuple((start, start + length) if d == dim else (0, n) for d, n in enumerate(self.shape))
+        need = boxes.cut(boxes.whole(self.shape), dim, start, start + length)
         views = []
         for view in self.views:
             found = view.part(need)
             if found is not None:
                 box, ranges = found
-                moved = tuple((a - start, b - start) if d == dim else (a, b) for d, (a, b) in enumerate(box))
-                views.append(replace(view, box=moved, start=tuple(a for a, _ in ranges)))
+                views.append(replace(view, box=_moved(box, dim, -start), start=tuple(a for a, _ in ranges)))
         return Virtual(self.dtype, shape, tuple(views))
 
 
@@ -86,12 +86,15 @@ def joined(parts: Sequence[Virtual], dim: int) -> Virtual:
     at = 0
     for part in parts:
         for view in part.views:
-            views.append(
-                replace(view, box=tuple((a + at, b + at) if d == dim else (a, b) for d, (a, b) in enumerate(view.box)))
-            )
+            views.append(replace(view, box=_moved(view.box, dim, at)))
         at += part.shape[dim]
     shape = parts[0].shape
     return Virtual(parts[0].dtype, (*shape[:dim], at, *shape[dim + 1 :]), tuple(views))
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    start, stop = box[dim]
+    return boxes.cut(box, dim, start + by, stop + by)
 
 
 def stretches(stored: Sequence[int], ranges: Box, limit: int) -> Iterator[tuple[int, int, Box]]:
@@ -120,4 +123,4 @@ def stretches(stored: Sequence[int], ranges: Box, limit: int) -> Iterator[tuple[
     start, stop = ranges[dim]
     step = max(1, limit // prod(stored[dim + 1 :]))
     for a in range(start, stop, step):
-        yield from stretches(stored, (*ranges[:dim], (a, min(a + step, stop)), *ranges[dim + 1 :]), limit)
+        yield from stretches(stored, boxes.cut(ranges, dim, a, min(a + step, stop)), limit)

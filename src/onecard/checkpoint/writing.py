@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.boxes import view
 from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Output
 from onecard.checkpoint.index import BLOCK, CODES
-from onecard.checkpoint.pieces import Share, chunks, held_box, memory, view_of
+from onecard.checkpoint.pieces import Share, chunks, held_box, memory
 
 Content = Callable[[int], Iterable[Tensor]]  # the bytes of the i-th share, in stretches
 
@@ -98,7 +99,7 @@ def from_memory(shares: Sequence[Share], rank: int) -> Content:
 
 def _stretches(share: Share, rank: int) -> Iterator[Tensor]:
     source = share.source
-    yield from chunks(view_of(source.local, held_box(source.layout, source.shape, rank), share.box))
+    yield from chunks(view(source.local, held_box(source.layout, source.shape, rank), share.box))
 
 
 class Staging:
@@ -121,7 +122,7 @@ class Staging:
 
 def _fill(place: Tensor, share: Share, rank: int) -> None:
     source = share.source
-    part = view_of(source.local, held_box(source.layout, source.shape, rank), share.box)
+    part = view(source.local, held_box(source.layout, source.shape, rank), share.box)
     part = part.resolve_conj().resolve_neg() if part.is_conj() or part.is_neg() else part
     if place.storage_offset() % part.dtype.itemsize == 0 and part.numel():
         place.view(part.dtype).view(part.shape).copy_(part)

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onecard.boxes import view
 from onecard.comm import check, flight, started, trace, world
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
-from onecard.transfer import Box, Transfer, box_of
+from onecard.transfer import Transfer, box_of
 
 Peers = list[tuple[int, Tensor]]  # the rank at the other end, and what is sent or filled
 
@@ -65,11 +66,11 @@ def run_transfer(transfer: Transfer, local: Tensor, answered: bool = False, goes
 
 
 def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int, goes_on: bool) -> None:
-    mine = box_of(transfer.source, transfer.shape, me) if me in transfer.source.mesh else None
-    theirs = box_of(transfer.target, transfer.shape, me) if me in transfer.target.mesh else None
+    mine = box_of(transfer.source, transfer.shape, me) if me in transfer.source.mesh else ()
+    theirs = box_of(transfer.target, transfer.shape, me) if me in transfer.target.mesh else ()
     for piece in transfer.pieces:
         if piece.sender == me == piece.receiver:
-            _view(result, theirs, piece.box).copy_(_view(local, mine, piece.box))
+            view(result, theirs, piece.box).copy_(view(local, mine, piece.box))
     for hop, (part, held) in enumerate(((local, mine), (result, theirs))):
         sent: dict[int, list[Tensor]] = {}
         received: dict[int, list[Tensor]] = {}
@@ -77,9 +78,9 @@ def _run(transfer: Transfer, local: Tensor, result: Tensor, me: int, goes_on: bo
             if piece.hop != hop or piece.sender == piece.receiver:
                 continue
             if piece.sender == me:
-                sent.setdefault(piece.receiver, []).append(_view(part, held, piece.box))
+                sent.setdefault(piece.receiver, []).append(view(part, held, piece.box))
             elif piece.receiver == me:
-                received.setdefault(piece.sender, []).append(_view(result, theirs, piece.box))
+                received.setdefault(piece.sender, []).append(view(result, theirs, piece.box))
         buffers = [(peer, _buffer(places)) for peer, places in received.items()]
         _exchange(transfer, [(peer, _packed(boxes)) for peer, boxes in sent.items()], buffers, goes_on)
         for peer, buffer in buffers:
@@ -118,12 +119,6 @@ def _blank(transfer: Transfer, local: Tensor, me: int) -> Tensor:
         return local.new_empty(0)
     fill = 1 if any(op == "product" for _, op in transfer.target.pending) else 0
     return local.new_full(transfer.target.local_shape(transfer.shape), fill)
-
-
-def _view(part: Tensor, held: Box | None, box: Box) -> Tensor:
-    """A box of the whole tensor inside the part that holds it."""
-    starts = [start for start, _ in held or ()]
-    return part[tuple(slice(a - s, b - s) for (a, b), s in zip(box, starts, strict=True))]
 
 
 def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, goes_on: bool = False) -> None:

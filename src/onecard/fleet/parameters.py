@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from onecard.boxes import Box, cut, slices, whole
 from onecard.comm.ranks import Ranks
 from onecard.fleet.strategy import FleetError
 
@@ -50,19 +51,17 @@ class Held:
     sums: tuple[Ranks, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
 
-    def boxes(self) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[slice, ...]]]:
-        """For each run: the box of the whole, (start, end) by dim, and where it lies in the local tensor."""
+    def boxes(self) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+        """For each run: the box of the whole, and where it lies in the local tensor."""
+        everything = whole(self.shape)
         if self.dim < 0:
-            yield tuple((0, n) for n in self.shape), tuple(slice(0, n) for n in self.shape)
+            yield everything, slices(everything)
             return
         at = 0
         for run in self.runs:
-            box = [(0, n) for n in self.shape]
-            here = [slice(0, n) for n in self.shape]
-            box[self.dim] = (run.start, run.start + run.length)
-            here[self.dim] = slice(at, at + run.length)
+            here = cut(everything, self.dim, at, at + run.length)
             at += run.length
-            yield tuple(box), tuple(here)
+            yield cut(everything, self.dim, run.start, run.start + run.length), slices(here)
 
     def owned(self) -> list[tuple[int, int]]:
         """(start, length) along ``dim`` in the local tensor of what this rank counts."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import random
+from onecard import boxes, random
 from onecard.errors import DispatchError
 from onecard.random import Key
 from onecard.rules.call import arguments, schema_of
@@ -30,13 +30,13 @@ class Region:
     """
 
     base: DistTensor
-    spans: tuple[tuple[int, int], ...]
+    spans: boxes.Box
     kept: tuple[int, ...]
 
     @staticmethod
     def of(base: DistTensor) -> Region:
         """All of a tensor."""
-        return Region(base, tuple((0, n) for n in base.shape), tuple(range(base.dim())))
+        return Region(base, boxes.whole(base.shape), tuple(range(base.dim())))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Region | None:
         """A view of the region, or a write to all of it; None for any other operator."""
@@ -86,29 +86,25 @@ class Region:
         return self._with(at, begin + start, begin + max(start, stop))
 
     def _with(self, dim: int, begin: int, end: int) -> Region:
-        return replace(self, spans=(*self.spans[:dim], (begin, end), *self.spans[dim + 1 :]))
+        return replace(self, spans=boxes.cut(self.spans, dim, begin, end))
 
     def _draw(self, func: Any, given: dict[str, Any]) -> None:
         key = given.pop("generator")
         del given["self"]
         if not self.base._spec.here:
             return
-        starts = self.base._spec.layout.local_offset(self.base.shape)
-        offset = [max(0, start - begin) for start, (begin, _) in zip(starts, self.spans, strict=True)]
-        shape = [end - begin for begin, end in self.spans]
-        random.fill(self.part(), law_of(func, self.base.dtype, given), key, shape, offset)
+        inside = boxes.clip(self._held(), self.spans)
+        offset = [start - begin for (start, _), (begin, _) in zip(inside, self.spans, strict=True)]
+        random.fill(self.part(), law_of(func, self.base.dtype, given), key, boxes.shape_of(self.spans), offset)
 
     def part(self) -> Tensor:
         """This rank's part of the region, with the dims of the base."""
-        local, spec = self.base._local, self.base._spec
-        if not spec.here:
-            return local[:0]
-        starts = spec.layout.local_offset(spec.shape)
-        for dim, ((begin, end), start) in enumerate(zip(self.spans, starts, strict=True)):
-            size = local.shape[dim]
-            first, last = min(max(begin - start, 0), size), max(min(end - start, size), 0)
-            local = local.narrow(dim, first, max(last - first, 0))
-        return local
+        local, held = self.base._local, self._held()
+        return boxes.view(local, held, boxes.clip(self.spans, held)) if self.base._spec.here else local[:0]
+
+    def _held(self) -> boxes.Box:
+        """What of the base this rank has."""
+        return self.base._spec.layout.box(self.base.shape)
 
 
 def is_number(value: Any) -> bool:
