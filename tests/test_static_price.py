@@ -205,6 +205,8 @@ def test_what_is_started_runs_beside_what_comes(monkeypatch: pytest.MonkeyPatch)
         end.name: (1, 0),
     }
     assert found.seconds == 1.0
+    own = oc.Machine(latency=0.0, bandwidth=4000.0, memory=8000.0, beside=0.25)  # three quarters of it stop this rank
+    assert recording.cost(own).seconds == pytest.approx(1.75)
     slow = recording.cost(oc.Machine(latency=0.0, bandwidth=1000.0, memory=8000.0))
     assert slow.seconds == 4.0 and slow.nodes[-1].seconds == 3.0
 
@@ -244,7 +246,7 @@ def test_presets_and_json() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     from onecard.graph import measure
 
-    monkeypatch.setattr(measure, "ROUND", 1e-4)
+    monkeypatch.setattr(measure, "LONG", 1e-4)
     monkeypatch.setattr(measure, "ROUNDS", 3)
     monkeypatch.setattr(measure, "ELEMENTS", (2**8, 2**14))
     monkeypatch.setattr(measure, "PRODUCTS", (2**12, 2**18))

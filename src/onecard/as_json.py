@@ -208,8 +208,8 @@ def _read_spec(data: dict[str, Any], where: str) -> Spec:
 
 def _read_machine(data: dict[str, Any], where: str) -> Machine:
     given = {f.name: data[f.name] for f in fields(Machine)}
-    for key in ("latency", "bandwidth", "between_hosts", "memory", "flops", "capacity", "launch", "per_host"):
-        least = 0 if key in ("latency", "capacity", "launch", "per_host") else 1e-300
+    for key in ("latency", "bandwidth", "between_hosts", "memory", "flops", "capacity", "launch", "beside", "per_host"):
+        least = 0 if key in ("latency", "capacity", "launch", "beside", "per_host") else 1e-300
         good = type(given[key]) in (int, float) and least <= given[key] < float("inf")
         _want(good, f"{where}{key}", "a number above zero" if least else "a number of at least zero", given[key])
     for key in ("name", "source"):

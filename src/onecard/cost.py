@@ -50,6 +50,7 @@ class Machine:
         dtypes: ``flops`` by the dtype's name ("bfloat16"), where they differ.
         capacity: bytes of a rank's memory; 0 where it is not known.
         launch: seconds that a kernel takes however small.
+        beside: share of a started message's time that runs beside computation; where ranks copy it themselves, less than 1.
         per_host: ranks on one host, counted from rank 0; 0 if all are. A mesh axis that crosses hosts goes at ``between_hosts``.
         links: by the name of a mesh axis, where it is told; else the two above.
         curves: measured seconds by size, for families of operators and kinds of messages (``graph/families.py``); where there is
@@ -76,6 +77,7 @@ class Machine:
     dtypes: Mapping[str, float] = field(default_factory=dict)
     capacity: int = 0
     launch: float = 0.0
+    beside: float = 1.0
     per_host: int = 0
     links: Mapping[str, Link] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)

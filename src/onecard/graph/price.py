@@ -122,7 +122,7 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
         >>> found.flops, found.inputs, found.peak
         (1024, 640, 1152)
     """
-    live, clock = Live(recording.graph), _Clock(_before(recording, machine))
+    live, clock = Live(recording.graph), _Clock(_before(recording, machine), machine.beside)
     nodes = []
     for node in recording.nodes():
         sent, made, touched = (sent_by(node), 0, 0) if is_message(node) else (0, *work(node))
@@ -154,8 +154,9 @@ def _before(recording: Recording, machine: Machine) -> float:
 class _Clock:
     """When each node runs: operators one after the other, messages along an axis one after the other, waits for messages."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, beside: float) -> None:
         self._now = now
+        self._beside = beside
         self._links: dict[str, float] = {}
         self._arrives: dict[fx.Node, float] = {}
 
@@ -175,7 +176,9 @@ class _Clock:
             axis = axis_of(node)
             start = max(start, self._links.get(axis, 0.0))
             self._links[axis] = self._arrives[node] = start + seconds
-        if not node.kwargs.get("later"):
+        if node.kwargs.get("later"):
+            self._now += (1 - self._beside) * seconds
+        else:
             self._now = start + seconds
         return start, seconds
 
@@ -224,7 +227,9 @@ def sent_by(node: fx.Node) -> int:
 def message_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of a message: latency and bandwidth of what it goes over, or what was measured."""
     _, _, kind, _, line = node.args
-    return machine.message(sent_by(node), link=machine.link(line.mesh, line.axis), kind=str(kind))  # type: ignore[union-attr]
+    own = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
+    kind = own if own in machine.curves else str(kind)
+    return machine.message(sent_by(node), link=machine.link(line.mesh, line.axis), kind=kind)  # type: ignore[union-attr]
 
 
 # -- operators -------------------------------------------------------------------------------------------------------------
