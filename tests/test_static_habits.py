@@ -200,6 +200,37 @@ def optimizer_that_counts() -> Habit:
     return step, still
 
 
+class Halved(torch.optim.AdamW):
+    """A user's optimizer that is made from one of torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+        result = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 0.1 * group["lr"])
+        return result
+
+
+def optimizer_made_from_one_of_torch() -> Habit:
+    torch.optim.AdamW(
+        [nn.Parameter(torch.ones(1))]
+    )  # from now on its ``step`` calls torch's hooks: twice, with that of Halved
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Halved([weight], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        (weight * x).square().sum().backward()
+        optimizer.step()
+        return weight.detach().clone()
+
+    return step, lambda i: optimizer.param_groups[0].update(lr=0.1 + 0.01 * i)
+
+
 def modes_within_the_step() -> Habit:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
 
@@ -220,7 +251,7 @@ HABITS = (
     number_in_a_list, number_in_a_dict, number_in_a_dict_of_its_own_kind, number_in_a_nested_object,
     number_of_a_class, number_of_an_objects_class, number_of_a_file, number_behind_a_property, a_partial,
     a_callable_object, average_in_a_dict, average_in_a_list, average_in_a_module, average_in_an_object,
-    tensor_that_is_exchanged, count_of_calls, optimizer_that_counts, modes_within_the_step,
+    tensor_that_is_exchanged, count_of_calls, optimizer_that_counts, optimizer_made_from_one_of_torch, modes_within_the_step,
 )  # fmt: skip
 
 
@@ -271,6 +302,15 @@ def test_a_dict_of_its_own_kind_that_stays_as_it_is() -> None:
         warnings.simplefilter("error")
         found = [run(torch.ones(3)).sum().item() for _ in range(5)]
     assert found == [6.0] * 5 and len(run.recordings) == 1
+
+
+def test_an_optimizer_made_from_one_of_torch_is_recorded_once() -> None:
+    step, between = optimizer_made_from_one_of_torch()
+    run = oc.to_static(step)
+    for i in range(4):
+        run(torch.ones(3))
+        between(i)
+    assert len(run.recordings) == 1
 
 
 def test_an_optimizer_that_counts_in_python_is_told() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onecard import _torch
+from onecard.graph.phases import steps
 
 DTYPES = {"half": torch.bfloat16, "float16": torch.float16}
 """What ``also`` may ask for."""
@@ -38,20 +38,16 @@ def autocast(dtype: torch.dtype | None, leaves: Iterable[Any]) -> Iterator[None]
         yield
         return
     device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
-    steps = ExitStack()  # what is open while an optimizer steps
+    stepping = ExitStack()  # what is open while an optimizer steps
 
     def without() -> Any:
         torch.clear_autocast_cache()  # as at the end of a program's with block; weights may be other ones afterwards
         return torch.autocast(device, enabled=False)
 
-    hooks = (
-        register_optimizer_step_pre_hook(lambda *_: (steps.enter_context(without()), None)[1]),
-        register_optimizer_step_post_hook(lambda *_: steps.close()),
-    )
-    try:
-        with torch.autocast(device, dtype), _torch.around_backward(without):
-            yield
-    finally:
-        steps.close()
-        for hook in hooks:
-            hook.remove()
+    with (
+        stepping,
+        steps(lambda _: stepping.enter_context(without()), lambda _: stepping.close()),
+        torch.autocast(device, dtype),
+        _torch.around_backward(without),
+    ):
+        yield

@@ -45,24 +45,50 @@ class Phases:
         def leave(module: nn.Module, *_: Any) -> None:
             self._stack.pop()
 
-        def begin(optimizer: Optimizer, *_: Any) -> None:
+        def begin(optimizer: Optimizer) -> None:
             self._stepping += 1
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             before(optimizer)
 
-        def end(optimizer: Optimizer, *_: Any) -> None:
+        def end(optimizer: Optimizer) -> None:
             self._stepping -= 1
             after(optimizer)
 
         hooks = (
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
         )
         try:
-            yield
+            with steps(begin, end):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextmanager
+def steps(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Inside, the two functions are told of each optimizer's step.
+
+    Once, where a class of the user's calls the ``step`` of torch's class that it is made from: torch's hooks run for both, if
+    any program of this process has made an optimizer of that class.
+    """
+    within: list[Optimizer] = []
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        within.append(optimizer)
+        if sum(x is optimizer for x in within) == 1:
+            before(optimizer)
+
+    def end(optimizer: Optimizer, *_: Any) -> None:
+        del within[max(i for i, x in enumerate(within) if x is optimizer)]
+        if all(x is not optimizer for x in within):
+            after(optimizer)
+
+    hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
