@@ -231,6 +231,70 @@ def optimizer_made_from_one_of_torch() -> Habit:
     return step, lambda i: optimizer.param_groups[0].update(lr=0.1 + 0.01 * i)
 
 
+def count_of_a_module() -> Habit:
+    class Warming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return x * min(self.seen, 4)
+
+    model = Warming()
+    return lambda x: model(x), still
+
+
+class Itself(torch.optim.SGD):
+    """It keeps its count in a place that the test chooses, as schedule-free and look-ahead optimizers do."""
+
+    def __init__(self, params: Any, kept: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.count, self.counts, self.kept = 0, {"steps": 0}, kept
+        self.param_groups[0]["count"] = 0
+
+    def counted(self) -> int:
+        if self.kept == "attribute":
+            self.count += 1
+        elif self.kept == "dict":
+            self.counts["steps"] += 1
+        else:
+            self.param_groups[0]["count"] += 1
+        return self.count + self.counts["steps"] + self.param_groups[0]["count"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        count = self.counted()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"], alpha=1 / count)
+
+
+def optimizer_that_counts_itself(kept: str) -> Habit:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Itself([weight], kept)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        (weight * x).square().sum().backward()
+        optimizer.step()
+        return weight.detach().clone()
+
+    return step, still
+
+
+def optimizer_counts_in_an_attribute() -> Habit:
+    return optimizer_that_counts_itself("attribute")
+
+
+def optimizer_counts_in_a_dict() -> Habit:
+    return optimizer_that_counts_itself("dict")
+
+
+def optimizer_counts_in_its_group() -> Habit:
+    return optimizer_that_counts_itself("group")
+
+
 def modes_within_the_step() -> Habit:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
 
@@ -251,7 +315,9 @@ HABITS = (
     number_in_a_list, number_in_a_dict, number_in_a_dict_of_its_own_kind, number_in_a_nested_object,
     number_of_a_class, number_of_an_objects_class, number_of_a_file, number_behind_a_property, a_partial,
     a_callable_object, average_in_a_dict, average_in_a_list, average_in_a_module, average_in_an_object,
-    tensor_that_is_exchanged, count_of_calls, optimizer_that_counts, optimizer_made_from_one_of_torch, modes_within_the_step,
+    tensor_that_is_exchanged, count_of_calls, optimizer_that_counts, optimizer_made_from_one_of_torch,
+    count_of_a_module, optimizer_counts_in_an_attribute, optimizer_counts_in_a_dict, optimizer_counts_in_its_group,
+    modes_within_the_step,
 )  # fmt: skip
 
 
@@ -311,6 +377,24 @@ def test_an_optimizer_made_from_one_of_torch_is_recorded_once() -> None:
         run(torch.ones(3))
         between(i)
     assert len(run.recordings) == 1
+
+
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        (count_of_a_module, r"seen was 1 and is 2"),
+        (optimizer_counts_in_its_group, r"param_groups\[0\]\['count'\] was 1 and is 2"),
+        (optimizer_counts_in_an_attribute, r"optimizer.count, which the step reads, was 1 and is 2"),
+    ],
+)
+def test_a_count_is_named(habit: Callable[[], Habit], said: str) -> None:
+    """What the step counts in Python is recorded anew each time; the warning says which number it is."""
+    step, _ = habit()
+    run = oc.to_static(step)
+    run(torch.ones(3))
+    run(torch.ones(3))
+    with pytest.warns(UserWarning, match=said):
+        run(torch.ones(3))
 
 
 def test_an_optimizer_that_counts_in_python_is_told() -> None:

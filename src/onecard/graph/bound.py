@@ -7,6 +7,7 @@ the same answers to what was asked of numbers. All of that is one Python functio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_, itemgetter
 from typing import Any
 
@@ -18,11 +19,9 @@ from onecard import _torch
 from onecard._torch import tree_unflatten
 from onecard.errors import RecordingError
 from onecard.graph.compiled import compiled
-from onecard.graph.places import at, numbers_of
+from onecard.graph.places import STILL, at, options_of, values_of
 from onecard.graph.recording import Effect, Output, Recording, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
-
-_STILL = (bool, int, float, str, type(None))
 
 
 class Bound:
@@ -109,6 +108,13 @@ def _kind_of(x: Any) -> Any:
     return (float,) if type(x) is float else (None, type(x), x)
 
 
+def _changed(name: str, still: dict[str, Any], holder: dict[str, Any]) -> str:
+    """Which value is not what it was."""
+    k = next((k for k, v in still.items() if k not in holder or holder[k] != v), "")
+    where = f"{name}[{k!r}]" if name.endswith("]") else f"{name}.{k}"
+    return f"{where} was {still.get(k)!r} and is {holder.get(k)!r}; pass it as an argument (a float may change)"
+
+
 def _is_like(x: Tensor, *facts: Any) -> bool:
     """Whether a tensor has this shape, these strides, dtype and device."""
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device) == facts
@@ -129,7 +135,7 @@ class _Writer:
             "is_like": _is_like,
         }
         self._known: dict[int, str] = {}
-        self.lines: list[tuple[str, str]] = []  # with what to say where it does not fit
+        self.lines: list[tuple[str, str]] = []  # each with the line in its place that says why it does not fit
 
     def object(self, value: Any) -> str:
         if id(value) not in self._known:
@@ -189,9 +195,9 @@ class _Writer:
             self._miss(
                 f"{ask}({', '.join(given)}) != {answers}", "a number that the step asks about (in an if, an int())"
             )
-        self.lines.append((f"return ({''.join(g + ', ' for g in given)})", ""))
+        self.lines.append((f"return ({''.join(g + ', ' for g in given)})", "return None"))
         fits = self._made("ready", "leaves", [line for line, _ in self.lines])
-        said = [line.replace("return MISS", f"return {words!r}") for line, words in self.lines]
+        said = [words for _, words in self.lines]
         return fits, lambda: self._made("why", "leaves", said)
 
     def _fact(self, key: Any, now: Any) -> Any:
@@ -199,7 +205,7 @@ class _Writer:
         return self.facts.setdefault(key, now)
 
     def _miss(self, condition: str, words: str) -> None:
-        self.lines.append((f"if {condition}: return MISS", words))
+        self.lines.append((f"if {condition}: return MISS", f"if {condition}: return {words!r}"))
 
     def _made(self, name: str, arguments: str, lines: Sequence[str]) -> Any:
         text = f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
@@ -221,14 +227,12 @@ class _Writer:
             check = f"type({leaf}) is not float"
         else:
             value = self.object(kind[2])
-            same = f"{leaf} != {value}" if isinstance(kind[2], _STILL) else f"{leaf} is not {value}"
+            same = f"{leaf} != {value}" if isinstance(kind[2], STILL) else f"{leaf} is not {value}"
             check = f"type({leaf}) is not {self.object(kind[1])} or {same}"
         self._miss(check, "an argument")
 
     def _module(self, module: nn.Module, name: str) -> None:
-        still = {k: v for k, v in module.__dict__.items() if isinstance(v, _STILL) and not k.startswith("_")}
-        still = self._fact((name, "still"), still)
-        self._unchanged(module.__dict__, still, f"a value of {name} ({', '.join(still)})")
+        self._unchanged(module.__dict__, self._fact((name, "still"), values_of(module)), name)
         if module._modules:
             held = self.object(self._fact((name, "modules"), tuple(module._modules.values())))
             self._miss(f"tuple({self.object(module._modules)}.values()) != {held}", f"the modules in {name}")
@@ -240,11 +244,13 @@ class _Writer:
             differs = " or ".join(f"{params}[{n!r}].requires_grad is not {flag}" for n, flag in wants)
             self._miss(differs, f"requires_grad of a parameter of {name}")
 
-    def _unchanged(self, holder: dict[str, Any], still: dict[str, Any], words: str) -> None:
-        """Entries of a dict must be what they are."""
+    def _unchanged(self, holder: dict[str, Any], still: dict[str, Any], name: str) -> None:
+        """Entries of a dict must be what they were."""
         if still:
             values = tuple(still.values()) if len(still) > 1 else next(iter(still.values()))
-            self._miss(f"{self.object(itemgetter(*still))}({self.object(holder)}) != {self.object(values)}", words)
+            differs = f"{self.object(itemgetter(*still))}({self.object(holder)}) != {self.object(values)}"
+            said = self.object(partial(_changed, name, still, holder))
+            self.lines.append((f"if {differs}: return MISS", f"if {differs}: return {said}()"))
 
     def _optimizer(self, optimizer: Optimizer, name: str) -> None:
         keys = [tuple(optimizer.state.get(p, ())) for group in optimizer.param_groups for p in group["params"]]
@@ -257,15 +263,14 @@ class _Writer:
         self._miss(f"{count} or not all(map(is_, {state}.values(), {held}))", f"{name} has other states")
         self._miss(f"len({groups}) != {len(optimizer.param_groups)}", f"{name} has other groups")
         for i, group in enumerate(optimizer.param_groups):
-            numbers, one = numbers_of(group), self.object(group)
+            one = self.object(group)
             self._miss(
                 f"{groups}[{i}] is not {one} or len({one}['params']) != {len(group['params'])}", f"a group of {name}"
             )
-            still = {k: v for k, v in group.items() if k not in numbers and isinstance(v, _STILL)}
-            still = self._fact((name, i, "options"), still)
+            still = self._fact((name, i, "options"), options_of(group))
             if len(group["params"]) != self._fact((name, i, "params"), len(group["params"])):
                 raise KeyError(f"a parameter of {name}")
-            self._unchanged(group, still, f"an option of {name}")
+            self._unchanged(group, still, f"{name}.param_groups[{i}]")
 
     def _input(self, i: int, known: Any) -> str:
         if known.kind == "constant":
@@ -275,7 +280,7 @@ class _Writer:
             return place
         if known.kind == "argument" and known.spec is None:
             return place
-        self.lines.append((f"{name} = {place}", ""))
+        self.lines.append((f"{name} = {place}",) * 2)
         if known.kind == "number":
             self._miss(f"type({name}) is not float", f"{known.name} is no float")
             return name

@@ -27,6 +27,7 @@ class Before:
         locals: of each distributed tensor, its local part's identity and its spec.
         groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
             with their values, if they are no tensors.
+        still: of each module, and of each optimizer's groups, what a recording takes for granted.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Before:
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.states: dict[int, dict[int, dict[Any, Any]]] = {}
+        self.still: dict[int, Any] = {}
         found: list[Tensor] = []
         for x in gc.get_objects():
             kind = type(x)
@@ -44,9 +46,12 @@ class Before:
                 found.append(x)
             elif issubclass(kind, Optimizer):
                 self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
+                self.still[id(x)] = [options_of(group) for group in x.param_groups]
                 self.states[id(x)] = {
                     id(p): plain_states(held) for p, held in x.state.items() if isinstance(held, dict)
                 }
+            elif issubclass(kind, nn.Module):
+                self.still[id(x)] = values_of(x)
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
             if takes_gradients(x):
@@ -91,6 +96,34 @@ def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
         )
 
     return {k: v for k, v in group.items() if k != "params" and counts(v)}
+
+
+STILL = (bool, int, float, str, type(None))
+"""Of values of these types a recording takes what they were: they are compared before each replay."""
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What else an optimizer's group holds besides parameters and numbers that may change."""
+    numbers = numbers_of(group)
+    return {k: v for k, v in group.items() if k not in numbers and isinstance(v, STILL)}
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """The plain values that a module holds itself."""
+    return {k: v for k, v in vars(module).items() if isinstance(v, STILL) and not k.startswith("_")}
+
+
+def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, Any]:
+    """Of each module and each optimizer's group: what it held before the step, which may have counted there."""
+    facts: dict[Any, Any] = {}
+    for name, root in roots:
+        if isinstance(root, nn.Module):
+            for path, module in root.named_modules():
+                if id(module) in before.still:
+                    facts[f"{name}.{path}" if path else name, "still"] = before.still[id(module)]
+        elif isinstance(root, Optimizer):
+            facts |= {(name, i, "options"): held for i, held in enumerate(before.still.get(id(root), ()))}
+    return facts
 
 
 class Places:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,6 +67,11 @@ class Reached:
             self.roots.append((name, value))
             if isinstance(value, nn.Module):
                 self._module(name, value, depth)
+            elif _users(type(value).__module__):  # a class of its own, which may count its steps
+                held = vars(value)
+                for k in [k for k in held if k in self.names and k not in _OF_EVERY_OPTIMIZER]:
+                    self.take(f"{name}.{k}", held[k], held, k, depth)
+                self._class(name, type(value), depth, value, frozenset(held))
         elif not depth:
             return
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -141,6 +147,7 @@ class Reached:
 _LONG = 64  # a container with more is data, not settings
 _NAMESPACES = ("types", "argparse")  # of the standard library's objects, those that hold settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 
 
 def _users(module: str) -> bool:

@@ -23,6 +23,7 @@ from onecard.graph.capture import Capture
 from onecard.graph.microbatches import Microbatches
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
+from onecard.graph.places import still_before
 from onecard.graph.reach import Reached, reached
 from onecard.graph.recording import Output, Recording
 from onecard.graph.segments import check_backend
@@ -274,7 +275,7 @@ def _recorded(
     roots = [root for _, root in capture.places.roots]
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if not faked.here and not recording.makes_states:
-        recording.bound = Bound(recording, roots, leaves, kinds)
+        recording.bound = Bound(recording, roots, leaves, kinds, still_before(capture.before, capture.places.roots))
     return recording, seen, plain(result)
 
 
