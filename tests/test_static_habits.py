@@ -397,6 +397,14 @@ def test_a_count_is_named(habit: Callable[[], Habit], said: str) -> None:
         run(torch.ones(3))
 
 
+def test_an_optimizer_that_steps_within_backward_is_told() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
+    with pytest.raises(RecordingError, match=r"SGD.step\(\) is called within backward\(\)"):
+        oc.record(lambda x: (weight * x).sum().backward())(torch.ones(3))
+
+
 def test_an_optimizer_that_counts_in_python_is_told() -> None:
     step, _ = optimizer_that_counts()
     step(torch.ones(3))

@@ -79,6 +79,8 @@ class Capture:
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer) -> None:
+        if _torch.in_backward():
+            raise refusals.steps_in_backward(type(optimizer).__name__)
         for g, group in enumerate(optimizer.param_groups):
             for key, value in numbers_of(group).items():
                 made = self._number(optimizer, g, key, value)

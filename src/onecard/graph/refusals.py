@@ -73,6 +73,14 @@ def changed_group(name: str) -> RecordingError:
     )
 
 
+def steps_in_backward(optimizer: str) -> RecordingError:
+    """The error for an optimizer that a hook of a parameter calls."""
+    return RecordingError(
+        f"{optimizer}.step() is called within backward() (register_post_accumulate_grad_hook): its learning rate cannot be "
+        "followed there. Call step() after backward(): a recording gives each gradient's memory back at its last use anyway"
+    )
+
+
 def counts_in_python(optimizer: str, state: str) -> RecordingError:
     """The error for a step count that is a number of Python."""
     return RecordingError(
