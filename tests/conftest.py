@@ -10,7 +10,7 @@ from onecard.testing import preload
 
 # What takes seconds to import, and the tests whose ranks need it.
 SLOW_IMPORTS = {
-    "torch.testing._internal.common_methods_invocations": {"test_operator_sweep.py"},
+    "test_operator_sweep": {"test_operator_sweep.py"},  # torch's database of operators
     "transformers.modeling_utils": {"test_models.py", "test_static_models.py"},
 }
 
