@@ -201,6 +201,16 @@ class Layout:
         parts = self.dims[dim] if is_merged(self.dims[dim]) else ((shape[dim], self.dims[dim]),)
         return prod(span(size, axes, self.mesh, place)[1] for size, axes in parts)
 
+    def largest(self, shape: Sequence[int]) -> int:
+        """Elements of the largest shard, which is the first rank's."""
+        elements = 1
+        for size, dim in zip(shape, self.dims, strict=True):
+            for n, axes in dim if is_merged(dim) else ((size, dim),):
+                for axis in axes:
+                    n = -(-n // self.mesh.shape[axis])  # as ``chunk`` gives the first
+                elements *= n
+        return elements
+
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Index of the local tensor's first element in the whole tensor."""
         place = self.mesh.coordinate() if coordinate is None else coordinate

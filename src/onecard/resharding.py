@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import inf, prod
+from math import inf
 
 from onecard.cost import MACHINE, Machine
 from onecard.errors import LayoutError
@@ -236,11 +236,6 @@ def _with(layout: Layout, axis: int, dim: int | None = None, op: str = "") -> La
     return Layout.make(layout.mesh, dims, tuple(sorted((*pending, (axis, op)))) if op else pending)
 
 
-def _largest(shape: Shape, layout: Layout) -> int:
-    """Elements of the largest shard (the first)."""
-    return prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
-
-
 def _step(
     machine: Machine,
     shape: Shape,
@@ -254,7 +249,7 @@ def _step(
     op: str = "",
 ) -> Step:
     ranks = layout.mesh.shape[axis]
-    before, after = _largest(shape, layout) * itemsize, _largest(shape, target) * itemsize
+    before, after = layout.largest(shape) * itemsize, target.largest(shape) * itemsize
     sent = {
         "all_reduce": 2 * (ranks - 1) * before // ranks,
         "reduce_scatter": (ranks - 1) * after,

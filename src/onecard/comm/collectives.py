@@ -162,10 +162,7 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into
     if not largest:
         check.nothing_sent()
         return local
-    turned = local.movedim(dim, 0) if dim else local
-    if turned.shape[0] < largest:
-        turned = torch.cat([turned, turned.new_zeros((largest - turned.shape[0], *turned.shape[1:]))])
-    send = dense(turned)
+    send = padded(local, dim, largest)
     gathered = send.new_empty((group.size * largest, *send.shape[1:])) if into is None else into
     if send.numel():
         _wait(
@@ -177,6 +174,20 @@ def all_gather(local: Tensor, group: Group, dim: int, sizes: Sequence[int], into
         )
     else:
         check.nothing_sent()
+    return joined(gathered, group, dim, sizes)
+
+
+def padded(local: Tensor, dim: int, length: int) -> Tensor:
+    """What a rank gives to an all-gather: contiguous, the dim to be joined outermost and of one length on all ranks."""
+    turned = local.movedim(dim, 0) if dim else local
+    if turned.shape[0] < length:
+        turned = torch.cat([turned, turned.new_zeros((length - turned.shape[0], *turned.shape[1:]))])
+    return dense(turned)
+
+
+def joined(gathered: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """What the ranks gave, without what pads it, in the order of the mesh."""
+    largest = max(sizes)
     if largest * group.size != sum(sizes) or group.order:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -246,22 +257,26 @@ def all_to_all(
     """Join along ``dim`` (lengths ``sizes``) while cutting along ``to_dim`` (lengths ``to_sizes``)."""
     if group.process_group is None:
         return local
-    send = [part.contiguous() for part in local.split(list(to_sizes), to_dim)]
-    shape = list(send[group.index].shape)
-    shapes = [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
+    send, shapes = exchange_of(local, group, dim, sizes, to_dim, to_sizes)
     rest = math.prod(size for d, size in enumerate(local.shape) if d not in (dim, to_dim))
     return torch.cat(_exchange(send, shapes, local, group, sum(sizes) * sum(to_sizes) * rest > 0), dim)
+
+
+def exchange_of(
+    local: Tensor, group: Group, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
+) -> tuple[list[Tensor], list[torch.Size]]:
+    """What an all-to-all sends to each rank, and the shapes of what each sends here."""
+    send = [part.contiguous() for part in local.split(list(to_sizes), to_dim)]
+    shape = list(send[group.index].shape)
+    return send, [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
 
 
 def _exchange(
     send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group, anything: bool
 ) -> list[Tensor]:
     """``anything``: whether any rank of the group has an element; a rank that has none must take part in the others'."""
-    send, shapes = _by_rank(send, group), _by_rank(shapes, group)
-    flat = dense(torch.cat([part.reshape(-1) for part in send]))
-    counts = [shape.numel() for shape in shapes]
-    result = like.new_empty(sum(counts))
-    out_splits, in_splits = counts, [part.numel() for part in send]
+    flat, out_splits, in_splits = packed(send, shapes, group)
+    result = like.new_empty(sum(out_splits))
     if flat.dtype not in NATIVE:
         size = flat.element_size()
         out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
@@ -276,7 +291,21 @@ def _exchange(
         )
     else:
         check.nothing_sent()
-    return _by_place([part.view(shape) for part, shape in zip(result.split(counts), shapes, strict=True)], group)
+    return unpacked(result, shapes, group)
+
+
+def packed(send: list[Tensor], shapes: Sequence[torch.Size], group: Group) -> tuple[Tensor, list[int], list[int]]:
+    """What goes to the ranks as one flat tensor, and how many elements come from and go to each rank of the process group."""
+    parts = _by_rank(send, group)
+    flat = dense(torch.cat([part.reshape(-1) for part in parts]))
+    return flat, [shape.numel() for shape in _by_rank(shapes, group)], [part.numel() for part in parts]
+
+
+def unpacked(flat: Tensor, shapes: Sequence[torch.Size], group: Group) -> list[Tensor]:
+    """What came from each place of the mesh."""
+    listed = _by_rank(shapes, group)
+    parts = flat.split([shape.numel() for shape in listed])
+    return _by_place([part.view(shape) for part, shape in zip(parts, listed, strict=True)], group)
 
 
 def _by_rank(parts: Sequence[Any], group: Group) -> list[Any]:

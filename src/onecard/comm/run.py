@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onecard.comm import collectives
+from onecard.comm import collectives, forms, started
 from onecard.comm.groups import Group, group
+from onecard.comm.started import Started
 from onecard.layout import Layout
 from onecard.reductions import reduction
 from onecard.resharding import Step
@@ -27,6 +28,48 @@ def run(steps: Sequence[Step], local: Tensor, shape: Sequence[int], owned: bool 
         after = _run_one(step, local, shape, owned)
         owned, local = after is not local or owned, after
     return local
+
+
+def messages(steps: Sequence[Step]) -> list[int]:
+    """Which of the steps send something."""
+    return [i for i, s in enumerate(steps) if s.kind not in ("slice", "fill") and s.source.mesh.shape[s.axis] > 1]
+
+
+def start(steps: Sequence[Step], local: Tensor, shape: Sequence[int]) -> Started:
+    """``run`` with its last message, of at least one, left under way. What this rank does alone after that is done when it is
+    awaited.
+
+    ``local`` may be written to meanwhile: what is sent is a copy.
+    """
+    last = messages(steps)[-1]
+    coming = _start_one(steps[last], run(steps[:last], local, shape), shape)
+    return coming.then(lambda made: run(steps[last + 1 :], made, shape, owned=True))
+
+
+def _start_one(step: Step, local: Tensor, shape: Sequence[int]) -> Started:
+    line = group(step.source.mesh, step.axis)
+    if step.inner is not None:
+        opened = local.reshape(step.inner.source.local_shape(step.opened))
+        coming = _start_one(step.inner, opened, step.opened)
+        return coming.then(lambda made: made.reshape(step.target.local_shape(shape)))
+    if step.kind == "all_reduce":
+        return started.reduced(local, line, step.op)
+    sizes = lengths(step.target if step.kind == "reduce_scatter" else step.source, shape, step.dim, step.axis)
+    if step.kind == "reduce_scatter":
+        return started.scattered(local.clone(), line, step.dim, sizes, step.op)
+    to_sizes = lengths(step.target, shape, step.to_dim, step.axis) if step.kind == "all_to_all" else ()
+    known = local.dtype in forms.NATIVE and 0 not in (*sizes, *to_sizes, *local.shape)
+    if not known or not started.can_wait(local, line):
+        return Started.complete(_run_one(step, local, shape, False))
+    if step.kind == "all_gather":
+        mine = collectives.padded(local.clone(), step.dim, max(sizes))
+        into = mine.new_empty((line.size * mine.shape[0], *mine.shape[1:]))
+        coming = started.gathered(mine, into, line)
+        return coming.then(lambda whole: collectives.joined(whole, line, step.dim, sizes))
+    send, shapes = collectives.exchange_of(local, line, step.dim, sizes, step.to_dim, to_sizes)
+    flat, arrive, leave = collectives.packed(send, shapes, line)
+    coming = started.exchanged(flat, line, arrive, leave)
+    return coming.then(lambda flat: torch.cat(collectives.unpacked(flat, shapes, line), step.dim))
 
 
 def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Tensor:

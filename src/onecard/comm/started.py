@@ -44,20 +44,27 @@ class Started:
         tensor([1., 1.])
     """
 
-    __slots__ = ("_finish", "_held", "_limit", "_peer", "_result", "_what", "_work")
+    __slots__ = ("_finish", "_held", "_peer", "_result", "_what", "_work")
 
-    def __init__(
-        self, what: str, peer: str, work: Any, finish: Callable[[], Tensor], held: Any = None, limit: float = 0.0
-    ) -> None:
-        self._what, self._peer, self._work, self._finish = what, peer, work, finish
-        self._held, self._limit = held, limit
+    def __init__(self, what: str, peer: str, work: Any, finish: Callable[[], Tensor], held: Any = None) -> None:
+        self._what, self._peer, self._work, self._finish, self._held = what, peer, work, finish, held
         self._result: Tensor | None = None
 
     @classmethod
     def complete(cls, result: Tensor) -> Started:
         """One that has ended."""
-        made = cls("", "", None, lambda: result)
-        return made
+        return cls("", "", None, lambda: result)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something is still to be awaited; what could not be left under way was complete at once."""
+        return self._work is not None
+
+    def then(self, act: Callable[[Tensor], Tensor]) -> Started:
+        """The same message with what ``act`` makes of its result, when it is awaited."""
+        if self._work is None:
+            return Started.complete(act(self.wait()))
+        return Started(self._what, self._peer, self._work, lambda: act(self._finish()), self)
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -150,7 +157,7 @@ def all_gather(
     send = forms.dense(x.movedim(dim, 0))
     plain._begin("all_gather", group, x, call, Shard(dim), _R, dim, whole=group.size * x.shape[dim])
     joining = gathered(send, send.new_empty((group.size * send.shape[0], *send.shape[1:])), group)
-    return Started("all_gather", _among(group), joining._work, lambda: joining.wait().movedim(0, dim), joining)
+    return joining.then(lambda whole: whole.movedim(0, dim))
 
 
 def gathered(x: Tensor, into: Tensor, group: Group) -> Started:
@@ -207,21 +214,20 @@ def scattered(
     parts = collectives._by_rank(x.movedim(dim, 0).split(list(sizes)), group)
     flat = torch.cat([part.reshape(-1) for part in parts])
     mine = x.movedim(dim, 0)[: sizes[group.index]].shape
-    arrived = flat.new_empty(group.size * mine.numel())
-    counts = [part.numel() for part in parts]
-    exchange = dist.AllToAllOptions()
-    work = _begun(
-        "all_to_all",
-        group,
-        flat,
-        lambda pg: pg.alltoall_base(arrived, flat, [mine.numel()] * group.size, counts, exchange),
-    )
+    coming = exchanged(flat, group, [mine.numel()] * group.size, [part.numel() for part in parts])
 
-    def finish() -> Tensor:
+    def add(arrived: Tensor) -> Tensor:
         given = collectives._by_place(list(arrived.view(group.size, *mine)), group)
         return whole(torch.stack(given).sum(0).to(x.dtype))
 
-    return Started("reduce_scatter", _among(group), work, finish, (flat, arrived))
+    return coming.then(add)
+
+
+def exchanged(flat: Tensor, group: Group, arrive: list[int], leave: list[int]) -> Started:
+    """Start an all-to-all of stretches of a flat tensor, by rank of the process group; nobody who watches is told."""
+    arrived, options = flat.new_empty(sum(arrive)), dist.AllToAllOptions()
+    work = _begun("all_to_all", group, flat, lambda pg: pg.alltoall_base(arrived, flat, arrive, leave, options))
+    return Started("all_to_all", _among(group), work, lambda: arrived, (flat, arrived))
 
 
 def tag_of(name: str, microbatch: int = 0) -> int:

@@ -6,8 +6,9 @@ axis, the uses that the operands already make of it: cut a factor, carry a pendi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 
@@ -16,7 +17,7 @@ from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.parts import Axes, Dim, axes_of, chunk, is_merged, merge
 from onecard.rules.refine import refine
-from onecard.rules.rule import Bound, Shape
+from onecard.rules.rule import Bound, Pattern, Shape
 
 # (shape, bytes an element, from, to) -> seconds
 Cost = Callable[[Shape, int, Layout, Layout], float]
@@ -82,22 +83,43 @@ def decide(
     Returns:
         The decision, or None if ``fixed`` cannot be met.
     """
-    mesh = layouts[0].mesh
     best: Decision | None = None
     for rule in _rules(bound, layouts):
-        options = [_options(rule, layouts, axis) for axis in range(mesh.ndim)]
-        for axis, factor in (hinted or {}).items():
-            if rule is bound:
-                options[axis].insert(0, Use(factor=factor))
-        for uses in product(*options):
-            candidate = _try(rule, layouts, mesh, uses)
-            if candidate is None or not _keeps(candidate, layouts, fixed or {}, kept):
+        for uses, candidate in _candidates(rule, layouts, hinted or {} if rule is bound else {}):
+            if not _keeps(candidate, layouts, fixed or {}, kept):
                 continue
             seconds = _price(candidate, layouts, operands, results, cost)
-            seconds += _work(rule, candidate, uses, operands, results, machine)
+            if best is None or seconds < best.seconds:  # else what is computed cannot make it cheaper
+                seconds += _work(rule, candidate, uses, operands, results, machine)
             if best is None or seconds < best.seconds:
                 best = Decision(candidate[0], candidate[1], uses, seconds, rule)
     return best
+
+
+Chosen = tuple[tuple[Use, ...], "Candidate"]
+
+
+def _candidates(bound: Bound, layouts: Sequence[Layout], hinted: Mapping[int, int]) -> Iterable[Chosen]:
+    """The ways to run the call from these layouts. New sizes of a known pattern only cost otherwise."""
+    if bound.pattern is None or any(layout.merged for layout in layouts):
+        return _arranged(bound, layouts, hinted)
+    return _known(bound.pattern, tuple(layouts), tuple(hinted.items()))
+
+
+@lru_cache(4096)
+def _known(pattern: Pattern, layouts: tuple[Layout, ...], hinted: tuple[tuple[int, int], ...]) -> tuple[Chosen, ...]:
+    return tuple(_arranged(pattern.bound, layouts, dict(hinted)))
+
+
+def _arranged(bound: Bound, layouts: Sequence[Layout], hinted: Mapping[int, int]) -> Iterator[Chosen]:
+    mesh = layouts[0].mesh
+    options = [_options(bound, layouts, axis) for axis in range(mesh.ndim)]
+    for axis, factor in hinted.items():
+        options[axis].insert(0, Use(factor=factor))
+    for uses in product(*options):
+        candidate = _try(bound, layouts, mesh, uses)
+        if candidate is not None:
+            yield uses, candidate
 
 
 def _rules(bound: Bound, layouts: Sequence[Layout]) -> tuple[Bound, ...]:
@@ -342,7 +364,7 @@ def _work(
     than its result, and every rank would do all of the work."""
     touched = 0
     for layout, (shape, size) in zip((*candidate[0], *candidate[1]), (*operands, *results), strict=True):
-        touched += size * prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
+        touched += size * layout.largest(shape)
     mesh = candidate[0][0].mesh
     shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
     return machine.compute(touched, prod(bound.sizes) / shared)

@@ -88,4 +88,5 @@ def apart(bound: Bound, parts: Mapping[int, Shape]) -> Bound:
         nonempty=all_of(bound.nonempty),
         even=all_of(bound.even),
         parts={bound.names[factor]: each for factor, each in numbers.items()},
+        pattern=None,
     )

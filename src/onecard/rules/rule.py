@@ -7,8 +7,10 @@ works on small integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 from onecard.errors import RuleError
 from onecard.rules.notation import ELLIPSIS, WHOLE, Signature, Term, names_of, parse, parse_linear
@@ -58,6 +60,7 @@ class Bound:
         reduce: for each result, what joins it over a factor that it lacks.
         moves, nonempty, even, unread, keeps: as in ``Form``.
         pieces: factors that are cut in one piece only, because a hook needs positions along them (see ``Row.positions``).
+        pattern: what it shares with bounds of other sizes; None where sizes decide more than what layouts cost.
         parts: by its name, the numbers of each factor that is taken apart (see ``refine``).
     """
 
@@ -76,6 +79,7 @@ class Bound:
     keeps: str = ""
     pieces: frozenset[int] = frozenset()
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    pattern: Pattern | None = field(default=None, compare=False)
 
     def factor(self, name: str) -> int | None:
         """The number of a factor by its name; None if it fell away (size one, or its operand is absent)."""
@@ -115,24 +119,37 @@ def bind(
             f"rule {form.text!r} states {len(signature.operands)} operand(s) and {len(signature.results)} result(s), "
             f"the call has {len(operands)} {list(operand_names)} and {len(results)}"
         )
-    terms = [*signature.operands, *signature.results]
     shapes = [*operands, *results]
-    rank = max((len(s) - len(t.dims) + 1 for t, s in zip(terms, shapes, strict=True) if ELLIPSIS in t.dims), default=0)
-    spread = [_spread(term, shape, rank, form.text) for term, shape in zip(terms, shapes, strict=True)]
-    sizes = _solve(form, spread, shapes)
+    sizes = _solve(form, _spread(signature, shapes, form.text), shapes)
     names = tuple(name for name, size in sizes.items() if size != 1)
+    ones = tuple(tuple(n == 1 for n in shape) for shape in shapes)
+    like = _like(form, tuple(operand_names), names, ones, positions)
+    return replace(like, sizes=tuple(sizes[name] for name in names))
+
+
+@lru_cache(4096)
+def _like(
+    form: Form,
+    operand_names: tuple[str, ...],
+    names: tuple[str, ...],
+    ones: tuple[tuple[bool, ...], ...],
+    positions: str,
+) -> Bound:
+    """What of a bound does not depend on sizes, but on which are one."""
+    signature, split = parse(form.text), len(operand_names)
     number = {name: i for i, name in enumerate(names)}
-    numbered = tuple(_number(dims, shape, number, sizes) for dims, shape in zip(spread, shapes, strict=True))
-    split = len(operands)
-    return Bound(
+    spread = _spread(signature, ones, form.text)
+    numbered = tuple(_number(dims, one, number) for dims, one in zip(spread, ones, strict=True))
+    results = len(numbered) - split
+    made = Bound(
         operands=numbered[:split],
         results=numbered[split:],
         names=names,
-        sizes=tuple(sizes[name] for name in names),
+        sizes=(0,) * len(names),  # not known here
         free=frozenset(number.values()) - _numbers(form.whole, number),
         terms=_terms(form, operand_names),
         sources=_sources(signature, split),
-        reduce=(form.reduce,) * len(results) if isinstance(form.reduce, str) else form.reduce,
+        reduce=(form.reduce,) * results if isinstance(form.reduce, str) else form.reduce,
         moves=form.moves,
         nonempty=_numbers(form.nonempty, number),
         even=_numbers(form.even, number),
@@ -140,10 +157,28 @@ def bind(
         keeps=form.keeps,
         pieces=frozenset(number.values()) if positions == "*" else _numbers(positions, number),
     )
+    products = any(len(dim) > 1 for dims in numbered for dim in dims)
+    return made if products or made.nonempty or made.even else replace(made, pattern=Pattern(made))
 
 
-def _spread(term: Term, shape: Shape, rank: int, text: str) -> list[tuple[str, ...]]:
-    """The term's dims with ``...`` spelled out: ``.0`` is the outermost of the broadcast dims."""
+class Pattern:
+    """What bounds have in common that differ in their sizes only: ``bound`` is one of them, without. Compared by identity."""
+
+    __slots__ = ("bound",)
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+
+
+def _spread(signature: Signature, shapes: Sequence[Sequence[Any]], text: str) -> list[list[tuple[str, ...]]]:
+    """The dims of each term with ``...`` spelled out."""
+    terms = [*signature.operands, *signature.results]
+    rank = max((len(s) - len(t.dims) + 1 for t, s in zip(terms, shapes, strict=True) if ELLIPSIS in t.dims), default=0)
+    return [_spread_term(term, shape, rank, text) for term, shape in zip(terms, shapes, strict=True)]
+
+
+def _spread_term(term: Term, shape: Sequence[Any], rank: int, text: str) -> list[tuple[str, ...]]:
+    """``.0`` is the outermost of the broadcast dims."""
     dims = list(term.dims)
     if ELLIPSIS in dims:
         at, count = dims.index(ELLIPSIS), len(shape) - len(dims) + 1
@@ -183,14 +218,11 @@ def _solve(form: Form, spread: list[list[tuple[str, ...]]], shapes: Sequence[Sha
     return sizes
 
 
-def _number(
-    dims: list[tuple[str, ...]], shape: Shape, number: dict[str, int], sizes: dict[str, int]
-) -> tuple[tuple[int, ...], ...]:
+def _number(dims: list[tuple[str, ...]], ones: Sequence[bool], number: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the factors; a dim of size one may broadcast, and has none."""
     return tuple(
-        ()
-        if len(dim) == 1 and (dim == WHOLE or size != sizes[dim[0]])
-        else tuple(number[n] for n in dim if n in number)
-        for dim, size in zip(dims, shape, strict=True)
+        () if len(dim) == 1 and (dim == WHOLE or one) else tuple(number[n] for n in dim if n in number)
+        for dim, one in zip(dims, ones, strict=True)
     )
 
 

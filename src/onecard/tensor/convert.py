@@ -199,7 +199,7 @@ def to_local(x: DistTensor) -> Tensor:
     return ToLocal.apply(x) if x.requires_grad and torch.is_grad_enabled() else x._local.detach()
 
 
-def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement], async_op: bool = False) -> DistTensor:
     """The same tensor under other placements on its mesh, by the cheapest chain of collectives.
 
     Args:
@@ -207,6 +207,8 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
         mesh: its mesh, or any other: disjoint, overlapping, of another shape. Then every rank of both meshes must call
             this, and any other rank may.
         placements: one for each mesh axis.
+        async_op: leave the last message under way. Whoever first uses the result waits for it; ``result.wait()`` does no more
+            than that. ``x`` may be written to at once. To another mesh a rank that receives waits at once.
 
     Returns:
         A DistTensor with the same values. The gradient comes back in the layout that ``x`` has.
@@ -214,7 +216,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
     Raises:
         LayoutError: placements that do not fit. CommunicationError: ranks that the world does not have.
 
-    Source: ``paddle.distributed.reshard``.
+    Source: ``paddle.distributed.reshard``; ``async_op`` of ``DTensor.redistribute``.
 
     Example:
         >>> mesh = ProcessMesh([0], ["x"])
@@ -229,7 +231,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -
         return MeshTransfer.apply(x, layout)
     if layout is x._spec.layout:
         return x
-    return Reshard.apply(x, layout)
+    return Reshard.apply(x, layout, async_op)
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -328,11 +330,16 @@ def _methods() -> None:
     DistTensor.full_tensor = unshard  # type: ignore[assignment]
     DistTensor.to_dtensor = to_dtensor  # type: ignore[assignment]
 
-    def redistribute(self: DistTensor, placements: Sequence[Placement]) -> DistTensor:
+    def redistribute(self: DistTensor, placements: Sequence[Placement], async_op: bool = False) -> DistTensor:
         """``reshard`` on the tensor's own mesh (the name that DTensor uses)."""
-        return reshard(self, self.mesh, placements)
+        return reshard(self, self.mesh, placements, async_op)
 
-    DistTensor.redistribute = redistribute  # type: ignore[assignment]
+    def wait(self: DistTensor) -> DistTensor:
+        """The tensor itself, after a ``reshard`` with ``async_op`` that gave it has arrived."""
+        self._refresh()
+        return self
+
+    DistTensor.redistribute, DistTensor.wait = redistribute, wait  # type: ignore[assignment]
 
 
 _methods()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from onecard import _torch, resharding
 from onecard.comm import record
@@ -58,7 +58,8 @@ class DistTensor(Tensor):
     to_local: Callable[[], Tensor]
     full_tensor: Callable[[], Tensor]
     to_dtensor: Callable[[], DTensor]
-    redistribute: Callable[[Sequence[Placement]], DistTensor]
+    redistribute: Callable[..., DistTensor]
+    wait: Callable[[], DistTensor]
     _memory: memory.Memory | None = None
     _due: Callable[[], None] | None = None
     _summed_by: Any = None
@@ -118,6 +119,7 @@ class DistTensor(Tensor):
 
     def _take(self, value: DistTensor) -> None:
         """Become an alias of another tensor: the same layout, the same memory."""
+        value._refresh()
         self._local, self._spec, self._memory = value._local, value._spec, None
         if value._memory is not None or value._spec.layout.pending:
             memory.share(value, self)
@@ -148,17 +150,10 @@ class DistTensor(Tensor):
 
     def _become(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> Tensor:
         """This rank's shard under another layout. A pending sum that is reduced stays reduced (see ``memory``)."""
-        self._refresh()
+        steps = self._steps_to(target, op, operand, reason, explicit)
         spec = self._spec
-        source, shape = spec.layout, tuple(spec.shape)
-        reduces = bool(source.pending) and target is source.reduced()
-        if spec.home is not home.here:
-            spec.check_home(reduces)
-        steps = resharding.plan(shape, spec.dtype.itemsize, source, target, machine.here)
-        if record.observers.here and spec.here:
-            announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
-        if steps:  # else nothing is sent, and one rank may ask alone
-            record.serving.here = (op, operand, shape)
+        shape = tuple(spec.shape)
+        reduces = self._only_reduces(target)
         if not spec.here:
             if reduces:
                 memory.adopt(self, self._local)
@@ -169,6 +164,24 @@ class DistTensor(Tensor):
             )
         memory.reduce_partial(self, lambda local, owned: run_steps(steps, local, shape, owned))
         return self._local
+
+    def _only_reduces(self, target: Layout) -> bool:
+        """Whether all that changes is that a pending value is made whole: then the tensor itself becomes whole."""
+        return bool(self._spec.layout.pending) and target is self._spec.layout.reduced()
+
+    def _steps_to(self, target: Layout, op: str, operand: str, reason: str, explicit: bool) -> tuple[Step, ...]:
+        """The steps to another layout, which are about to run; who watches has been told."""
+        self._refresh()
+        spec = self._spec
+        if spec.home is not home.here:
+            spec.check_home(self._only_reduces(target))
+        shape = tuple(spec.shape)
+        steps = resharding.plan(shape, spec.dtype.itemsize, spec.layout, target, machine.here)
+        if record.observers.here and spec.here:
+            announce(steps, op, operand + record.name_of(self), shape, reason, explicit)
+        if steps:  # else nothing is sent, and one rank may ask alone
+            record.serving.here = (op, operand, shape)
+        return steps
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """What torch.compile asks first, and some libraries before they save. A graph would have to hold the messages; it
@@ -205,6 +218,8 @@ class DistTensor(Tensor):
         values = self._local if self._local.numel() <= 24 else self._local.flatten()[:6]
         part = "local summand" if self._spec.layout.pending else "local"
         text = repr(values.detach()).removeprefix("tensor(").removesuffix(")").split(", dtype")[0]
+        if isinstance(self._memory, memory.UnderWay):  # who prints, perhaps on one rank, does not wait
+            text = "under way"
         more = " ..." if self._local.numel() > 24 else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         kind = "DistParameter" if getattr(self, "_is_param", False) else "DistTensor"
@@ -226,6 +241,7 @@ class DistTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory of this rank's part: what tells tied weights apart, and what ``share_memory_`` shares."""
+        memory.arrived(self)
         return self._local.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -236,10 +252,12 @@ class DistTensor(Tensor):
                 "on one: whole = {name: onecard.unshard(x).contiguous() for name, x in model.state_dict().items()}. "
                 "For a kernel of your own: x.to_local().data_ptr()"
             )
+        memory.arrived(self)
         return self._local.data_ptr()
 
     def __copy__(self) -> DistTensor:
         """Another tensor object with the same memory, as ``copy.copy`` makes of a plain one."""
+        self._refresh()
         made: Any = self._alias()
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(made, self.requires_grad)  # type: ignore[return-value]

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from onecard import resharding
 from onecard.comm import collectives, groups, hosts, pretend, record, world
+from onecard.comm.run import messages
 from onecard.comm.run import run as run_steps
+from onecard.comm.run import start as start_steps
 from onecard.comm.state import machine
 from onecard.comm.transfer import run_transfer, sends_go_on
 from onecard.errors import MeshError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.tensor.aliasing import strides
+from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.deferred.calls import record_of
 from onecard.tensor.deferred.replay import materialise
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -100,22 +102,22 @@ class Reshard(torch.autograd.Function):
     """Another layout on the same mesh."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+    def forward(ctx: Any, x: Any, layout: Layout, later: bool = False) -> Any:
         ctx.set_materialize_grads(False)  # zeros would be a plain tensor
         ctx.layout = x._spec.layout.reduced()
-        return _reshard(x, layout, "reshard")
+        return _start(x, layout, "reshard") if later else _reshard(x, layout, "reshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
-            return None, None
+            return None, None, None
         # Where the input was replicated, a pending gradient may stay pending: it is summed once, later.
         kept = tuple(
             p
             for p in grad._spec.layout.pending
             if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
         )
-        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None
+        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None, None
 
 
 class MeshTransfer(torch.autograd.Function):
@@ -172,10 +174,43 @@ def _reshard(x: DistTensor, layout: Layout, name: str) -> DistTensor:
     return _own(local, x._spec.with_layout(layout))
 
 
+def _start(x: DistTensor, layout: Layout, name: str) -> DistTensor:
+    """``_reshard`` whose last message is left under way. The result awaits it where it is first read or written, and so does
+    ``x`` where it is a pending value that becomes whole."""
+    x._refresh()
+    shape = tuple(x.shape)
+    steps = resharding.plan(shape, x.element_size(), x._spec.layout, layout, machine.here)
+    if not x._spec.here or not messages(steps):
+        return _reshard(x, layout, name)
+    steps, reduces = x._steps_to(layout, name, "x", "asked for", explicit=True), x._only_reduces(layout)
+    coming = start_steps(steps, x._local, shape)
+    spec = x._spec.with_layout(layout) if reduces else _own_spec(x._spec.with_layout(layout))
+    made = wrap(x._local.new_empty(()).expand(layout.local_shape(shape)), spec)  # no memory before there is a value
+
+    def arrive() -> None:
+        value = coming.wait()
+        for guard in guards:
+            guard.end()
+        if reduces:
+            memory.adopt(x, value)
+            made._local = x._local.detach()
+        else:
+            made._local = strides.named(strides.place(spec)(value), spec)
+
+    guards = [memory.UnderWay(t, arrive) for t in ((x, made) if reduces else (made,))]
+    if not coming.under_way:
+        arrive()
+    return made
+
+
 def _own(local: Tensor, spec: Spec) -> DistTensor:
     """The value in memory of its own, as a clone has it."""
-    made = Spec.make(spec.layout, spec.shape, strides.own_stride(spec), spec.dtype, spec.device)
+    made = _own_spec(spec)
     return wrap(strides.named(strides.place(made)(local), made) if made.here else local, made)
+
+
+def _own_spec(spec: Spec) -> Spec:
+    return Spec.make(spec.layout, spec.shape, strides.own_stride(spec), spec.dtype, spec.device)
 
 
 def _to_layout(x: DistTensor, layout: Layout, name: str) -> Tensor:

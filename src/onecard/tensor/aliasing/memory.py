@@ -114,7 +114,8 @@ class Copy(Memory):
 
 
 class UnderWay(Memory):
-    """Memory of a pending tensor whose sum has been started. Whoever reads or writes it first awaits that: ``arrive``."""
+    """Memory of a tensor whose value is under way: a sum, or the last message of a ``reshard`` that was started. Whoever
+    reads or writes it first awaits that: ``arrive``."""
 
     __slots__ = ("arrive", "before")
 
@@ -132,6 +133,12 @@ class UnderWay(Memory):
             if member._memory is self:
                 member._spec, member._memory = spec, known
         self.before.clear()
+
+
+def arrived(x: DistTensor) -> None:
+    """Await a value that is under way: there is no memory of it before."""
+    if isinstance(x._memory, UnderWay):
+        x._memory.arrive()
 
 
 def view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any, copied: bool) -> None:
@@ -200,8 +207,7 @@ def refresh(x: DistTensor) -> None:
     """Take a stale copy again; await a sum that is under way."""
     copy: Any = x._memory
     if isinstance(copy, UnderWay):
-        copy.arrive()
-        return
+        return copy.arrive()
     made, whole = copy.take(copy.base), copy.name_of_whole()
     copy.mark(copy.kind)
     layout = whole._spec.layout

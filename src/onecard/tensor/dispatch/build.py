@@ -92,7 +92,8 @@ def _decided(case: _Case, given: int) -> Program | Rewritten:
     decision = _decision(case, aliases, hinted)
     if decision is None:
         return Rewritten(call.func, fallback.copy_back(call.func))
-    case = replace(case, bound=decision.bound)
+    if decision.bound is not case.bound:
+        case = replace(case, bound=decision.bound)
     together = _reduced_together(case, decision)
     if together:  # of one list, as in torch.stack: one message rather than one for each
         return Rewritten(call.func, reduce_first(call.func, together, call.schema.name))
@@ -306,6 +307,8 @@ def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
 
 def _aliases(call: Call) -> tuple[Path | None, ...]:
     """For each result tensor the argument that it is, for operators that write to their arguments; () if none is."""
+    if not call.schema.written:
+        return ()
     written = {}
     for argument in call.func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import tree_leaves
 from onecard.comm import check, record, trace
 from onecard.comm.state import Kept, faked
 from onecard.errors import DispatchError
@@ -67,7 +66,8 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     older = programs.here.recall(key)
     if older is not None:
         return older
-    stale = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DistTensor) and v._spec.alias == STALE]
+    given = [x for v in (*args, *kwargs.values()) for x in (v if isinstance(v, list | tuple) else (v,))]
+    stale = [v for v in given if isinstance(v, DistTensor) and v._spec.alias == STALE]
     if stale:
         for value in stale:
             value._refresh()
