@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
+from onecard import recorded
 from onecard.errors import RecordingError
+from onecard.graph import passes
+from onecard.graph.order import draws
+from onecard.graph.passes import PASSES
+from onecard.graph.writes import written_by
 from onecard.testing import run_ranks
 
 Net = Callable[[Tensor], Tensor]
@@ -87,6 +94,79 @@ def on_ranks() -> None:
 
 def test_states_within_a_step_on_ranks() -> None:
     run_ranks(on_ranks, 2)
+
+
+def masks(where: oc.ProcessMesh | None, static: bool, **options: Any) -> list[Tensor]:
+    """What is left of ones, twice dropped out, in each of six steps."""
+    first, second = nn.Dropout(0.5), nn.Dropout(0.5)
+    nets = [first, second] if where is None else [oc.shard_layer(net, where) for net in (first, second)]
+    x = torch.ones(64) if where is None else oc.shard_tensor(torch.ones(64), where, [oc.Shard(0)])
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return nets[0](x), nets[1](x)
+
+    run = oc.to_static(step, **options) if static else step
+    torch.manual_seed(9)
+    with torch.no_grad():
+        return [oc.unshard(y).clone() for _ in range(6) for y in run(x)]
+
+
+def drawn_anew() -> None:
+    """No two dropouts of any two steps are alike, and each is that of the program as it is."""
+    for where in (None, oc.ProcessMesh([0, 1], ["dp"]) if oc.get_world_size() == 2 else None):
+        for options in ({}, {"without": [*PASSES]}, {"also": ["recompute"]}):
+            expected, found = masks(where, False), masks(where, True, **options)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            assert not any(torch.equal(a, b) for a, b in combinations(found, 2))
+
+
+def test_every_replay_draws_anew() -> None:
+    drawn_anew()
+    run_ranks(drawn_anew, 2)
+
+
+def baked(graph: fx.Graph) -> fx.Graph:
+    """A fault: the first draw of each kind is made once, and then is what it was."""
+    made = fx.Graph()
+    names = dict[fx.Node, fx.Node]()
+    kept = dict[Any, Any]()
+
+    def once_only(target: Any) -> Any:
+        def once(*args: Any, **kwargs: Any) -> Any:
+            if target not in kept:
+                value = target(*args, **kwargs)
+                kept[target] = value.clone() if isinstance(value, Tensor) else value
+            is_written = isinstance(kept[target], Tensor) and args and isinstance(args[0], Tensor)
+            return args[0].copy_(kept[target]) if is_written else kept[target]
+
+        return once
+
+    for node in graph.nodes:
+        if node.op == "call_function" and draws(node):
+            args = fx.map_arg(node.args, names.__getitem__)
+            once = once_only(node.target)
+            recorded.writes[once] = (0,) if written_by(node) else ()
+            names[node] = made.call_function(once, args, dict(node.kwargs))
+            names[node].meta.update(node.meta)
+        else:
+            names[node] = made.node_copy(node, names.__getitem__)
+            names[node].name = node.name if node.op == "placeholder" else names[node].name
+    return made
+
+
+def planted() -> str:
+    mesh = oc.ProcessMesh([0, 1], ["dp"]) if oc.get_world_size() == 2 else None
+    with patch.dict(PASSES, fixed=baked), patch.dict(recorded.writes), patch.object(passes, "check_drawn", Mock()):
+        found = masks(mesh, True, without=["inplace"])
+    assert any(torch.equal(a, b) for a, b in combinations(found[4:], 2)), "the fault shows in what is drawn"
+    with patch.dict(PASSES, fixed=baked), patch.dict(recorded.writes), pytest.raises(RecordingError) as said:
+        masks(mesh, True)
+    return str(said.value)
+
+
+def test_a_key_that_is_baked_in_is_seen() -> None:
+    for said in (planted(), *run_ranks(planted, 2)):
+        assert "the pass 'fixed': of 2 random draws" in said and "anew at every replay" in said
 
 
 def seeded(x: Tensor) -> Tensor:

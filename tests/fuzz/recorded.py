@@ -12,10 +12,11 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ READS = re.compile(
 OUTSIDE = re.compile(r"^sched\.step|load_state_dict|^model\.eval")  # what users call between steps
 # Of these torch itself gives other last bits under a dispatch mode than without one, whoever's it is.
 TORCHS_OWN = re.compile(r"LSTM|GRU|RNN|cross_entropy")
+TRAINS = re.compile(r"backward|autograd|opt\.|\.grad\b|clip_grad")
 MADE = re.compile(r"^(?:with [^:]*: *)?(\w+) = ")
 
 
@@ -64,6 +66,7 @@ class Case:
         outside: statements that run between the steps.
         shown: the variables that the step returns; ``options``: of ``to_static``.
         written: whether the program writes to what it was given back.
+        half: the step is recorded with ``also=["half"]``, in float32; as it is it runs under autocast but for what trains.
     """
 
     program: Program
@@ -71,15 +74,18 @@ class Case:
     shown: tuple[str, ...]
     options: dict[str, Any]
     written: bool
+    half: bool = False
 
-    def source(self) -> str:
+    def source(self, autocast: bool = False) -> str:
         """The text of the step: its data come as arguments, in the order in which it draws them."""
         lines = [
             "def train_step(given, step):",
             "    given = iter(given)",
             "    normal = ints = lambda *_: next(given)",
         ]
-        lines += [f"    {line}" for line in self.program.body]
+        for trains, body in groupby(self.program.body, lambda line: not autocast or bool(TRAINS.search(line))):
+            lines += [] if trains else ["    with torch.autocast('cpu', torch.bfloat16):"]
+            lines += [f"    {line}" if trains else f"        {line}" for line in body]
         return "\n".join([*lines, f"    return {{{', '.join(f'{name!r}: {name}' for name in self.shown)}}}\n"])
 
 
@@ -99,7 +105,13 @@ def case(seed: int, ranks: tuple[Any, ...] | None = None) -> Case | None:
         options["without"] = r.sample([*PASSES], r.randint(1, 4))
     if r.random() < 0.3:
         options["also"] = ["recompute"]
-    return Case(program, outside, tuple(dict.fromkeys(shown)), options, r.random() < 0.3)
+    written, more = r.random() < 0.3, random.Random(f"more of recorded {seed}")
+    if more.random() < 0.25:
+        options["memory_limit"] = more.choice((1, 2000, 20_000))
+    half = more.random() < 0.2
+    if half:
+        options["also"] = [*options.get("also", ()), "half"]
+    return Case(program, outside, tuple(dict.fromkeys(shown)), options, written, half)
 
 
 def _closed(lines: Iterable[str]) -> tuple[str, ...]:
@@ -120,7 +132,7 @@ def run(made: Case, mesh: oc.ProcessMesh | None, static: bool) -> tuple[list[dic
     torch.manual_seed(program.seed)
     for line in program.setup:
         exec(line, space)
-    exec(compile(made.source(), f"seed {program.seed}", "exec"), space)
+    exec(compile(made.source(made.half and not static), f"seed {program.seed}", "exec"), space)
     step: Callable[..., Any] = space["train_step"]
     if static:
         step = oc.to_static(step, **made.options)
@@ -140,6 +152,14 @@ def run(made: Case, mesh: oc.ProcessMesh | None, static: bool) -> tuple[list[dic
     return found, step
 
 
+@contextmanager
+def single() -> Iterator[None]:
+    """Float32, of which autocast makes halves, and no warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class _Mode(TorchDispatchMode):
     """Changes nothing."""
 
@@ -149,7 +169,7 @@ class _Mode(TorchDispatchMode):
 
 def data(program: Program, number: int) -> list[Tensor]:
     """The numbers that a step draws, drawn on one card with the shapes that they have there."""
-    key = (program, number)
+    key = (program, number, torch.get_default_dtype())
     if key not in _data:
         made: list[Tensor] = []
 
@@ -207,9 +227,10 @@ def judge(seed: int, ranks: tuple[Any, ...] | None = None, **options: Any) -> Ve
     mesh = None if ranks is None else oc.ProcessMesh(ranks, ["x", "y"][: axes_of(ranks)])
     with double():
         made = case(seed, ranks or (0, 1))
-        if made is None:
-            return Verdict("void")
-        made.options.update(options)
+    if made is None:
+        return Verdict("void")
+    made.options.update(options)
+    with single() if made.half else double():
         try:
             expected, _ = run(made, mesh, static=False)
         except Exception as fault:

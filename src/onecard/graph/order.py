@@ -56,7 +56,8 @@ def sends(node: fx.Node) -> bool:
     return node.op == "call_function" and effects(node) and not isinstance(node.target, OpOverload)
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers or keys, or raises by what it sees."""
     return node.op == "call_function" and effects(node) and node.target not in (again.message, again.wait)
 
 
@@ -93,9 +94,9 @@ class Order:
             found.pop(node, None)
             self.needs[node] = [*found]
             self.after[node] = [
-                last[k] for k, is_one in (("send", sends), ("draw", _draws)) if is_one(node) and k in last
+                last[k] for k, is_one in (("send", sends), ("draw", draws)) if is_one(node) and k in last
             ]
-            for kind, is_one in (("send", sends), ("draw", _draws)):
+            for kind, is_one in (("send", sends), ("draw", draws)):
                 if is_one(node):
                     last[kind] = node
 
@@ -153,6 +154,20 @@ def check_started(graph: fx.Graph) -> None:
             filled[node], sent[node] = memory.roots[into], memory.roots[given]
     if filled:
         raise RecordingError(f"nobody waits for {next(iter(filled)).name}: a pass has lost its wait")
+
+
+def check_drawn(before: fx.Graph, after: fx.Graph) -> None:
+    """Random numbers are drawn as they were: as many, by the same operators, in the same order.
+
+    Raises:
+        RecordingError: a pass has baked in, merged, dropped or moved a draw.
+    """
+    old, new = ([n.target for n in graph.nodes if draws(n)] for graph in (before, after))
+    if old != new:
+        raise RecordingError(
+            f"of {len(old)} random draws and checks there are {len(new)}, or they come in another order: each must be made anew "
+            "at every replay"
+        )
 
 
 def line_up(graph: fx.Graph) -> dict[Any, list[Any]]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.graph.live import Live
-from onecard.graph.order import check_started
+from onecard.graph.order import check_drawn, check_started
 from onecard.graph.passes.apart import taken_apart
 from onecard.graph.passes.buckets import small_together
 from onecard.graph.passes.dead import dead_nodes
@@ -89,7 +89,7 @@ def stages(
         if name not in without:
             made = run(found[-1][1])
             if made is not found[-1][1]:
-                _looked_at(name, made)
+                _looked_at(name, found[-1][1], made)
             found.append((name, made))  # also one that had nothing to do here: on another rank it may have had
     return found
 
@@ -122,10 +122,11 @@ def fitting(
     return best
 
 
-def _looked_at(name: str, made: fx.Graph) -> None:
+def _looked_at(name: str, before: fx.Graph, made: fx.Graph) -> None:
     made.lint()
     try:
         check_started(made)
+        check_drawn(before, made)
     except RecordingError as fault:
         raise RecordingError(f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out") from None
 

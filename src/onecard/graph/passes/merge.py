@@ -7,6 +7,7 @@ the gradients (their messages, clipping, the optimizer) runs once, after the las
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ def merged(graph: fx.Graph, k: int, average: bool = True, results: Mapping[int, 
 
 def cut(node: fx.Node) -> bool:
     """Whether an input is an argument of which each microbatch has its own part."""
-    known = node.meta.get("input")
-    return _kind(node) == "argument" and bool(known.facts) and len(known.facts[0]) > 0
+    return _kind(node) == "argument" and bool(node.meta["input"].facts) and len(node.meta["input"].facts[0]) > 0
 
 
 def _kind(node: fx.Node) -> str:
@@ -136,7 +136,7 @@ class _Merge:
             self._microbatch(names, wanted)
         for node in self.nodes:
             if node in self.once.tail:
-                self.names[node] = self.made.node_copy(node, lambda n, user=node: self._in_tail(n, user))
+                self.names[node] = self.made.node_copy(node, partial(self._in_tail, user=node))
         self.made.output(tuple(self._shown(i, n) for i, n in enumerate(self.out)))
 
     def _inputs(self) -> None:
@@ -183,9 +183,10 @@ class _Merge:
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether a node is a view that may as well be taken of the sum."""
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        plain = source is not None and source.op == "call_function" and _phase(source) == "backward"
-        return plain and isinstance(node.target, OpOverload) and only_names(node) and "tensor" in source.meta
+        if not isinstance(node.target, OpOverload) or not only_names(node):
+            return False
+        source = node.all_input_nodes[0]
+        return _phase(source) == "backward" and "tensor" in source.meta
 
     def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
         for node in self.nodes:
