@@ -112,7 +112,7 @@ def _changed(name: str, still: dict[str, Any], holder: dict[str, Any]) -> str:
     """Which value is not what it was."""
     k = next((k for k, v in still.items() if k not in holder or holder[k] != v), "")
     where = f"{name}[{k!r}]" if name.endswith("]") else f"{name}.{k}"
-    return f"{where} was {still.get(k)!r} and is {holder.get(k)!r}; pass it as an argument (a float may change)"
+    return f"{where} was {still.get(k)!r} and is {holder.get(k)!r}"
 
 
 def _is_like(x: Tensor, *facts: Any) -> bool:

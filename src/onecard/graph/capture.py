@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
@@ -20,7 +22,9 @@ from onecard.graph.places import Before, Places, numbers_of
 from onecard.graph.questions import asked
 from onecard.graph.recorder import Recorder, facts
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
+from onecard.graph.refilled import renew
 from onecard.graph.undo import Undo
+from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
 
@@ -131,6 +135,7 @@ class Capture:
         results = tuple(self._result(x) for x in flat)
         effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
         recorder.finish(self._nodes)
+        renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
         return Recording(
@@ -208,8 +213,9 @@ class Capture:
 
     def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
         inputs, constants = [], {}
+        holders = _holders([*self.recorder.outside.values()])
         for i, (node, value) in enumerate(self.recorder.outside.items()):
-            made = self._describe(node, value)
+            made = replace(self._describe(node, value), within=holders.get(i))
             if made.kind == "constant":
                 constants[i] = value
             inputs.append(made)
@@ -237,3 +243,18 @@ class Capture:
             r = next(r for r, (_, root) in enumerate(self.places.roots) if root is place[1])
             where = ("group", r, *place[2:])
         return Input("number", self.places.name(where), where)
+
+
+def _holders(values: Sequence[Any]) -> dict[int, int]:
+    """For tensors that lie in another one's memory the number of that one: parameters of ZeRO beside a module's own."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
+            start = x.storage_offset() * x.itemsize
+            length = (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+            spans.setdefault(storage_of(x), []).append((int(start), int(start + length), i))
+    found = dict[int, int]()
+    for sharing in spans.values():
+        start, end, holder = max(sharing, key=lambda span: (span[1] - span[0], -span[2]))
+        found |= {i: holder for a, b, i in sharing if i != holder and start <= a and b <= end}
+    return found

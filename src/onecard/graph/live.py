@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -19,7 +19,7 @@ class Live:
     """The bytes that are alive while a recording runs, its inputs included.
 
     Attributes:
-        after: for each node, bytes that are alive after it.
+        after: for each node, bytes that are alive after it; ``during``: while it runs.
         peak: most bytes alive at once; ``peak_at``: the node that runs then, "inputs" if none needs more than those.
         alive_at_peak: what is alive then, largest first.
         inputs: bytes of the inputs, which the program holds all the time.
@@ -27,24 +27,37 @@ class Live:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._order = list(graph.nodes)
+        self._at = {node: i for i, node in enumerate(self._order)}
         self._blocks = _blocks(graph)
         given = {block for n in self._order if n.op == "placeholder" for block in self._blocks[n]}
         self.inputs = sum(map(_bytes, given))
-        begins: dict[int, set[Block]] = {}
+        self._begin: dict[int, set[Block]] = {}
         for i, node in enumerate(self._order):
-            begins[i] = {block for block in self._blocks[node] if block[0] is node and block not in given}
-        ends = self._ends(given)
+            self._begin[i] = {block for block in self._blocks[node] if block[0] is node and block not in given}
+        self._end = self._ends(given)
         self.after: dict[fx.Node, int] = {}
+        self.during: dict[fx.Node, int] = {}
         now = self.peak = self.inputs
         at = -1
         for i, node in enumerate(self._order):
-            now += sum(map(_bytes, begins[i]))
+            now += sum(map(_bytes, self._begin[i]))
+            self.during[node] = now
             if now > self.peak:
                 self.peak, at = now, i
-            now -= sum(map(_bytes, ends.get(i, ())))
+            now -= sum(map(_bytes, self._end.get(i, ())))
             self.after[node] = now
         self.peak_at = "inputs" if at < 0 else self._order[at].name
-        self.alive_at_peak = tuple(self._alive_at(at, given, begins, ends))
+        self.alive_at_peak = tuple(self._alive_at(at, given))
+
+    def made_less_freed(self, nodes: Collection[fx.Node]) -> int:
+        """Bytes that these nodes make, less those of which they are the last users; what they make stays."""
+        made = {block for node in nodes for block in self._begin[self._at[node]]}
+        freed = {block for node in nodes for block in self._end.get(self._at[node], ())} - made
+        return sum(map(_bytes, made)) - sum(map(_bytes, freed))
+
+    def freed(self, node: fx.Node) -> int:
+        """Bytes of which a node is the last user."""
+        return sum(map(_bytes, self._end.get(self._at[node], ())))
 
     def _ends(self, given: set[Block]) -> dict[int, list[Block]]:
         """For each place in the order, the memory that nobody uses after it."""
@@ -59,21 +72,25 @@ class Live:
                 found.setdefault(i, []).append(block)
         return found
 
-    def _alive_at(
-        self, at: int, given: set[Block], begins: dict[int, set[Block]], ends: dict[int, list[Block]]
-    ) -> Iterator[tuple[str, int]]:
+    def _alive_at(self, at: int, given: set[Block]) -> Iterator[tuple[str, int]]:
         alive = set(given)
         for i in range(at + 1):
-            alive |= begins[i]
+            alive |= self._begin[i]
             if i < at:
-                alive -= set(ends.get(i, ()))
+                alive -= set(self._end.get(i, ()))
         yield from sorted(((_name(b), _bytes(b)) for b in alive if _bytes(b)), key=lambda pair: (-pair[1], pair[0]))
 
 
 def _blocks(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:
     """The memory that each node's result may lie in; of several results of one operator, each has its own."""
     found: dict[fx.Node, frozenset[Block]] = {}
+    given = list(graph.find_nodes(op="placeholder"))
+    for node in given:
+        within = node.meta["input"].within if "input" in node.meta else None
+        found[node] = frozenset([(node if within is None else given[within], 0)])
     for node in graph.nodes:
+        if node in found:
+            continue
         shared = _shares(node)
         maker: Any = node.args[0] if node.target is operator.getitem else None
         if maker is not None and not _shares(maker):

@@ -22,13 +22,11 @@ _MOVES = {
     "clone",
     "contiguous",
     "_to_copy",
-    "empty",
-    "new_empty",
-    "empty_like",
     "copy_",
     "stack",
     "flatten",
 }
+_EMPTY = {"empty", "new_empty", "empty_like", "empty_strided"}
 _INPUTS = frozenset(["inputs"])  # memory of the program: two inputs may share it
 
 
@@ -48,7 +46,12 @@ def only_names(node: fx.Node) -> bool:
 
 def only_moves(node: fx.Node) -> bool:
     """Whether a node computes nothing: it names memory, makes it, or copies."""
-    return only_names(node) or name_of(node) in _MOVES
+    return only_names(node) or only_room(node) or name_of(node) in _MOVES
+
+
+def only_room(node: fx.Node) -> bool:
+    """Whether a node makes memory with nothing in it."""
+    return name_of(node) in _EMPTY
 
 
 def sends(node: fx.Node) -> bool:

@@ -73,6 +73,8 @@ class Recorder:
         self.matched: set[int] = set()
         self.foreign = False  # it turned a float into another one
         self.reads: list[tuple[Any, fx.Node]] = []  # counters that the call has read
+        self.refills: list[tuple[fx.Node, fx.Node]] = []  # memory that was given up, and what took its place
+        self._holders: dict[int, fx.Node] = {}
         self.below = _Below(self)
         self.about_to_write: Callable[[list[Any]], None] | None = None
         self.random = Watch()
@@ -266,6 +268,13 @@ class Recorder:
         self._nodes.pop(id(x), None)
         if value is not None:
             self._name(x, self.node_of(value))
+
+    def refilled(self, holder: Any, memory: Tensor) -> None:
+        """What holds memory that is given up and filled again has this from now on. It lives as long as the program."""
+        node = self.node_of(memory)
+        if id(holder) in self._holders:
+            self.refills.append((self._holders[id(holder)], node))
+        self._holders[id(holder)] = node
 
     def _constant(self, x: Tensor) -> None:
         node = self.input(x)

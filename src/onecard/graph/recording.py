@@ -35,6 +35,7 @@ class Input:
         where: its place in the program.
         spec: of the distributed tensor whose local part it is; None of a plain one.
         facts: shape, strides, dtype, device of the local tensor; () of what is no tensor.
+        within: the number of the input in whose memory it lies; None: it has its own.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Input:
     where: Where
     spec: Spec | None = None
     facts: tuple[Any, ...] = ()
+    within: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

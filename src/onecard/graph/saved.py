@@ -96,6 +96,8 @@ def load_recording(path: str | Path) -> Recording:
         tensors = {int(k): file.get_tensor(k) for k in file.keys() if k != "none"}  # noqa: SIM118
     parts = {name: decode(head[name], {}) for name in _PLAIN}
     parts["graph"] = _graph_of(head["graph"])
+    for node, known in zip(parts["graph"].find_nodes(op="placeholder"), parts["inputs"], strict=True):
+        node.meta["input"] = known
     parts["questions"] = None if head["questions"] is None else _graph_of(head["questions"])
     call = None if head["call"] is None else treespec_loads(head["call"])
     constants = {i: x.expand(parts["inputs"][i].facts[0]) for i, x in tensors.items()}

@@ -51,6 +51,7 @@ class Piece:
         """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
         if recorded.recorder is not None:
             self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+            recorded.recorder.refilled(self, self.whole)
         else:
             self._buffer.untyped_storage().resize_(self._nbytes)
 

@@ -107,6 +107,7 @@ class ShmWork(Work):
         try:
             if body is not None:
                 body(time.monotonic() + self.limit)
+            body = None  # who is told that it has ended may give up the tensors, and count on their memory
         except CommunicationError as error:
             self.end(error)
         except Exception as error:
