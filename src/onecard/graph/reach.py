@@ -68,10 +68,10 @@ class Reached:
             if isinstance(value, nn.Module):
                 self._module(name, value, depth)
             elif _users(type(value).__module__):  # a class of its own, which may count its steps
-                held = vars(value)
-                for k in [k for k in held if k in self.names and k not in _OF_EVERY_OPTIMIZER]:
-                    self.take(f"{name}.{k}", held[k], held, k, depth)
-                self._class(name, type(value), depth, value, frozenset(held))
+                own = vars(value)
+                for k in [k for k in own if k in self.names and k not in _OF_EVERY_OPTIMIZER]:
+                    self.take(f"{name}.{k}", own[k], own, k, depth)
+                self._class(name, type(value), depth, value, frozenset(own))
         elif not depth:
             return
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -79,8 +79,8 @@ class Reached:
         elif isinstance(value, dict | list | tuple):
             # Of dict itself: a library's own kind of dict may mean something else by ``items`` and ``get``.
             parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
-            for k, part in parts if len(value) <= _LONG else ():
-                self.take(f"{name}[{k!r}]", part, None if isinstance(value, tuple) else value, k, depth - 1)
+            for at, part in parts if len(value) <= _LONG else ():
+                self.take(f"{name}[{at!r}]", part, None if isinstance(value, tuple) else value, at, depth - 1)
         elif isinstance(value, types.ModuleType):
             self._attributes(name, vars(value), depth - 1, _users(value.__name__))
         elif isinstance(value, type):
