@@ -115,8 +115,8 @@ def _become(argv: list[str], environment: dict[str, str]) -> NoReturn:
         if not (request.code is None or isinstance(request.code, int)):
             print(request.code, file=sys.stderr)
         code = 0 if request.code is None else request.code if isinstance(request.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # not this function
     finally:
         try:
             threading._shutdown()  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def others_name_rank_1(ranks, queue, collective):
         assert re.search(rf"rank 1 \(process \d+\) died before or in {collective}", text), text
 
 
-@pytest.mark.parametrize(("method", "asynchronous"), [("fork", False), ("fork", True), ("spawn", True)])
+@pytest.mark.parametrize(("method", "asynchronous"), [("fork", False), ("fork", True), ("forkserver", True)])
 def test_a_killed_rank_is_named_by_all_others_within_two_seconds(method, asynchronous, tmp_path):
     ranks, queue = start(multiprocessing.get_context(method), die_in, 3, tmp_path, asynchronous)
     others_name_rank_1(ranks, queue, r"all_reduce\(sum\) #5 of 10 float32")
