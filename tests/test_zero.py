@@ -284,6 +284,30 @@ def test_scaled_gradients_that_overflow_on_one_rank_skip_the_step_on_all():
         assert scaler.get_scale() == 2.0
 
 
+@multirank(2)
+def test_one_infinite_element_in_one_ranks_part_skips_the_step_on_all():
+    """The other rank's part is finite in every element: only asking all ranks tells it."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    for stage in (None, *STAGES.values()):
+        for fused in (False, True):
+            weight = nn.Parameter(oc.shard_tensor(torch.ones(4), mesh, [S(0)]))
+            optimizer = torch.optim.AdamW([weight], 0.1, fused=fused)
+            if stage is not None:
+                optimizer = oc.shard_optimizer(optimizer, stage("dp", mesh))
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for unscaled in (True, False):
+                for last in (float("inf"), 1.0):
+                    before = weight.full_tensor().clone()
+                    scaler.scale((weight * torch.tensor([1.0, 1.0, 1.0, last])).sum()).backward()
+                    if unscaled:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    assert torch.equal(weight.full_tensor(), before) == (last != 1.0), (stage, fused, unscaled, last)
+            assert scaler.get_scale() == 1.0
+
+
 def test_words():
     mesh = oc.ProcessMesh([[0]], ["dp", "tp"])
     with pytest.raises(

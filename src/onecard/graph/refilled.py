@@ -1,8 +1,8 @@
 """Memory that was given up and filled again: what autograd has kept of it is read from the new memory.
 
 In the program a parameter of ZeRO stage 3 has one memory, emptied after a block's forward and filled again before its backward.
-In a recording each filling has a memory of its own; left as they are, names of the first one (views that autograd keeps) would
-hold it until they are read, and the second would be filled for nobody.
+In a recording each filling has a memory of its own; left as they are, names of the first one (the views that autograd keeps)
+would hold it until they are read, and the second would be filled for nobody.
 """
 
 from __future__ import annotations
