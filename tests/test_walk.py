@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import onecard as oc
+from onecard.rules import decide, rule
 
 PAGE = (Path(__file__).parents[1] / "docs" / "design" / "architecture.md").read_text()
 SECTION = PAGE.split("## The walk", 1)[1].split("\n## ", 1)[0]
@@ -54,6 +55,8 @@ def calls_of(run: Callable[[], Any]) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def walked() -> dict[str, list[tuple[str, str]]]:
     """The calls of each phase of a small step, as rank 0 of 2."""
+    rule._like.cache_clear()  # a first call, whatever ran before in this process
+    decide._known.cache_clear()
     with oc.pretend(world_size=2, rank=0):
         mesh = oc.ProcessMesh([0, 1], ["dp"])
         x = oc.shard_tensor(torch.ones(4, 3), mesh, [oc.Shard(0)])
