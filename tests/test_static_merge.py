@@ -126,10 +126,10 @@ def test_merged_is_the_loop(name: str) -> None:
 
 
 def scaled(dtype: torch.dtype, k: int, static: bool) -> list[Tensor]:
-    """Mixed precision with a scaler, whose first scale is too large for float16; as a loop, or merged."""
+    """Mixed precision with a scaler, whose scale becomes too large; as a loop, which halves the loss itself, or merged."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
     def finish() -> None:
         scaler.unscale_(optimizer)
@@ -166,11 +166,10 @@ def scaled(dtype: torch.dtype, k: int, static: bool) -> list[Tensor]:
     run = oc.to_static(whole, k_steps=k, also=[kind]) if static else loop
     seen = []
     for i, batch in enumerate(batches() * 3):
-        seen += [
-            (first if i == 0 and not static else run)(*batch).clone(),
-            scaler._scale.clone(),
-            *held(model, optimizer),
-        ]
+        seen.append((first if i == 0 and not static else run)(*batch).clone())
+        if i == 0:
+            scaler.update(2.0**18 * (1 if static else k))
+        seen += [scaler._scale.clone() / (1 if static else k), *held(model, optimizer)]
     return seen
 
 

@@ -216,7 +216,7 @@ class _Merge:
 
     def _in_tail(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """A value that something needs which runs once."""
-        if node in self.names:
+        if node in self.names and not (node.op == "placeholder" and cut(node)):
             return self.names[node]
         if node in self.once.same:
             return self.each[0][node]
