@@ -410,3 +410,24 @@ def test_an_optimizer_that_counts_in_python_is_told() -> None:
     step(torch.ones(3))
     with pytest.raises(RecordingError, match=r"Counting keeps its state 'step' as a number of Python"):
         oc.record(step)(torch.ones(3))
+
+
+def test_a_view_that_is_written_to_without_gradients_keeps_its_gradient() -> None:
+    """Only to be looked at while it is recorded, it lost it: the step was done, and replayed, without."""
+    mesh = oc.ProcessMesh([0], ["x"])
+    weight = nn.Parameter(oc.shard_tensor(torch.tensor([1.0, 2.0]), mesh, [oc.Replicate()]))
+
+    def step(x: Tensor) -> Tensor:
+        weight.grad = None
+        y = (weight * x).view(2, 1)
+        with torch.no_grad():
+            y.add_(1.0)
+        (y * y).sum().backward()
+        assert weight.grad is not None
+        return weight.grad * 1
+
+    run = oc.to_static(step)
+    for i in range(4):
+        x = torch.tensor([3.0, float(i)])
+        expected = 2 * (weight.to_local().detach() * x + 1) * x
+        assert torch.equal(run(x).to_local(), expected), i

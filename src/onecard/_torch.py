@@ -49,6 +49,7 @@ ATTRIBUTES = {
     "torch.ops.aten.mm.default._schema": "an operator's arguments: rules/call.py",
     "torch.ops.aten.mm._qualified_op_name": "an operator's name, for an error: rules/register.py",
     "torch.Tensor._is_zerotensor": "a tangent that has no memory, which is not compared: comm/sparse_check.py",
+    "torch.Tensor._base": "what a view is of: graph/recorder.py",
     "torch.Tensor._is_view": "whether a write must reach another tensor: tensor/dispatch/scalar.py, tensor/aliasing/setitem.py",
     "torch.Tensor._make_subclass": "a tensor of deferred_init: tensor/deferred/init.py",
     "torch.Tensor._make_wrapper_subclass": "a DistTensor: tensor/dist_tensor.py",
@@ -129,9 +130,8 @@ def in_backward() -> bool:
     return _task() != -1
 
 
-_ENGINE = "_engine_run_backward"
 # What ``backward()`` and ``autograd.grad`` call. In its place: nothing is put around them.
-_engine: Callable[..., Any] | None = _take(f"torch.autograd:{_ENGINE}", None)
+_engine: Callable[..., Any] | None = _take("torch.autograd:_engine_run_backward", None)
 
 
 def around_backward(inside: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
@@ -144,7 +144,7 @@ def around_backward(inside: Callable[[], AbstractContextManager[Any]]) -> Abstra
         with inside():
             return engine(*args, **kwargs)
 
-    return patch.object(torch.autograd, _ENGINE, run)
+    return patch.object(torch.autograd, "_engine_run_backward", run)
 
 
 @contextmanager

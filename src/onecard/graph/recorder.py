@@ -347,7 +347,11 @@ def _as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
 def takes_gradients(x: Tensor) -> bool:
     """Whether a tensor is a leaf that has gradients."""
     try:
-        return x.requires_grad and x.is_leaf
+        # Asked whether it is a leaf, a view that was written to under no_grad takes its view anew and keeps what comes out: below
+        # autograd, that it has no gradient.
+        if not x.requires_grad or (x._is_view() and x._base is not None and x._base.requires_grad):
+            return False
+        return x.is_leaf
     except (
         RuntimeError,
         AssertionError,

@@ -69,11 +69,22 @@ class _Once:
         if not backward:
             raise RecordingError("k_steps: the step has no backward(), so that there are no gradients to merge")
         for i, node in enumerate(nodes):
-            if node.op == "placeholder":
-                if not cut(node):
-                    self.same.add(node)
-            elif node.op == "call_function":
+            if node.op == "call_function":
                 self._sort(node, i > backward[-1])
+        self._find_same(nodes)
+
+    def _find_same(self, nodes: list[fx.Node]) -> None:
+        """What the tail writes to later on does not count: every microbatch has run by then."""
+        written = {root for node, roots in self.memory.writes.items() if node not in self.tail for root in roots}
+        varies = {*self.tail, *self.memory.writes}
+        for node in nodes:
+            if node.op == "placeholder":
+                alike = not cut(node)
+            else:
+                still = all(n in self.same and not self.memory.roots[n] & written for n in node.all_input_nodes)
+                alike = still and node.op == "call_function" and node not in varies and not effects(node)
+            if alike:
+                self.same.add(node)
 
     def _sort(self, node: fx.Node, late: bool) -> None:
         read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
@@ -95,9 +106,6 @@ class _Once:
             return
         if _phase(node) == "backward":
             self._varied |= written
-        alone = not effects(node) and not written and all(n in self.same for n in node.all_input_nodes)
-        if alone and all(self.memory.steady(n) for n in node.all_input_nodes):
-            self.same.add(node)
 
     def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
         if _phase(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
@@ -208,7 +216,7 @@ class _Merge:
 
     def _in_tail(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """A value that something needs which runs once."""
-        if node in self.names:
+        if node in self.names and not (node.op == "placeholder" and cut(node)):
             return self.names[node]
         if node in self.once.same:
             return self.each[0][node]
