@@ -31,13 +31,14 @@ def reduce_all(tensors: Sequence[Any], name: str = "reduce_partial", explicit: b
     Gradients that an optimizer wants cut are cut (``DistTensor._due``), and so need no message of their whole size.
 
     Args:
-        tensors: DistTensors and others (left alone), on one or several meshes.
+        tensors: DistTensors and others (left alone), on one or several meshes. They are summed from the last to the first, as
+            ``backward`` makes the gradients of a list of parameters: a recording can start each sum when it is ready.
         name: the operator that needs them, for ``explain``.
     """
     chosen = [*{id(t): t for t in tensors if isinstance(t, DistTensor)}.values()]
     for due in {id(x._due): x._due for x in chosen if x._due is not None and x._spec.layout.pending}.values():
         due()
-    start_reduce(chosen, name, explicit, later=False)()
+    start_reduce(chosen[::-1], name, explicit, later=False)()
 
 
 def start_reduce(
@@ -82,12 +83,14 @@ def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[It
 
 
 def _messages(members: Sequence[Item], local: Callable[[Item], Tensor]) -> list[list[Item]]:
-    """The members in lists that travel together: on a CPU, large ones alone, from and to where they lie."""
-    small = [x for x in members if local(x).nbytes < LARGE or local(x).device.type != "cpu"]
-    chosen = {id(x) for x in small}
-    return [bucket for bucket in fill(small, lambda x: local(x).nbytes) if bucket] + [
-        [x] for x in members if id(x) not in chosen
-    ]
+    """The members in lists that travel together: on a CPU, large ones alone, from and to where they lie.
+
+    Those come first: each is there before the last of the small ones is, and in a recording messages keep their order.
+    """
+    large = [x for x in members if local(x).nbytes >= LARGE and local(x).device.type == "cpu"]
+    chosen = {id(x) for x in large}
+    small = [x for x in members if id(x) not in chosen]
+    return [[x] for x in large] + [bucket for bucket in fill(small, lambda x: local(x).nbytes) if bucket]
 
 
 def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bool, label: str) -> Callable[[], None]:

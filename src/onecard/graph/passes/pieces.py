@@ -1,8 +1,8 @@
 """One large bucket of gradients -> several, so that each can travel when its own part of the backward pass is done.
 
-Eager training fills its buckets when ``backward`` is over. Cut from the end, as gradients become ready from the last layer to the
-first, they can be started one after the other (``overlap``). How they are cut depends on sizes alone, so that all ranks of
-the line cut alike.
+Eager training fills its buckets when ``backward`` is over, with the gradients in the order in which they became ready, so that
+their pieces can be started one after the other (``overlap``). How they are cut depends on sizes alone, so that all ranks of the
+line cut alike.
 """
 
 from __future__ import annotations
@@ -92,20 +92,20 @@ def _cut(
 
 
 def _groups(sizes: list[int], size: int) -> list[list[int]]:
-    """Numbers of the parts of each piece, from the last to the first.
+    """Numbers of the parts of each piece.
 
     Example:
         >>> _groups([5, 1, 1, 3, 9], 4)
-        [[4], [2, 3], [0, 1]]
+        [[0], [1, 2, 3], [4]]
     """
     groups: list[list[int]] = [[]]
     held = 0
-    for i in reversed(range(len(sizes))):
+    for i, more in enumerate(sizes):
         if held >= size:
             groups.append([])
             held = 0
-        groups[-1].insert(0, i)
-        held += sizes[i]
+        groups[-1].append(i)
+        held += more
     return groups
 
 
