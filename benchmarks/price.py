@@ -147,6 +147,7 @@ def here(args: Here) -> None:
         slow = max(f.took for f in found)
         cells = (f"{curves * 1e3:.2f}", f"{curves / took:.2f}", f"{own * 1e3:.2f}", f"{own / took:.2f}")
         table.add_row(name, str(ranks), f"{took * 1e3:.2f} to {slow * 1e3:.2f}", *cells)
+        print(name, f"{took * 1e3:.2f} ms", *cells, flush=True)
         if args.parts:
             Console().print(_parts(name, found[-1].parts))
     Console().print(table)

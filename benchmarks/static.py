@@ -7,8 +7,9 @@
 2. a GPT (d=64, 2 layers) with AdamW, dp=2: a step of plain torch on half the batch, of onecard as it is, of its replay.
 3. a GPT (d=512, 4 layers, 256 tokens, batch 8) and seed 003's network in one process on all cores: plain torch, replayed,
    replayed with the fastest kernels; the microseconds of each product by each kernel; what recording costs.
-4. that GPT on two ranks, dp=2 beside DDP and tp=2 beside layers by hand; how long a dp=2 step waits for its messages.
+4. that GPT on two ranks, dp=2 beside DDP and tp=2 beside layers by hand.
 5. the peak memory of both networks, as they are and replayed.
+6. how much of the messages of dp=2 is hidden behind backward, beside DDP: from a trace of shared memory.
 
     python benchmarks/static.py --small          # seconds: does all of it run?
     python benchmarks/static.py --only 3         # one part
@@ -39,7 +40,8 @@ from onecard.testing import run_ranks
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / "gpt"), str(Path(__file__).parent)]
 
-from static_large import SMALL, Sizes, hidden, one_process, peak, two_ranks  # noqa: E402
+from hidden_messages import hidden  # noqa: E402
+from static_large import SMALL, Sizes, one_process, peak, two_ranks  # noqa: E402
 
 Step = Callable[[], Any]
 
@@ -53,7 +55,7 @@ class StaticArgs:
     """steps of the small layer in a round"""
     gpt_steps: int = 4
     """steps of the GPT in a round"""
-    only: tuple[int, ...] = (1, 2, 3, 4, 5)
+    only: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     """parts by number"""
     small: bool = False
     """tiny sizes, to see that all runs"""
@@ -95,9 +97,9 @@ def small(args: StaticArgs) -> dict[str, float]:
     @torch.no_grad()
     def by_hand() -> Tensor:
         weight, bias = leaves
-        hidden = F.linear(half, weight, bias).relu_()
-        total = hidden.sum()
-        grad = torch.ops.aten.threshold_backward(torch.ones_like(total).expand(8, 16), hidden, 0)
+        positive = F.linear(half, weight, bias).relu_()
+        total = positive.sum()
+        grad = torch.ops.aten.threshold_backward(torch.ones_like(total).expand(8, 16), positive, 0)
         weight.grad, bias.grad = grad.t() @ half, grad.sum(0)
         return total
 
@@ -200,11 +202,17 @@ def together(args: StaticArgs, sizes: Sizes) -> None:
     bases = {"dp": "DDP", "tp": "by hand, as Megatron-LM"}
     for axis, times in run_ranks(two_ranks, 2, sizes, timeout=args.timeout)[0].items():
         show(f"4. GPT, {axis}=2", ("", "ms a step", f"/ {bases[axis]}"), beside(times, bases[axis], 1e3, 1))
+
+
+def beside_backward(args: StaticArgs, sizes: Sizes) -> None:
+    """Part 6."""
+    found = run_ranks(hidden, 2, sizes, timeout=args.timeout)[0]
     rows = [
-        (name, f"{alone:.1f}", f"{waits:.1f}", f"{100 * (1 - waits / alone):.0f} %")
-        for name, (alone, waits) in run_ranks(hidden, 2, sizes, timeout=args.timeout)[0].items()
+        (name, f"{1e3 * moved:.1f}", f"{1e3 * still:.1f}", f"{100 * (1 - still / moved):.0f} %", f"{1e3 * step:.0f}")
+        for name, (moved, still, step) in found.items()
     ]
-    show("gradients of dp=2", ("", "ms of messages alone", "ms that a step waits", "hidden"), rows)
+    columns = ("", "ms that messages take", "ms that the program stands still", "hidden", "ms a step")
+    show("6. messages of a GPT, dp=2", columns, rows)
 
 
 def memory(args: StaticArgs, sizes: Sizes) -> None:
@@ -223,7 +231,7 @@ def main(args: StaticArgs) -> None:
         args = replace(args, rounds=2, small_steps=20, gpt_steps=1)
     if {1, 2} & {*args.only}:
         cpu_times(args)
-    for part, run in ((3, alone), (4, together), (5, memory)):
+    for part, run in ((3, alone), (4, together), (5, memory), (6, beside_backward)):
         if part in args.only:
             run(args, sizes)
 

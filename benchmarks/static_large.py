@@ -174,61 +174,6 @@ def two_ranks(sizes: Sizes) -> dict[str, dict[str, float]]:
     return found
 
 
-def hidden(sizes: Sizes) -> dict[str, tuple[float, float]]:
-    """For dp=2: milliseconds of the messages alone, and milliseconds that a step waits for them."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from onecard.comm import again, collectives, started
-    from placements import shard_batch, shard_model
-
-    torch.set_num_threads(1)
-    mesh, batch, rank = oc.ProcessMesh([0, 1], ["dp"]), tokens(sizes), oc.get_rank()
-    waited = [0.0]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                waited[0] += time.perf_counter() - start
-
-        return run
-
-    found: dict[str, tuple[float, float]] = {}
-    alone = messages_alone(gpt(sizes), sizes.rounds)
-    collectives._wait, started.Started._await = timed(collectives._wait), timed(started.Started._await)  # type: ignore[method-assign]
-    assert again.Started is started.Started
-    for name, without in (("replayed", []), ("replayed, messages where they were", ["pieces", "overlap"])):
-        model = shard_model(gpt(sizes), mesh)
-        run = oc.to_static(training(model, oc.shard_optimizer(adamw(model.parameters())), gpt_loss), without=without)
-        given = shard_batch(batch, mesh)
-        waits = []
-        for i in range(3 + sizes.rounds):
-            dist.barrier()
-            waited[0] = 0.0
-            run(*given)
-            waits += [waited[0]] * (i >= 3)
-        found[name] = (alone, statistics.median(waits))
-    half = tuple(t.chunk(2)[rank].contiguous() for t in batch)
-    ddp = DistributedDataParallel(gpt(sizes))
-    step = training(ddp, adamw(ddp.parameters()), gpt_loss)
-
-    def silent() -> None:
-        with ddp.no_sync():
-            step(*half)
-
-    times = seconds({"DDP": lambda: step(*half), "silent": silent}, sizes.rounds, dist.barrier)
-    found["DDP"] = (alone, max(0.0, times["DDP"] - times["silent"]))
-    return {name: (1e3 * a, 1e3 * b) for name, (a, b) in found.items()}
-
-
-def messages_alone(model: nn.Module, rounds: int) -> float:
-    """Seconds to sum the gradients of a model when nothing else runs."""
-    grads = [torch.zeros(sum(p.numel() for p in model.parameters()))]
-    return seconds({"all-reduce": lambda: dist.all_reduce(grads[0])}, rounds, dist.barrier)["all-reduce"]
-
-
 def peak(sizes: Sizes, replayed: bool, name: str) -> float:
     """MB above the start at the peak of a few steps, in a fresh process."""
     torch.set_num_threads(1)

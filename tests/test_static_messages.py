@@ -15,8 +15,18 @@ from torch import Tensor, fx
 import onecard as oc
 from onecard.comm import again
 from onecard.errors import RecordingError
+from onecard.graph import price
 from onecard.graph.order import Order, check_started, line_up
-from onecard.graph.passes import PASSES, cut_buckets, overlap, overlapped, plain_names, scattered, small_together
+from onecard.graph.passes import (
+    PASSES,
+    cut_buckets,
+    optimised,
+    overlap,
+    overlapped,
+    plain_names,
+    scattered,
+    small_together,
+)
 from onecard.testing import RankError, run_ranks
 
 R, S = oc.Replicate(), oc.Shard
@@ -252,3 +262,35 @@ def drops_one() -> None:
 def test_a_pass_that_drops_a_message_on_one_rank_is_named() -> None:
     with pytest.raises(RankError, match="the messages among ranks \\[0, 1\\] differ after the pass 'equal'"):
         run_ranks(drops_one, 2)
+
+
+# -- the order in which gradients are summed -------------------------------------------------------------------------------
+
+
+def products_before() -> list[int]:
+    """How many products of the step come before each message of gradients is started, with weights of 1 MiB and small biases."""
+    with oc.pretend(2, 0, fake=True):
+        mesh = oc.ProcessMesh([0, 1], ["dp"])
+        layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        oc.shard_layer(layers, mesh)
+        optimizer = oc.shard_optimizer(torch.optim.SGD(layers.parameters(), lr=0.1))
+        x = oc.shard_tensor(torch.ones(65536, 512), mesh, [oc.Shard(0)])
+
+        def step(x: Tensor) -> None:
+            layers(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        graph = optimised(oc.record(step)(x)).graph
+    found, products = [], 0
+    for node in graph.nodes:
+        found += [products] * (node.target is again.message)
+        products += price.work(node)[0] > 0 if node.op == "call_function" else 0
+    return [*found, products]
+
+
+def test_a_recording_starts_each_large_gradient_when_it_is_there() -> None:
+    """From the last layer to the first; the bucket of the small ones, which needs the very first, holds up nobody."""
+    *weights, small, all_of_them = products_before()
+    assert len(weights) == 4 and weights == sorted(set(weights)), "each after products of its own"
+    assert weights[0] <= all_of_them - 5 and small >= weights[-1]
