@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 import onecard as oc
 from onecard.comm import again
 from onecard.errors import MeshError
+from onecard.graph.passes import optimised
 from onecard.graph.price import called
 from onecard.testing import run_ranks
 
@@ -135,3 +136,32 @@ def test_a_step_on_the_meta_device() -> None:
         w = oc.shard_tensor(torch.empty(64, 32, device="meta"), mesh, [oc.Replicate(), oc.Shard(0)])
         found = oc.record(lambda x, w: torch.relu(x @ w))(x, w).cost()
     assert found.sent == {"tp": 2 * 8 * 32 * 4 * 7 // 8} and found.products == 8 * 8 * 32
+
+
+def nodes_at(ranks: int, stage: type, width: int = 1024) -> int:
+    """Nodes of a recorded step under a stage of ZeRO on one of so many ranks, optimised."""
+    with oc.pretend(ranks, 3, fake=True):
+        mesh = oc.ProcessMesh(list(range(ranks)), ["dp"])
+        model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        oc.shard_layer(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = oc.shard_optimizer(optimizer, stage("dp", mesh))
+        x = oc.shard_tensor(torch.ones(1024, width), mesh, [oc.Shard(0)])
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step(x)
+        return len([*optimised(oc.record(step)(x)).nodes()])
+
+
+@pytest.mark.parametrize("stage", [oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3], ids=lambda s: s.__name__)
+def test_a_step_of_zero_has_as_many_nodes_on_a_thousand_ranks(stage: type) -> None:
+    found = {ranks: nodes_at(ranks, stage) for ranks in (8, 64, 1024)}
+    assert found[1024] <= found[8] == found[64], found
+    uneven = {ranks: nodes_at(ranks, stage, 1001) for ranks in (64, 512)}
+    assert uneven[512] <= uneven[64] <= found[64] + 40, (uneven, found)

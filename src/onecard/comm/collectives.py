@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import _torch, recorded
-from onecard.comm import check, flight, sparse_check, trace
+from onecard.comm import by_rank, check, flight, sparse_check, trace
 from onecard.comm import record as tell
 from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OPTIONS, REDUCE, at_once, dense, moved
 from onecard.comm.groups import Group
@@ -187,10 +187,13 @@ def padded(local: Tensor, dim: int, length: int) -> Tensor:
 
 def joined(gathered: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """What the ranks gave, without what pads it, in the order of the mesh."""
-    largest = max(sizes)
-    if largest * group.size != sum(sizes) or group.order:
+    largest, total = max(sizes), sum(sizes)
+    full = total // max(largest, 1)
+    if group.order or any(size != largest for size in sizes[:full]) or sum(sizes[: full + 1]) != total:
         blocks = _by_place(gathered.split(largest), group)
         gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+    elif largest * group.size != total:  # what is missing is missing at the end
+        gathered = gathered[:total].clone()
     return gathered.movedim(0, dim).contiguous() if dim else gathered
 
 
@@ -210,8 +213,10 @@ def reduce_scatter(
         return local
     if scatters(local, group, sizes, op):
         return _reduce_scatter_base(local, group, dim, sizes, op, into)
-    parts = all_to_all_parts(local, group, dim, sizes)
-    return join(torch.stack(parts), op)
+    shape = [*local.shape[:dim], sizes[group.index], *local.shape[dim + 1 :]]
+    flat, _, leave, _ = exchange_of(local, group, dim, sizes, dim, sizes)
+    came = _exchange(flat, [math.prod(shape)] * group.size, leave, group, local.numel() > 0)
+    return join(of_each(came, shape, group), op)
 
 
 def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool:
@@ -244,68 +249,66 @@ def _reduce_scatter_base(
     return result / group.size if op == "avg" else result
 
 
-def all_to_all_parts(local: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Send part i of this tensor along ``dim`` to rank i; return what each rank sent here, all of one shape."""
-    send = [part.contiguous() for part in local.split(list(sizes), dim)]
-    shape = send[group.index].shape
-    return _exchange(send, [shape] * group.size, local, group, local.numel() > 0)
-
-
 def all_to_all(
     local: Tensor, group: Group, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
 ) -> Tensor:
     """Join along ``dim`` (lengths ``sizes``) while cutting along ``to_dim`` (lengths ``to_sizes``)."""
     if group.process_group is None:
         return local
-    send, shapes = exchange_of(local, group, dim, sizes, to_dim, to_sizes)
+    flat, arrive, leave, shape = exchange_of(local, group, dim, sizes, to_dim, to_sizes)
     rest = math.prod(size for d, size in enumerate(local.shape) if d not in (dim, to_dim))
-    return torch.cat(_exchange(send, shapes, local, group, sum(sizes) * sum(to_sizes) * rest > 0), dim)
+    came = _exchange(flat, arrive, leave, group, sum(sizes) * sum(to_sizes) * rest > 0)
+    return exchanged(came, shape, group, dim, sizes)
 
 
 def exchange_of(
     local: Tensor, group: Group, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
-) -> tuple[list[Tensor], list[torch.Size]]:
-    """What an all-to-all sends to each rank, and the shapes of what each sends here."""
-    send = [part.contiguous() for part in local.split(list(to_sizes), to_dim)]
-    shape = list(send[group.index].shape)
-    return send, [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
+) -> tuple[Tensor, list[int], list[int], list[int]]:
+    """An all-to-all's message: what is sent, how many elements come from and go to each rank of the process group, and the
+    shape of what comes together (``exchanged``)."""
+    flat = dense(by_rank.joined([local], [to_dim], [by_rank.runs_of(to_sizes)], tuple(group.order or ())))
+    shape = list(local.shape)
+    leave = [local.numel() // max(shape[to_dim], 1) * size for size in _by_rank(to_sizes, group)]
+    shape[to_dim] = to_sizes[group.index]
+    shape[dim] = 1
+    arrive = [math.prod(shape) * size for size in _by_rank(sizes, group)]
+    shape[dim] = sum(sizes)
+    return flat, arrive, leave, shape
 
 
-def _exchange(
-    send: list[Tensor], shapes: Sequence[torch.Size], like: Tensor, group: Group, anything: bool
-) -> list[Tensor]:
+def exchanged(flat: Tensor, shape: Sequence[int], group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """What came from the ranks of an all-to-all, joined along a dim in the order of the mesh."""
+    if not dim and not group.order:
+        return flat.view(shape)
+    into = flat.new_empty(shape)
+    by_rank.take_apart([into], flat, [dim], [by_rank.runs_of(sizes)], tuple(group.order or ()))
+    return into
+
+
+def of_each(flat: Tensor, shape: Sequence[int], group: Group) -> Tensor:
+    """What came from the ranks, all of one shape, with the places of the mesh as a new first dim."""
+    given = flat.view(group.size, *shape)
+    return torch.stack(_by_place(list(given), group)) if group.order else given
+
+
+def _exchange(flat: Tensor, arrive: list[int], leave: list[int], group: Group, anything: bool) -> Tensor:
     """``anything``: whether any rank of the group has an element; a rank that has none must take part in the others'."""
-    flat, out_splits, in_splits = packed(send, shapes, group)
-    result = like.new_empty(sum(out_splits))
+    result = flat.new_empty(sum(arrive))
     if flat.dtype not in NATIVE:
         size = flat.element_size()
-        out_splits, in_splits = [n * size for n in out_splits], [n * size for n in in_splits]
+        arrive, leave = [n * size for n in arrive], [n * size for n in leave]
     pg = group.process_group
     if anything:
         _wait(
             "all_to_all",
             group,
             flat,
-            lambda: pg.alltoall_base(moved(result), moved(flat), out_splits, in_splits, EXCHANGE),
-            lambda: (moved(result), "all_to_all_single", moved(flat), out_splits, in_splits),
+            lambda: pg.alltoall_base(moved(result), moved(flat), arrive, leave, EXCHANGE),
+            lambda: (moved(result), "all_to_all_single", moved(flat), arrive, leave),
         )
     else:
         check.nothing_sent()
-    return unpacked(result, shapes, group)
-
-
-def packed(send: list[Tensor], shapes: Sequence[torch.Size], group: Group) -> tuple[Tensor, list[int], list[int]]:
-    """What goes to the ranks as one flat tensor, and how many elements come from and go to each rank of the process group."""
-    parts = _by_rank(send, group)
-    flat = dense(torch.cat([part.reshape(-1) for part in parts]))
-    return flat, [shape.numel() for shape in _by_rank(shapes, group)], [part.numel() for part in parts]
-
-
-def unpacked(flat: Tensor, shapes: Sequence[torch.Size], group: Group) -> list[Tensor]:
-    """What came from each place of the mesh."""
-    listed = _by_rank(shapes, group)
-    parts = flat.split([shape.numel() for shape in listed])
-    return _by_place([part.view(shape) for part, shape in zip(parts, listed, strict=True)], group)
+    return result
 
 
 def _by_rank(parts: Sequence[Any], group: Group) -> list[Any]:

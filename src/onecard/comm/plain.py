@@ -87,10 +87,9 @@ def _exchange(
     to_sizes = cut_sizes(x, group, dim, to_sizes, "all_to_all")
     sizes = list(to_sizes if sizes is None else sizes)
     _begin("all_to_all", group, x, call, Shard(dim), Shard(dim), dim, dim, whole=-1)
-    send = [part.contiguous() for part in x.split(to_sizes, dim)]
-    shapes = [torch.Size([*x.shape[:dim], size, *x.shape[dim + 1 :]]) for size in sizes]
     rest = x.numel() // x.shape[dim] if x.shape[dim] else 1
-    return torch.cat(collectives._exchange(send, shapes, x, group, rest > 0), dim)
+    flat, arrive, leave, shape = collectives.exchange_of(x, group, dim, sizes, dim, to_sizes)
+    return collectives.exchanged(collectives._exchange(flat, arrive, leave, group, rest > 0), shape, group, dim, sizes)
 
 
 def broadcast(x: Tensor, group: Ranks, src: int, call: str = "broadcast") -> Tensor:

@@ -66,10 +66,9 @@ def _start_one(step: Step, local: Tensor, shape: Sequence[int]) -> Started:
         into = mine.new_empty((line.size * mine.shape[0], *mine.shape[1:]))
         coming = started.gathered(mine, into, line)
         return coming.then(lambda whole: collectives.joined(whole, line, step.dim, sizes))
-    send, shapes = collectives.exchange_of(local, line, step.dim, sizes, step.to_dim, to_sizes)
-    flat, arrive, leave = collectives.packed(send, shapes, line)
+    flat, arrive, leave, whole = collectives.exchange_of(local, line, step.dim, sizes, step.to_dim, to_sizes)
     coming = started.exchanged(flat, line, arrive, leave)
-    return coming.then(lambda flat: torch.cat(collectives.unpacked(flat, shapes, line), step.dim))
+    return coming.then(lambda came: collectives.exchanged(came, whole, line, step.dim, sizes))
 
 
 def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Tensor:

@@ -211,16 +211,11 @@ def scattered(
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         work = _begun("reduce_scatter", group, send, lambda pg: pg._reduce_scatter_base(result, send, options))
         return Started("reduce_scatter", _among(group), work, lambda: whole(result), (send, result))
-    parts = collectives._by_rank(x.movedim(dim, 0).split(list(sizes)), group)
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    mine = x.movedim(dim, 0)[: sizes[group.index]].shape
-    coming = exchanged(flat, group, [mine.numel()] * group.size, [part.numel() for part in parts])
-
-    def add(arrived: Tensor) -> Tensor:
-        given = collectives._by_place(list(arrived.view(group.size, *mine)), group)
-        return whole(torch.stack(given).sum(0).to(x.dtype))
-
-    return coming.then(add)
+    turned = x.movedim(dim, 0)
+    flat, _, leave, _ = collectives.exchange_of(turned, group, 0, sizes, 0, sizes)
+    mine = turned[: sizes[group.index]].shape
+    coming = exchanged(flat, group, [mine.numel()] * group.size, leave)
+    return coming.then(lambda came: whole(collectives.of_each(came, mine, group).sum(0).to(x.dtype)))
 
 
 def exchanged(flat: Tensor, group: Group, arrive: list[int], leave: list[int]) -> Started:

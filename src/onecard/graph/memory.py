@@ -85,4 +85,4 @@ def effects(node: fx.Node) -> bool:
 
 def _is_pure(target: Any) -> bool:
     """Whether a function of ours gives the same for the same, and sends nothing."""
-    return target.__name__ in ("fill", "permutation", "variates", "_packed", "_unpacked")
+    return target.__name__ in ("fill", "permutation", "variates", "_packed", "_unpacked", "joined", "take_apart")

@@ -102,7 +102,7 @@ class Recorder:
         with self.paused():
             self.random.check()
             if self.about_to_write is not None:
-                self.about_to_write([args[i] for i in recorded.writes.get(function, ())])
+                self.about_to_write(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
             result = function(*args, **kwargs)
             self.random.note()
         node = self._add(function, args, kwargs, result)

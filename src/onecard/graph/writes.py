@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from onecard import recorded
-from onecard._torch import OpOverload
+from onecard._torch import OpOverload, tree_leaves
 from onecard.comm import again
 from onecard.rules.call import schema_of
 
@@ -28,7 +28,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     elif node.target is again.wait:
         values = [node.args[1]]
     else:
-        values = [node.args[i] for i in recorded.writes.get(node.target, ())]  # type: ignore[arg-type]
+        values = tree_leaves([node.args[i] for i in recorded.writes.get(node.target, ())])  # type: ignore[arg-type]
     return [n for n in values if isinstance(n, fx.Node)]
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from onecard import _torch, recorded
 from onecard._torch import tree_leaves
-from onecard.comm.groups import group
 from onecard.parallel.reducer import hook
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
@@ -75,7 +74,7 @@ class Piece:
         if self.seen is self.x:
             if self.x._spec is self.whole_spec:
                 if written:
-                    self.part.copy_(self.cut().parts()[group(self.layout.mesh, self.axis).index])
+                    self.part.copy_(self.cut().own())
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
             self._give(None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onecard import recorded, resharding
 from onecard.comm import collectives, groups, record, started
+from onecard.comm.by_rank import Runs, joined, runs_of, take_apart
 from onecard.comm.groups import Group
 from onecard.comm.run import lengths
 from onecard.comm.state import machine
@@ -171,13 +172,12 @@ class Cut:
         """How many indices of the dim each rank along the axis has."""
         return lengths(self.layout, self.x.shape, self.dim, self.axis)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """The memory of each rank's part: views."""
-        return self.whole.split(self.sizes(), self.dim)
-
     def own(self) -> Tensor:
-        """That of this rank; nothing outside the mesh."""
-        return self.parts()[groups.group(self.mesh, self.axis).index] if self.x._spec.here else self.whole
+        """The memory of this rank's part: a view; all of nothing outside the mesh."""
+        if not self.x._spec.here:
+            return self.whole
+        sizes, index = self.sizes(), groups.group(self.mesh, self.axis).index
+        return self.whole.narrow(self.dim, sum(sizes[:index]), sizes[index])
 
 
 def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
@@ -264,15 +264,14 @@ def _scatter_bucket(
     line = groups.group(bucket[0].mesh, axis)
     if line.process_group is None and not others:
         return lambda: {id(cut): cut.whole for cut in bucket}
-    by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
-    counts = [sum(part.numel() for part in parts) for parts in by_rank]
+    wholes, dims, sizes, counts = _lengths(bucket)
     one = bucket[0].whole
     alone = len(bucket) == 1 and bucket[0].dim == 0 and one.is_contiguous()
-    flat = one.view(-1) if alone else torch.cat([part.reshape(-1) for parts in by_rank for part in parts])
+    flat = one.view(-1) if alone else joined(wholes, dims, sizes)
     _tell(bucket, flat, "reduce_scatter", op, name, label)
     for other, also in others:
         _tell(bucket, flat, "all_reduce", also, name, label, other)
-    own = by_rank[line.index]
+    own = [cut.own() for cut in bucket]
     into = None if room is None or len({*counts}) > 1 else room.take((label, len(flat)), counts[0], flat)
     coming = started.scattered(flat, line, 0, counts, op, into) if later else None
     mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op, into)
@@ -317,8 +316,7 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
             if cut.whole.data_ptr() != mine.data_ptr():
                 cut.whole.copy_(mine)
         return _nothing
-    by_rank = list(zip(*(cut.parts() for cut in bucket), strict=True))
-    counts = [sum(part.numel() for part in parts) for parts in by_rank]
+    wholes, dims, sizes, counts = _lengths(bucket)
     flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([part.reshape(-1) for part in own])
     _tell(bucket, flat, "all_gather", "", name, label)
     if not sum(counts):
@@ -328,16 +326,21 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
     into = whole.view(-1) if in_place else None
     if later and even and started.can_wait(flat, line):
         coming = started.gathered(flat, flat.new_empty(sum(counts)) if into is None else into, line)
-        return lambda: _fill_parts(by_rank, counts, coming.wait(), in_place)
-    _fill_parts(by_rank, counts, collectives.all_gather(flat, line, 0, counts, into), in_place)
+        if in_place:
+            return lambda: (coming.wait(), None)[1]
+        return lambda: take_apart(wholes, coming.wait(), dims, sizes)
+    given = collectives.all_gather(flat, line, 0, counts, into)
+    if not in_place:
+        take_apart(wholes, given, dims, sizes)
     return _nothing
 
 
-def _fill_parts(by_rank: list[tuple[Tensor, ...]], counts: list[int], joined: Tensor, there: bool) -> None:
-    for parts, given in zip(by_rank, joined.split(counts), strict=True) if not there else ():
-        pieces = given.split([part.numel() for part in parts])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.copy_(piece.view(part.shape))
+def _lengths(bucket: list[Cut]) -> tuple[list[Tensor], list[int], list[Runs], list[int]]:
+    """The memory that tensors fill together, how each is cut, and how many elements each rank has of all."""
+    sizes = [cut.sizes() for cut in bucket]
+    rows = [cut.whole.numel() // max(cut.whole.shape[cut.dim], 1) for cut in bucket]
+    counts = [sum(n * row for n, row in zip(each, rows, strict=True)) for each in zip(*sizes, strict=True)]
+    return [cut.whole for cut in bucket], [cut.dim for cut in bucket], [runs_of(each) for each in sizes], counts
 
 
 def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label: str, other: int | None = None) -> None:
