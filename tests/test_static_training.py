@@ -31,8 +31,8 @@ def test_random_training_on_one_card() -> None:
 
 
 def test_random_training_on_two_ranks() -> None:
-    """Messages that wait for inputs alone (5, 6, 7), and that only one rank has something to do beside (26), among them."""
-    seeds = [2, 5, 6, 7, 26]
+    """Messages that wait for inputs alone (5, 7), and that only one rank has something to do beside (26), among them."""
+    seeds = [2, 5, 7, 26]
     for found in run_ranks(many, 2, seeds, (0, 1), timeout=100):
         told(found, seeds)
         assert sum(v.kind == "right" for v in found) == len(seeds)
