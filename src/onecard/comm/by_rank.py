@@ -41,7 +41,7 @@ def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs],
         >>> joined([torch.arange(4), torch.arange(10, 12)], [0, 0], [((2, 2),), ((2, 1),)]).tolist()
         [0, 1, 10, 2, 3, 11]
     """
-    if trace.faking():  # nothing to be copied, and many views of it
+    if _nothing_there():
         return wholes[0].new_empty(sum(whole.numel() for whole in wholes))
     if _even(sizes, order):
         parts = [_ranks_first(*each) for each in zip(wholes, dims, sizes, strict=True)]
@@ -54,7 +54,7 @@ def take_apart(
     wholes: Sequence[Tensor], flat: Tensor, dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()
 ) -> None:
     """Fill tensors from what ``joined`` makes of them."""
-    if trace.faking():
+    if _nothing_there():
         return
     if _even(sizes, order):
         parts = [_ranks_first(*each) for each in zip(wholes, dims, sizes, strict=True)]
@@ -66,6 +66,11 @@ def take_apart(
     ends = [*accumulate(part.numel() for part in parts)]
     for part, end in zip(parts, ends, strict=True):
         part.copy_(flat[end - part.numel() : end].view(part.shape))
+
+
+def _nothing_there() -> bool:
+    """Whether there are no data to be copied, and nobody writes down how: many views that nobody needs."""
+    return trace.faking() and not trace.tracing()
 
 
 def _even(sizes: Sequence[Runs], order: Sequence[int]) -> bool:
