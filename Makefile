@@ -11,7 +11,7 @@ train: $(STAMP)
 	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
 
 # Tests that run side by side; each may start as many processes as it has ranks.
-WORKERS ?= 2
+WORKERS ?= 3
 
 # One thread for each process: the tests start many, on few cores. Each start would compile the library again, and each
 # worker the tests, where the environment forbids to keep what is compiled.
