@@ -22,11 +22,16 @@ writes: dict[Callable[..., Any], tuple[int, ...]] = {}
 """Which of their arguments these functions write to."""
 
 
-def one_node(*written: int) -> Callable[[Function], Function]:
+pure: set[Callable[..., Any]] = set()
+"""Those that give the same for the same, and neither send nor draw: who needs their result twice may have one."""
+
+
+def one_node(*written: int, is_pure: bool = False) -> Callable[[Function], Function]:
     """A function that a recording keeps as one node: what it does with values (random keys, messages) is no part of the graph.
 
     Args:
-        written: positions of the tensors that it writes to.
+        written: positions of the tensors, or lists of tensors, that it writes to.
+        is_pure: it gives the same for the same, and sends nothing.
 
     Example:
         >>> @one_node()
@@ -45,6 +50,8 @@ def one_node(*written: int) -> Callable[[Function], Function]:
 
         functions[name_of(function)] = function
         writes[function] = written
+        if is_pure:
+            pure.add(function)
         return run  # type: ignore[return-value]
 
     return decorate

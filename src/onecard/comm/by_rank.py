@@ -28,7 +28,7 @@ def runs_of(sizes: Sequence[int]) -> Runs:
     return tuple((len([*same]), size) for size, same in groupby(sizes))
 
 
-@one_node()
+@one_node(is_pure=True)
 def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()) -> Tensor:
     """Of each rank in turn, its parts of all tensors, in new memory.
 
@@ -49,7 +49,7 @@ def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs],
     return torch.cat([part.reshape(-1) for part in _by_rank(wholes, dims, sizes, order)])
 
 
-@one_node(0)
+@one_node(0, is_pure=True)
 def take_apart(
     wholes: Sequence[Tensor], flat: Tensor, dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()
 ) -> None:

@@ -80,9 +80,4 @@ def effects(node: fx.Node) -> bool:
         return True
     if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or "assert" in target._schema.name
-    return target in (again.message, again.wait) or (target in recorded.writes and not _is_pure(target))
-
-
-def _is_pure(target: Any) -> bool:
-    """Whether a function of ours gives the same for the same, and sends nothing."""
-    return target.__name__ in ("fill", "permutation", "variates", "_packed", "_unpacked", "joined", "take_apart")
+    return target in (again.message, again.wait) or (target in recorded.writes and target not in recorded.pure)

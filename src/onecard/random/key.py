@@ -33,12 +33,12 @@ class Key(NamedTuple):
         return _unpacked(packed)
 
 
-@one_node()
+@one_node(is_pure=True)
 def _packed(key: Key) -> Tensor:
     return torch.stack(list(key)) if isinstance(key.low, Tensor) else torch.tensor(key)
 
 
-@one_node()
+@one_node(is_pure=True)
 def _unpacked(packed: Tensor) -> Key:
     return Key(*packed.unbind()) if tracing() else Key(*packed.tolist())
 

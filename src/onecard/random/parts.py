@@ -22,7 +22,7 @@ CHUNK = {"cpu": 2**15}  # Philox blocks at a time: some int64 buffers of this le
 CHUNK_ELSEWHERE = 2**22  # on a GPU few launches matter more
 
 
-@one_node(0)
+@one_node(0, is_pure=True)
 def fill(out: Tensor, law: Law, key: Key, shape: Sequence[int] | None = None, offset: Sequence[int] = ()) -> Tensor:
     """Write random values into a part of a whole tensor, in place.
 

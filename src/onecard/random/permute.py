@@ -17,7 +17,7 @@ ROUNDS = 24
 MULTIPLIER = 0xD2B74407B1CE6E93 - 2**64  # as int64, whose products wrap around alike
 
 
-@one_node()
+@one_node(is_pure=True)
 def permutation(
     n: int, key: Key, start: int = 0, length: int | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:

@@ -24,7 +24,7 @@ Attempt = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # u, 
 STEPS = 150  # of an inversion with a mean below 10: by then all of 1 - 2**-53 is behind
 
 
-@one_node()
+@one_node(is_pure=True)
 def variates(name: str, params: Sequence[Tensor], key: Key, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """A part of a whole tensor of variates.
 
