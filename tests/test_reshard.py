@@ -35,6 +35,19 @@ def test_every_pair_on_one_axis(shape):
         assert_close(x.full_tensor(), whole)
 
 
+@multirank(3)
+def test_sums_are_made_in_the_order_of_the_mesh():
+    """Also where ranks count otherwise: the bits are those of the same mesh on any ranks."""
+    mesh = oc.ProcessMesh([2, 0, 1], ["x"])
+    summands = [1e8, -1e8, 1.0]  # in another order they give 0
+    mine = torch.full((4, 2), summands[[2, 0, 1].index(dist.get_rank())])
+    x = oc.from_local(mine, mesh, [oc.Partial()])
+    for target in (oc.Shard(0), oc.Shard(1)):
+        assert torch.equal(oc.reshard(x, mesh, [target]).full_tensor(), torch.ones(4, 2))
+        started = oc.reshard(x, mesh, [target], async_op=True)
+        assert torch.equal(started.full_tensor(), torch.ones(4, 2))
+
+
 @multirank(4, timeout=120)
 def test_pairs_on_a_two_by_two_mesh():
     mesh = oc.ProcessMesh([[3, 1], [0, 2]], ["a", "b"])

@@ -29,7 +29,7 @@ def runs_of(sizes: Sequence[int]) -> Runs:
 
 
 @one_node(is_pure=True)
-def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()) -> Tensor:
+def packed(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()) -> Tensor:
     """Of each rank in turn, its parts of all tensors, in new memory.
 
     Args:
@@ -38,7 +38,7 @@ def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs],
         order: the places in the order of the process group, if it is another.
 
     Example:
-        >>> joined([torch.arange(4), torch.arange(10, 12)], [0, 0], [((2, 2),), ((2, 1),)]).tolist()
+        >>> packed([torch.arange(4), torch.arange(10, 12)], [0, 0], [((2, 2),), ((2, 1),)]).tolist()
         [0, 1, 10, 2, 3, 11]
     """
     if _nothing_there():
@@ -50,10 +50,10 @@ def joined(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Runs],
 
 
 @one_node(0, is_pure=True)
-def take_apart(
+def unpack(
     wholes: Sequence[Tensor], flat: Tensor, dims: Sequence[int], sizes: Sequence[Runs], order: Sequence[int] = ()
 ) -> None:
-    """Fill tensors from what ``joined`` makes of them."""
+    """Fill tensors from what ``packed`` makes of them."""
     if _nothing_there():
         return
     if _even(sizes, order):

@@ -258,15 +258,15 @@ def all_to_all(
     flat, arrive, leave, shape = exchange_of(local, group, dim, sizes, to_dim, to_sizes)
     rest = math.prod(size for d, size in enumerate(local.shape) if d not in (dim, to_dim))
     came = _exchange(flat, arrive, leave, group, sum(sizes) * sum(to_sizes) * rest > 0)
-    return exchanged(came, shape, group, dim, sizes)
+    return arrived(came, shape, group, dim, sizes)
 
 
 def exchange_of(
     local: Tensor, group: Group, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
 ) -> tuple[Tensor, list[int], list[int], list[int]]:
     """An all-to-all's message: what is sent, how many elements come from and go to each rank of the process group, and the
-    shape of what comes together (``exchanged``)."""
-    flat = dense(by_rank.joined([local], [to_dim], [by_rank.runs_of(to_sizes)], tuple(group.order or ())))
+    shape of what comes together (``arrived``)."""
+    flat = dense(by_rank.packed([local], [to_dim], [by_rank.runs_of(to_sizes)], tuple(group.order or ())))
     shape = list(local.shape)
     leave = [local.numel() // max(shape[to_dim], 1) * size for size in _by_rank(to_sizes, group)]
     shape[to_dim] = to_sizes[group.index]
@@ -276,12 +276,12 @@ def exchange_of(
     return flat, arrive, leave, shape
 
 
-def exchanged(flat: Tensor, shape: Sequence[int], group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+def arrived(flat: Tensor, shape: Sequence[int], group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """What came from the ranks of an all-to-all, joined along a dim in the order of the mesh."""
     if not dim and not group.order:
         return flat.view(shape)
     into = flat.new_empty(shape)
-    by_rank.take_apart([into], flat, [dim], [by_rank.runs_of(sizes)], tuple(group.order or ()))
+    by_rank.unpack([into], flat, [dim], [by_rank.runs_of(sizes)], tuple(group.order or ()))
     return into
 
 

@@ -89,7 +89,7 @@ def _exchange(
     _begin("all_to_all", group, x, call, Shard(dim), Shard(dim), dim, dim, whole=-1)
     rest = x.numel() // x.shape[dim] if x.shape[dim] else 1
     flat, arrive, leave, shape = collectives.exchange_of(x, group, dim, sizes, dim, to_sizes)
-    return collectives.exchanged(collectives._exchange(flat, arrive, leave, group, rest > 0), shape, group, dim, sizes)
+    return collectives.arrived(collectives._exchange(flat, arrive, leave, group, rest > 0), shape, group, dim, sizes)
 
 
 def broadcast(x: Tensor, group: Ranks, src: int, call: str = "broadcast") -> Tensor:

@@ -68,7 +68,7 @@ def _start_one(step: Step, local: Tensor, shape: Sequence[int]) -> Started:
         return coming.then(lambda whole: collectives.joined(whole, line, step.dim, sizes))
     flat, arrive, leave, whole = collectives.exchange_of(local, line, step.dim, sizes, step.to_dim, to_sizes)
     coming = started.exchanged(flat, line, arrive, leave)
-    return coming.then(lambda came: collectives.exchanged(came, whole, line, step.dim, sizes))
+    return coming.then(lambda came: collectives.arrived(came, whole, line, step.dim, sizes))
 
 
 def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Tensor:

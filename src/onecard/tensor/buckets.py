@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard import recorded, resharding
 from onecard.comm import collectives, groups, record, started
-from onecard.comm.by_rank import Runs, joined, runs_of, take_apart
+from onecard.comm.by_rank import Runs, packed, runs_of, unpack
 from onecard.comm.groups import Group
 from onecard.comm.run import lengths
 from onecard.comm.state import machine
@@ -267,7 +267,7 @@ def _scatter_bucket(
     wholes, dims, sizes, counts = _lengths(bucket)
     one = bucket[0].whole
     alone = len(bucket) == 1 and bucket[0].dim == 0 and one.is_contiguous()
-    flat = one.view(-1) if alone else joined(wholes, dims, sizes)
+    flat = one.view(-1) if alone else packed(wholes, dims, sizes)
     _tell(bucket, flat, "reduce_scatter", op, name, label)
     for other, also in others:
         _tell(bucket, flat, "all_reduce", also, name, label, other)
@@ -328,10 +328,10 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
         coming = started.gathered(flat, flat.new_empty(sum(counts)) if into is None else into, line)
         if in_place:
             return lambda: (coming.wait(), None)[1]
-        return lambda: take_apart(wholes, coming.wait(), dims, sizes)
+        return lambda: unpack(wholes, coming.wait(), dims, sizes)
     given = collectives.all_gather(flat, line, 0, counts, into)
     if not in_place:
-        take_apart(wholes, given, dims, sizes)
+        unpack(wholes, given, dims, sizes)
     return _nothing
 
 
