@@ -187,17 +187,20 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(state["average"] / (1 - 0.9 ** state["step"]) * group["lr"])
 
 
-def optimizer_that_counts() -> Habit:
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = Counting([weight], 0.1)
-
+def training(weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         (weight * x).square().sum().backward()
         optimizer.step()
         return weight.detach().clone()
 
-    return step, still
+    return step
+
+
+def optimizer_that_counts() -> Habit:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Counting([weight], 0.1)
+    return training(weight, optimizer), still
 
 
 class Halved(torch.optim.AdamW):
@@ -221,14 +224,7 @@ def optimizer_made_from_one_of_torch() -> Habit:
     )  # from now on its ``step`` calls torch's hooks: twice, with that of Halved
     weight = nn.Parameter(torch.ones(3))
     optimizer = Halved([weight], lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        (weight * x).square().sum().backward()
-        optimizer.step()
-        return weight.detach().clone()
-
-    return step, lambda i: optimizer.param_groups[0].update(lr=0.1 + 0.01 * i)
+    return training(weight, optimizer), lambda i: optimizer.param_groups[0].update(lr=0.1 + 0.01 * i)
 
 
 def count_of_a_module() -> Habit:
@@ -273,14 +269,7 @@ class Itself(torch.optim.SGD):
 def optimizer_that_counts_itself(kept: str) -> Habit:
     weight = nn.Parameter(torch.ones(3))
     optimizer = Itself([weight], kept)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        (weight * x).square().sum().backward()
-        optimizer.step()
-        return weight.detach().clone()
-
-    return step, still
+    return training(weight, optimizer), still
 
 
 def optimizer_counts_in_an_attribute() -> Habit:
