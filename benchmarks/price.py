@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -136,18 +137,21 @@ def recorded(args: Gpt3, dp: int) -> tuple[oc.Recording, float]:
 
 
 def here(args: Here) -> None:
-    """Predicted beside measured, each the least of some rounds: a host that is shared has fast and slow minutes."""
+    """Predicted beside measured, both the means of some rounds: a host that is shared has fast and slow moments."""
     os.environ |= allocator(os.environ)
-    table = Table("step", "ranks", "measured ms", "by curves", "ratio", "with its operators measured", "ratio")
+    table = Table(
+        "step", "ranks", "measured ms", "by curves", "ratio (of rounds)", "with its operators measured", "ratio"
+    )
     for name, (ranks, _) in PROGRAMS.items():
         if args.only and name not in args.only:
             continue
-        found = run_ranks(rounds, ranks, name, args.rounds, args.steps, args.threads, timeout=300)[0]
-        took, curves, own = (min(getattr(f, k) for f in found) for k in ("took", "by_curves", "by_own"))
-        slow = max(f.took for f in found)
-        cells = (f"{curves * 1e3:.2f}", f"{curves / took:.2f}", f"{own * 1e3:.2f}", f"{own / took:.2f}")
-        table.add_row(name, str(ranks), f"{took * 1e3:.2f} to {slow * 1e3:.2f}", *cells)
-        print(name, f"{took * 1e3:.2f} ms", *cells, flush=True)
+        found = run_ranks(rounds, ranks, name, args.rounds, args.steps, args.threads, timeout=400)[0]
+        took, curves, own = (statistics.fmean(getattr(f, k) for f in found) for k in ("took", "by_curves", "by_own"))
+        each = sorted(f.by_curves / f.took for f in found)
+        ratio = f"{curves / took:.2f} ({each[0]:.2f} to {each[-1]:.2f})"
+        cells = (f"{curves * 1e3:.1f}", ratio, f"{own * 1e3:.1f}", f"{own / took:.2f}")
+        table.add_row(name, str(ranks), f"{took * 1e3:.1f}", *cells)
+        print(name, f"{took * 1e3:.1f} ms", *cells, flush=True)
         if args.parts:
             Console().print(_parts(name, found[-1].parts))
     Console().print(table)

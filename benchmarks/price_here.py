@@ -49,7 +49,7 @@ def rounds(name: str, count: int, steps: int, threads: int) -> list[Found]:
     for _ in range(count):
         own = oc.Machine.measure(recording)
         machine = replace(own, curves={k: v for k, v in own.curves.items() if not k.startswith("=")})
-        took = statistics.median(_seconds(run, batch) for _ in range(steps))
+        took = statistics.fmean(sorted(_seconds(run, batch) for _ in range(steps))[: max(1, steps * 9 // 10)])
         curves, exact = recording.cost(machine), recording.cost(own)
         parts = {k: (v, exact.seconds_by("operator")[k]) for k, v in curves.seconds_by("operator").items()}
         found.append(Found(took, curves.seconds, exact.seconds, parts))

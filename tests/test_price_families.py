@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import onecard as oc
-from onecard.graph import families, measure, probes
+from onecard.graph import families, measure, measure_messages, probes, together
 from onecard.testing import run_ranks
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Tensor], Any]]] = {
@@ -105,15 +105,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sizes and rounds."""
     for name, value in (("LONG", 1e-4), ("ROUNDS", 2), ("ELEMENTS", (2**8, 2**14)), ("PRODUCTS", (2**12, 2**18))):
         monkeypatch.setattr(measure, name, value)
-    for name, value in (("SENT", (2**6, 2**14)), ("BESIDE", 2**16), ("AGAIN", 1), ("SQUARE", 64)):
-        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "SQUARE", 64)
+    for name, value in (("SENT", (2**6, 2**14)), ("BESIDE", 2**16), ("AGAIN", 1)):
+        monkeypatch.setattr(measure_messages, name, value)
+    monkeypatch.setattr(together, "LONG", 0.0)
 
 
 def measured() -> tuple[Any, set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         few(patch)
         machine = oc.Machine.measure()
-    assert 0 <= machine.beside <= 1 and all(t > 0 for curve in machine.curves.values() for _, t in curve)
+    assert 0 <= machine.beside <= 1 < machine.uneven < 100 and all(
+        t > 0 for curve in machine.curves.values() for _, t in curve
+    )
     return oc.to_json(machine), {*machine.curves}
 
 
@@ -128,9 +132,36 @@ def test_ranks_that_share_a_core_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     """Four ranks on two cores: a call takes twice its own time, however long this rank was kept waiting meanwhile."""
     import time
 
-    monkeypatch.setattr(measure, "_together", lambda: True)
-    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    for ranks, crowd, clock in ((4, 2.0, time.thread_time), (2, 1.0, time.perf_counter), (1, 1.0, time.perf_counter)):
+    monkeypatch.setattr(together, "together", lambda: True)
+    monkeypatch.setattr(together.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    for ranks, crowd, now in ((4, 2.0, time.process_time), (2, 1.0, time.perf_counter), (1, 1.0, time.perf_counter)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         torch.set_num_threads(1)
-        assert measure._crowd() == (crowd, clock)
+        assert together.clock() == (crowd, now)
+
+
+def test_how_unevenly_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of this rank last 1 s; the others are there after 1.5 s. Short turns tell how long it takes to meet, so not this."""
+    monkeypatch.setattr(together, "together", lambda: True)
+    monkeypatch.setattr(together, "mean", lambda mine: mine)
+    now, work = [0.0], [1.0, 1.0]
+
+    def meet() -> None:
+        now[0] += 0.5
+
+    def compute() -> None:
+        now[0] += work[0] / 4
+
+    monkeypatch.setattr(together, "meet", meet)
+    monkeypatch.setattr(together.time, "perf_counter", lambda: now[0])
+    turns = together.Turns(together.Clock(1.0, lambda: now[0]))
+    assert turns.run([compute, compute]) == [0.25, 0.25] and turns.uneven() == 1.5
+    work[0] = together.LONG / 2
+    turns.run([compute])
+    assert turns.uneven() == 1.5
+
+
+def test_typical_seconds() -> None:
+    """Of two speeds their mean, also where one of them is the median; what is rare does not count."""
+    assert together.typical([1.0] * 6 + [2.0] * 4) == 1.375  # without the least and the most
+    assert together.typical([1.0] * 9 + [500.0]) == 1.0 and together.typical([3.0]) == 3.0

@@ -176,39 +176,62 @@ def test_hosts() -> None:
     assert oc.Machine.preset("H100").link(mesh, 0) is None  # eight on a host
 
 
-def started() -> tuple[fx.Graph, Any]:
-    """A graph as the pass that starts messages early makes it: start, compute, wait."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["tensor"] = ((1000,), (1,), torch.float32, torch.device("cpu"))
-    with oc.pretend(2):
-        line = again.Line(oc.ProcessMesh([0, 1], ["dp"]), 0)
-    sent = graph.call_function(again.message, (x, x, "all_reduce", ("sum",), line), {"later": True})
-    made = graph.call_function(aten.exp.default, (x,))
-    made.meta["tensor"] = x.meta["tensor"]
-    return graph, (x, sent, made)
+SECONDS: dict[str, Any] = {"latency": 0.0, "bandwidth": 4000.0, "memory": 8000.0}
+"""Of a machine on which a message and an operator of ``priced`` take one second each."""
 
 
-def test_what_is_started_runs_beside_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def priced(monkeypatch: pytest.MonkeyPatch, words: str, **machine: Any) -> price.Cost:
+    """The price of a graph: "compute", "send" (and wait), "start" and "wait" for what was started."""
+
     def wait(handle: Any, into: Any, given: Any) -> None: ...
 
     monkeypatch.setattr(again, "wait", wait, raising=False)
-    graph, (x, sent, made) = started()
-    end = graph.call_function(wait, (sent, x, x))
+    graph = fx.Graph()
+    x = made = sent = graph.placeholder("x")
+    x.meta["tensor"] = ((1000,), (1,), torch.float32, torch.device("cpu"))
+    with oc.pretend(2):
+        line = again.Line(oc.ProcessMesh([0, 1], ["dp"]), 0)
+    for word in words.split():
+        if word == "compute":
+            made = graph.call_function(aten.exp.default, (x,))
+            made.meta["tensor"] = x.meta["tensor"]
+        elif word == "wait":
+            graph.call_function(wait, (sent, x, x))
+        else:
+            later = {"later": True} if word == "start" else {}
+            sent = graph.call_function(again.message, (x, x, "all_reduce", ("sum",), line), later)
     graph.output((made,))
     recording = oc.Recording("step", graph, (), (), None, (), None, (), ())
-    machine = oc.Machine(latency=0.0, bandwidth=4000.0, memory=8000.0)  # one second each
-    found = recording.cost(machine)
-    assert {n.name: (n.start, n.seconds) for n in found.nodes} == {
-        sent.name: (0, 1),
-        made.name: (0, 1),
-        end.name: (1, 0),
-    }
-    assert found.seconds == 1.0
-    own = oc.Machine(latency=0.0, bandwidth=4000.0, memory=8000.0, beside=0.25)  # three quarters of it stop this rank
-    assert recording.cost(own).seconds == pytest.approx(1.75)
-    slow = recording.cost(oc.Machine(latency=0.0, bandwidth=1000.0, memory=8000.0))
+    return recording.cost(oc.Machine(**{**SECONDS, **machine}))
+
+
+def test_what_is_started_runs_beside_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "start compute wait"
+    found = priced(monkeypatch, words)
+    assert [(n.start, n.seconds) for n in found.nodes] == [(0, 1), (0, 1), (1, 0)] and found.seconds == 1.0
+    # three quarters of it stop this rank
+    assert priced(monkeypatch, words, beside=0.25).seconds == pytest.approx(1.75)
+    slow = priced(monkeypatch, words, bandwidth=1000.0)
     assert slow.seconds == 4.0 and slow.nodes[-1].seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("words", "even", "uneven"),
+    [
+        ("compute send compute", 3.0, 3.25),
+        ("compute send send", 3.0, 3.25),  # at the second all are there
+        ("send compute send", 3.0, 3.25),
+        ("compute send compute send", 4.0, 4.5),
+        ("compute start compute wait", 2.0, 2.25),
+        ("compute start compute compute wait", 3.0, 3.0),  # what the others lack is hidden, too
+        ("compute start compute compute wait send", 4.0, 4.75),  # but they are not here yet
+        ("compute compute", 2.0, 2.0),
+    ],
+)
+def test_ranks_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch, words: str, even: float, uneven: float) -> None:
+    """It takes a quarter longer than the ranks do on average; once they have met, they are even."""
+    assert priced(monkeypatch, words).seconds == even
+    assert priced(monkeypatch, words, uneven=1.25).seconds == uneven
 
 
 def test_a_message_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def _read_spec(data: dict[str, Any], where: str) -> Spec:
 
 def _read_machine(data: dict[str, Any], where: str) -> Machine:
     given = {f.name: data[f.name] for f in fields(Machine)}
-    for key in ("latency", "bandwidth", "between_hosts", "memory", "flops", "capacity", "launch", "beside", "per_host"):
+    for key in (f.name for f in fields(Machine) if f.type in ("float", "int")):
         least = 0 if key in ("latency", "capacity", "launch", "beside", "per_host") else 1e-300
         good = type(given[key]) in (int, float) and least <= given[key] < float("inf")
         _want(good, f"{where}{key}", "a number above zero" if least else "a number of at least zero", given[key])

@@ -51,6 +51,8 @@ class Machine:
         capacity: bytes of a rank's memory; 0 where it is not known.
         launch: seconds that a kernel takes however small.
         beside: share of a started message's time that runs beside computation; where ranks copy it themselves, less than 1.
+        uneven: how many times as long it takes until all ranks have computed as it takes a rank on average; what is more than 1
+            is waited for at the messages.
         per_host: ranks on one host, counted from rank 0; 0 if all are. A mesh axis that crosses hosts goes at ``between_hosts``.
         links: by the name of a mesh axis, where it is told; else the two above.
         curves: measured seconds by size, for families of operators and kinds of messages (``graph/families.py``); where there is
@@ -78,6 +80,7 @@ class Machine:
     capacity: int = 0
     launch: float = 0.0
     beside: float = 1.0
+    uneven: float = 1.0
     per_host: int = 0
     links: Mapping[str, Link] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)

@@ -122,7 +122,7 @@ def cost(recording: Recording, machine: Machine = MACHINE) -> Cost:
         >>> found.flops, found.inputs, found.peak
         (1024, 640, 1152)
     """
-    live, clock = Live(recording.graph), _Clock(_before(recording, machine), machine.beside)
+    live, clock = Live(recording.graph), _Clock(_before(recording, machine), machine)
     nodes = []
     for node in recording.nodes():
         sent, made, touched = (sent_by(node), 0, 0) if is_message(node) else (0, *work(node))
@@ -152,13 +152,18 @@ def _before(recording: Recording, machine: Machine) -> float:
 
 
 class _Clock:
-    """When each node runs: operators one after the other, messages along an axis one after the other, waits for messages."""
+    """When each node runs: operators one after the other, messages along an axis one after the other, waits for messages.
 
-    def __init__(self, now: float, beside: float) -> None:
+    At a message the ranks meet: each waits until the last has computed what comes before it.
+    """
+
+    def __init__(self, now: float, machine: Machine) -> None:
         self._now = now
-        self._beside = beside
+        self._machine = machine
+        self._met = 0.0
         self._links: dict[str, float] = {}
         self._arrives: dict[fx.Node, float] = {}
+        self._started: dict[fx.Node, float] = {}
 
     @property
     def end(self) -> float:
@@ -168,19 +173,30 @@ class _Clock:
     def run(self, node: fx.Node, seconds: float) -> tuple[float, float]:
         """Start and seconds of a node; of one that waits, how long it waits."""
         if is_wait(node):
-            start = self._now
-            self._now = max(start, self._arrives.get(node.args[0], start))  # type: ignore[arg-type]
-            return start, self._now - start
-        start = self._now
+            return self._wait(node.args[0])  # type: ignore[arg-type]
         if is_message(node):
-            axis = axis_of(node)
-            start = max(start, self._links.get(axis, 0.0))
-            self._links[axis] = self._arrives[node] = start + seconds
-        if node.kwargs.get("later"):
-            self._now += (1 - self._beside) * seconds
-        else:
-            self._now = start + seconds
+            return self._send(node, seconds)
+        start = self._now
+        self._now = start + seconds
         return start, seconds
+
+    def _send(self, node: fx.Node, seconds: float) -> tuple[float, float]:
+        axis, begun = axis_of(node), self._now
+        start = max(begun, self._links.get(axis, 0.0))
+        there = max(start, begun + (self._machine.uneven - 1) * (begun - self._met))
+        self._links[axis] = self._arrives[node] = there + seconds
+        if node.kwargs.get("later"):
+            self._started[node] = begun
+            self._now += (1 - self._machine.beside) * seconds
+        else:
+            self._now = self._met = there + seconds
+        return start, there + seconds - start
+
+    def _wait(self, message: fx.Node) -> tuple[float, float]:
+        start, arrives = self._now, self._arrives.get(message, self._now)
+        if arrives > start:
+            self._now, self._met = arrives, max(self._met, self._started.get(message, arrives))
+        return start, self._now - start
 
 
 # -- messages --------------------------------------------------------------------------------------------------------------
