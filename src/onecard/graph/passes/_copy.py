@@ -24,6 +24,8 @@ def copied(graph: fx.Graph, instead: Callable[[fx.Node], fx.Node | None], keep: 
         >>> _ = graph.output((y,))
         >>> len(copied(graph, lambda n: x if n.name == "abs_1" else None, lambda n: True).nodes)
         3
+        >>> copied(graph, lambda n: None, lambda n: True) is graph
+        True
     """
     others = {n: other for n in graph.nodes if (other := instead(n)) is not None}
     gone = {n for n in graph.nodes if n.op == "call_function" and n not in others and not keep(n)}
