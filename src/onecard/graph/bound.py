@@ -49,6 +49,11 @@ class Bound:
         """From the leaves of the arguments the graph's inputs, or MISS."""
         return self._writer.ready()
 
+    def reading(self, seen: Reached) -> Bound:
+        """The same, which fits only if what the function reaches by name is as it was."""
+        self.seen, self.replay = seen, self._writer.replay(seen)
+        return self
+
     def kinds_fit(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments are of the kinds that were recorded."""
         return kinds_of(leaves) == self.kinds
@@ -75,8 +80,7 @@ class Bound:
             made = Bound(self.recording, self.roots, self.kinds, self._facts)
         except (KeyError, AttributeError, IndexError):
             return None
-        made.seen = self.seen
-        return made
+        return made if self.seen is None else made.reading(self.seen)
 
 
 _ADVICE = {
@@ -128,10 +132,12 @@ class _Writer:
         self.recording, self.roots, self.facts = recording, roots, facts
         self.names: dict[str, Any] = {
             "MISS": MISS,
+            "run": recording.run,
+            "below": _torch.below_autograd,
+            "spent": spent,
+            "tree_unflatten": tree_unflatten,
             "DistTensor": DistTensor,
             "wrap": wrap,
-            "all": all,
-            "map": map,
             "is_": is_,
             "is_like": _is_like,
             "is_grad_enabled": torch.is_grad_enabled,
@@ -331,7 +337,6 @@ class _Writer:
 
     def _run(self) -> list[str]:
         recording = self.recording
-        self.names.update(below=_torch.below_autograd, run=recording.run, spent=spent)
         read = {i.where for i in recording.inputs}
         lines = [
             f"{self.place(e.where)}.grad = None"  # memory that the program gives back before the forward pass
@@ -345,7 +350,6 @@ class _Writer:
         if recording.tree.is_leaf():
             lines.append(f"return {shown[0]}")
         else:
-            self.names.update(tree_unflatten=tree_unflatten)
             lines.append(f"return tree_unflatten([{', '.join(shown)}], {self.object(recording.tree)})")
         return lines
 

@@ -194,8 +194,7 @@ class Static:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
         if recording.bound is not None:
-            recording.bound.seen = seen
-            self._bound.insert(0, recording.bound)
+            self._bound.insert(0, recording.bound.reading(seen))
         if self._parts is None:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
