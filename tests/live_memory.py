@@ -49,8 +49,8 @@ def _size(ref: StorageWeakRef) -> int:
 def measured_peak(recording: oc.Recording, *args: Any) -> int:
     """Of one replay, its inputs included."""
     leaves = torch.utils._pytree.tree_leaves(args)
-    inputs = recording.bound.fits(leaves)
-    assert inputs is not None
+    inputs = recording.bound.ready(leaves)
+    assert isinstance(inputs, tuple)
     counted = Counted(inputs)
     with torch.no_grad(), counted:
         recording.run(*inputs)

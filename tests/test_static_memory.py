@@ -149,8 +149,7 @@ def test_the_peak_is_not_above_eagers() -> None:
     recording = eager.recordings[0]
     assert recording.bound is not None
     plain = peak(step, *batches[2])
-    inputs = recording.bound.fits(batches[3])
-    replayed = peak(lambda: recording.bound.go(batches[3], inputs))
+    replayed = peak(recording.bound.replay, batches[3], {})
     without = peak(lambda: None)
     assert without == 0 and 0 < replayed <= plain, (replayed, plain)
     assert optimised(recording).graph is not recording.graph
@@ -181,7 +180,7 @@ def test_recompute_keeps_bits_and_less_memory() -> None:
     most = []
     for run in (plain, again):
         bound = run.recordings[0].bound
-        most.append(peak(bound.go, [x], bound.fits([x])))
+        most.append(peak(bound.replay, (x,), {}))
     assert most[1] < 0.85 * most[0], most
     doubled = [
         sum(n.target is torch.ops.aten.gelu.default for n in run.recordings[0].nodes()) for run in (plain, again)

@@ -6,8 +6,8 @@ the same answers to what was asked of numbers. All of that is one Python functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from operator import is_, itemgetter
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard import _torch
-from onecard._torch import tree_unflatten
-from onecard.errors import RecordingError
+from onecard._torch import tree_flatten, tree_unflatten
 from onecard.graph.compiled import compiled
 from onecard.graph.places import STILL, at, options_of, values_of
-from onecard.graph.recording import Effect, Output, Recording, Where
+from onecard.graph.reach import Reached, differs, present
+from onecard.graph.recording import MISS, Effect, Output, Recording, Where
+from onecard.graph.spent import spent
 from onecard.tensor.dist_tensor import DistTensor, wrap
 
 
@@ -28,35 +29,38 @@ class Bound:
     """A recording and the objects of a program that it belongs to.
 
     Attributes:
-        ready: from the arguments, the graph's inputs; None where the recording does not fit.
-        go: from the arguments and those inputs, what the function returns.
+        seen: what the function reaches by name, if that is to be as it was, too.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        roots: Sequence[Any],
-        leaves: Sequence[Any],
-        kinds: Sequence[Any],
-        facts: dict[Any, Any] | None = None,
-    ) -> None:
+    def __init__(self, recording: Recording, roots: Sequence[Any], kinds: Sequence[Any], facts: Any = None) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         self._facts: dict[Any, Any] = {} if facts is None else facts
-        writer = _Writer(recording, self.roots, self._facts)
-        self.ready: Callable[[Sequence[Any]], tuple[Any, ...] | None]
-        self.ready, self._why = writer.ready(self.kinds, leaves)
-        self.go: Callable[[Sequence[Any], tuple[Any, ...]], Any] = writer.go(leaves)
+        self.seen: Reached | None = None
+        self._writer = _Writer(recording, self.roots, self._facts)
+        self._writer.check(self.kinds)
 
-    def fits(self, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The graph's inputs, if the recording fits what is given and the state of the program."""
-        try:
-            return self.ready(leaves)
-        except (KeyError, AttributeError, IndexError):  # something that it is bound to is no longer there
-            return None
+    @cached_property
+    def replay(self) -> Callable[[Any, Any], Any]:
+        """From a call's arguments what the function returns; MISS if the recording does not fit them, or the program's state."""
+        return self._writer.replay(self.seen)
+
+    @cached_property
+    def ready(self) -> Callable[[Sequence[Any]], Any]:
+        """From the leaves of the arguments the graph's inputs, or MISS."""
+        return self._writer.ready()
+
+    def reading(self, seen: Reached) -> Bound:
+        """The same, which fits only if what the function reaches by name is as it was."""
+        self.seen, self.replay = seen, self._writer.replay(seen)
+        return self
 
     def kinds_fit(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments are of the kinds that were recorded."""
         return kinds_of(leaves) == self.kinds
+
+    def seen_differs(self) -> str:
+        """What of that is not as it was, in words; "" if all is."""
+        return self.seen.difference() if self.seen is not None else ""
 
     def difference(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         """Which argument does not fit, in words; "" if all do."""
@@ -65,17 +69,18 @@ class Bound:
             if now != kind[:-1]:
                 return f"argument {names[i]!r} was {_words(kind)} and is {_words(now)}{_ADVICE.get(now[0], '')}"
         try:
-            said = self._why()(leaves)
+            said = self._writer.why()(leaves)
         except (KeyError, AttributeError, IndexError) as fault:
             said = f"{fault} is gone"
         return f"what differs: {said}" if isinstance(said, str) else ""
 
-    def again(self, leaves: Sequence[Any]) -> Bound | None:
+    def again(self) -> Bound | None:
         """Bound anew, to the tensors that are now in the places: states that were loaded. All else must be as it was."""
         try:
-            return Bound(self.recording, self.roots, leaves, self.kinds, self._facts)
+            made = Bound(self.recording, self.roots, self.kinds, self._facts)
         except (KeyError, AttributeError, IndexError):
             return None
+        return made if self.seen is None else made.reading(self.seen)
 
 
 _ADVICE = {
@@ -121,18 +126,25 @@ def _is_like(x: Tensor, *facts: Any) -> bool:
 
 
 class _Writer:
-    """The text of the two functions."""
+    """The text of the functions."""
 
     def __init__(self, recording: Recording, roots: list[Any], facts: dict[Any, Any]) -> None:
         self.recording, self.roots, self.facts = recording, roots, facts
         self.names: dict[str, Any] = {
-            "MISS": None,
+            "MISS": MISS,
+            "run": recording.run,
+            "below": _torch.below_autograd,
+            "spent": spent,
+            "tree_unflatten": tree_unflatten,
             "DistTensor": DistTensor,
             "wrap": wrap,
-            "all": all,
-            "map": map,
             "is_": is_,
             "is_like": _is_like,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "is_inference": torch.is_inference_mode_enabled,
+            "differs": differs,
+            "present": present,
+            "flatten": tree_flatten,
         }
         self._known: dict[int, str] = {}
         self.lines: list[tuple[str, str]] = []  # each with the line in its place that says why it does not fit
@@ -166,18 +178,17 @@ class _Writer:
 
     # -- whether it fits ---------------------------------------------------------------------------------------------------
 
-    def ready(self, kinds: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """The function that gives the inputs or None, and one that says why not."""
-        self.lines = []
-        self.names["torch"] = torch
+    def check(self, kinds: Sequence[Any]) -> None:
+        """Write down what has to be as it was, and where the inputs are."""
+        self.kinds = kinds
         self._miss(f"len(leaves) != {len(kinds)}", "it is given another number of values")
         for i, kind in enumerate(kinds):
             self._argument(f"leaves[{i}]", kind)
             if kind[-1] != i and kind[0] in (DistTensor, Tensor):
                 self._miss(f"leaves[{i}] is not leaves[{kind[-1]}]", "two arguments were one tensor")
         enabled = self._fact("grad", torch.is_grad_enabled())
-        self._miss(f"torch.is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
-        self._miss("torch.is_inference_mode_enabled()", "torch.inference_mode() around the call")
+        self._miss(f"is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
+        self._miss("is_inference()", "torch.inference_mode() around the call")
         for root, name in zip(self.roots, self.recording.roots, strict=True):
             if isinstance(root, nn.Module):
                 for path, module in root.named_modules():
@@ -189,16 +200,41 @@ class _Writer:
                 "a parameter has no gradient before the step" if had else "a parameter has a gradient before the step"
             )
             self._miss(f"{self.place(where)}.grad is {'' if had else 'not '}None", what)
-        given = [self._input(i, known) for i, known in enumerate(self.recording.inputs)]
+        self.given = [self._input(i, known) for i, known in enumerate(self.recording.inputs)]
         if self.recording.questions is not None:
             ask, answers = self.object(compiled(self.recording.questions)), self.object(self.recording.answers)
-            self._miss(
-                f"{ask}({', '.join(given)}) != {answers}", "a number that the step asks about (in an if, an int())"
-            )
-        self.lines.append((f"return ({''.join(g + ', ' for g in given)})", "return None"))
-        fits = self._made("ready", "leaves", [line for line, _ in self.lines])
-        said = [words for _, words in self.lines]
-        return fits, lambda: self._made("why", "leaves", said)
+            what = "a number that the step asks about (in an if, an int())"
+            self._miss(f"{ask}({', '.join(self.given)}) != {answers}", what)
+
+    def why(self) -> Any:
+        """A function that says of leaves why the recording does not fit; None if it does."""
+        return self._made("why", "leaves", [words for _, words in self.lines])
+
+    def ready(self) -> Any:
+        """A function from leaves to the graph's inputs, or MISS."""
+        given = f"return ({''.join(g + ', ' for g in self.given)})"
+        return self._made("ready", "leaves", [*(line for line, _ in self.lines), given])
+
+    def replay(self, seen: Reached | None) -> Any:
+        """The function that does it all. What a call's arguments look like, in which form, is a part of the checks."""
+        tree = self.recording.call
+        if tree_flatten((tuple(range(len(self.kinds))), {}))[1] == tree:  # each is a leaf: told by their types
+            lines = ["if kwargs: return MISS", "leaves = args"]
+        else:
+            lines = ["leaves, tree = flatten((args, kwargs))", f"if tree != {self.object(tree)}: return MISS"]
+        lines += self._reads(seen) if seen is not None else ()
+        lines += [line for line, _ in self.lines]
+        gone = "except (KeyError, AttributeError, IndexError): return MISS"  # what it is bound to is no longer there
+        return self._made("replay", "args, kwargs", ["try:", *(f"    {x}" for x in lines), gone, *self._run()])
+
+    def _reads(self, seen: Reached) -> Iterator[str]:
+        """Plain values that the function reaches by name must be what they were."""
+        for _, holder, key, value in seen.values:
+            held, at_key, before = self.object(holder), self.object(key), self.object(value)
+            now = f"{held}.cell_contents" if key is None else f"present({held}, {at_key})"
+            if type(holder) in (list, dict):
+                now = f"{held}[{at_key}]" if type(holder) is list else f"{held}.get({at_key})"
+            yield f"if (x := {now}) is not {before} and differs(x, {before}): return MISS"
 
     def _fact(self, key: Any, now: Any) -> Any:
         """What was so when the step was recorded."""
@@ -278,8 +314,8 @@ class _Writer:
         place, name = self.place(known.where), f"i{i}"
         if known.kind == "generator":
             return place
-        if known.kind == "argument" and known.spec is None:
-            return place
+        if known.kind == "argument" and known.spec in (None, self.kinds[known.where[1]][1]):  # it was looked at
+            return place if known.spec is None else f"{place}._local"
         self.lines.append((f"{name} = {place}",) * 2)
         if known.kind == "number":
             self._miss(f"type({name}) is not float", f"{known.name} is no float")
@@ -299,25 +335,23 @@ class _Writer:
 
     # -- the replay --------------------------------------------------------------------------------------------------------
 
-    def go(self, leaves: Sequence[Any]) -> Any:
+    def _run(self) -> list[str]:
         recording = self.recording
-        self.names.update(below=_torch.below_autograd, run=recording.run, _spent=_spent)
         read = {i.where for i in recording.inputs}
         lines = [
             f"{self.place(e.where)}.grad = None"  # memory that the program gives back before the forward pass
             for e in recording.effects
             if e.kind == "gradient" and ("gradient", e.where) not in read
         ]
-        lines += ["with below():", "    out = run(*inputs)", "del inputs"]
+        lines += ["with below():", f"    out = run({', '.join(self.given)})"]
         for effect in recording.effects:
             lines += self._effect(effect)
         shown = [self._result(r) for r in recording.results]
         if recording.tree.is_leaf():
             lines.append(f"return {shown[0]}")
         else:
-            self.names.update(tree_unflatten=tree_unflatten, tree=recording.tree)
-            lines.append(f"return tree_unflatten([{', '.join(shown)}], tree)")
-        return self._made("go", "leaves, inputs", lines)
+            lines.append(f"return tree_unflatten([{', '.join(shown)}], {self.object(recording.tree)})")
+        return lines
 
     def _output(self, output: Output) -> str:
         value = f"out[{output.position}]"
@@ -326,7 +360,7 @@ class _Writer:
     def _result(self, result: Any) -> str:
         if isinstance(result, Output):
             value = self._output(result)
-            return f"_spent({value})" if result.grad else value
+            return f"spent({value})" if result.grad else value
         if isinstance(result, tuple) and result[:1] == ("place",):
             return self.place(result[1])
         return self.object(result)
@@ -343,26 +377,3 @@ class _Writer:
             state, param = self.roots[r].state, self.roots[r].param_groups[g]["params"][i]
             return [f"{self.object(state)}[{self.object(param)}][{key!r}] = {self._output(effect.output)}"]
         return [f"{self.place(effect.where)} = {self._output(effect.output)}"]
-
-
-class _Spent(torch.autograd.Function):
-    """A result whose backward pass the recording contains."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Any) -> Any:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        raise RecordingError(
-            "backward through the result of a recording: its own backward pass ran inside, or was never recorded. Call "
-            "backward() inside the recorded step, and return what you only look at as loss.detach()"
-        )
-
-
-_ANCHOR = torch.zeros((), requires_grad=True)
-
-
-def _spent(x: Tensor) -> Any:
-    """A result as the program has it: with a graph of autograd behind it, which cannot be used again."""
-    return _Spent.apply(_ANCHOR, x) if torch.is_grad_enabled() else x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from onecard import recorded
@@ -79,5 +78,5 @@ def effects(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags or "assert" in target._schema.name
+        return schema_of(target).effects
     return target in (again.message, again.wait) or (target in recorded.writes and target not in recorded.pure)

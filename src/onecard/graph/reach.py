@@ -23,7 +23,6 @@ class Reached:
     Attributes:
         roots: modules and optimizers, by the names that they have there.
         values: (name, how to read it, what it was) of plain values in closures, globals, containers and objects.
-        tree: the form of the arguments.
         named: names of attributes in the code of all functions that were found; of objects only those in ``names`` are looked
             at, so that what else they hold (a progress bar's count) may change.
     """
@@ -31,22 +30,17 @@ class Reached:
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.roots: list[tuple[str, Any]] = []
         self.values: list[tuple[str, Any, Any, Any]] = []
-        self.tree: Any = None
         self.names, self.named = names, set[str]()
         self._seen: set[int] = set()
-
-    def unchanged(self) -> bool:
-        """Whether the plain values are what they were."""
-        return not any(_differs(_now(holder, key), value) for _, holder, key, value in self.values)
 
     def difference(self) -> str:
         """Which of them is not, in words."""
         for name, holder, key, value in self.values:
-            now = _now(holder, key)
-            if _differs(now, value):
+            here = present(holder, key)
+            if differs(here, value):
                 if isinstance(value, Tensor):
                     return f"{name}, which the step reads, is another tensor; pass it as an argument"
-                return f"{name}, which the step reads, was {value!r} and is {now!r}; pass it as an argument (a float may change)"
+                return f"{name}, which the step reads, was {value!r} and is {here!r}; pass it as an argument (a float may change)"
         return ""
 
     def take(self, name: str, value: Any, holder: Any, key: Any, depth: int) -> None:
@@ -156,7 +150,7 @@ def _users(module: str) -> bool:
     return top not in ("torch", "onecard", "numpy") and (top == "__main__" or top not in sys.stdlib_module_names)
 
 
-def _now(holder: Any, key: Any) -> Any:
+def present(holder: Any, key: Any) -> Any:
     """What a cell, a container or an object's dict holds now."""
     if key is None:
         return holder.cell_contents
@@ -165,7 +159,8 @@ def _now(holder: Any, key: Any) -> Any:
     return dict.get(holder, key) if isinstance(holder, dict) else holder.get(key)
 
 
-def _differs(now: Any, before: Any) -> bool:
+def differs(now: Any, before: Any) -> bool:
+    """Whether a value is no longer what it was."""
     return now is not before and (isinstance(before, Tensor) or type(now) is not type(before) or now != before)
 
 

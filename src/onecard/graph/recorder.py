@@ -22,11 +22,13 @@ from onecard.comm.groups import line_of
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
 from onecard.graph import refusals
+from onecard.graph.nodes import called
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
 from onecard.graph.randomness import Watch
 from onecard.graph.writes import arguments_written, written_by
 from onecard.random import Key
+from onecard.rules.call import tensors_in
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -105,7 +107,8 @@ class Recorder:
                 self.about_to_write(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
             result = function(*args, **kwargs)
             self.random.note()
-        node = self._add(function, args, kwargs, result)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        node = self._add(function, args, kwargs, result, given)
         node.meta["data"] = True
         return result
 
@@ -126,13 +129,13 @@ class Recorder:
                 work.wait()
         into, functional, given, *rest = recipe()
         line = again.Line(*line_of(group))
-        self._add(again.message, (into, given, functional, tuple(rest), line), {}, None)
+        self._add(again.message, (into, given, functional, tuple(rest), line), {}, None, [into, given])
 
     # -- what is seen below autograd -----------------------------------------------------------------------------------
 
     def saw(self, args: Any, kwargs: Any) -> None:
         """Distributed operands of an operator that is about to run."""
-        for x in tree_leaves((args, kwargs)):
+        for x in tensors_in((*args, *kwargs.values())):
             if isinstance(x, DistTensor):
                 if takes_gradients(x):
                     self.leaves[id(x)] = x
@@ -147,8 +150,9 @@ class Recorder:
         if func.namespace in ("profiler", "prim"):  # marks for torch's profiler; the device of a tensor without data
             return func(*args, **kwargs)
         refusals.check(func, args)
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and takes_gradients(x):
+        given = [*tensors_in((*args, *kwargs.values()))]
+        for x in given:
+            if takes_gradients(x):
                 self.leaves[id(x)] = x
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
@@ -167,7 +171,7 @@ class Recorder:
             result = result.view_as(result) if result is args[0] else result
         if faked.here and isinstance(result, tuple):
             result = _as_the_kernel_gives(args, result)
-        self._add(func, args, kwargs, result)
+        self._add(func, args, kwargs, result, given)
         return result
 
     def _item(self, x: Tensor) -> Any:
@@ -180,13 +184,12 @@ class Recorder:
         self.reads.append((value, made))
         return value
 
-    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> fx.Node:
         node = self._put(func, self._given(args), self._given(kwargs))
         inputs = [*node.all_input_nodes]
         node.meta["data"] = any(n.meta.get("data") for n in inputs)
         for written in written_by(node):
             written.meta["data"] = written.meta["data"] or node.meta["data"]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._keep(node, result, {id(x) for x in given})
         if isinstance(result, Tensor) and func is not again.message:
             memory = storage_of(result)
@@ -212,7 +215,7 @@ class Recorder:
         self._nodes[id(x)] = (TensorWeakRef(x), node)
 
     def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        node = called(self.graph, target, args, kwargs)
         node.meta.update(self.phases.here(), line=record.user_line())
         return node
 
@@ -330,7 +333,7 @@ class _Below(TorchDispatchMode):
         recorder = self.recorder
         if any(issubclass(kind, DistTensor) for kind in types):
             if recorder.listens:
-                recorder.saw(args, kwargs)
+                recorder.saw(args, kwargs or {})
             return NotImplemented
         if not recorder.listens:
             return func(*args, **(kwargs or {}))

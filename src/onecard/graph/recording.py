@@ -20,6 +20,8 @@ from onecard.tensor.spec import Spec
 if TYPE_CHECKING:
     from onecard.graph.price import Cost
 
+MISS = object()
+"""What a replay gives that was not done: the recording does not fit."""
 Where = tuple[Any, ...]
 """A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
 ("gradient", where), ("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
@@ -150,11 +152,12 @@ class Recording:
             raise RecordingError(
                 f"{self.name}: bind it first: recording.bind({', '.join(f'{r}={r}' for r in self.roots if r)})"
             )
-        for bound in (self.bound, self.bound.again(leaves)):
-            inputs = bound.fits(leaves) if bound is not None and tree == self.call else None
-            if inputs is not None:
-                self.bound = bound
-                return bound.go(leaves, inputs)
+        result = self.bound.replay(args, kwargs)
+        if result is MISS and tree == self.call and (made := self.bound.again()) is not None:
+            result = made.replay(args, kwargs)
+            self.bound = self.bound if result is MISS else made
+        if result is not MISS:
+            return result
         why = (
             self.bound.difference(leaves, [name for name, _ in self.arguments]) if tree == self.call else "another call"
         )
@@ -178,7 +181,7 @@ class Recording:
         made = self.with_graph(self.graph)
         try:
             held = [roots.get(name) for name in self.roots]
-            made.bound = Bound(made, held, [None] * len(self.arguments), [kind for _, kind in self.arguments])
+            made.bound = Bound(made, held, [kind for _, kind in self.arguments])
         except (KeyError, AttributeError, IndexError) as fault:
             raise RecordingError(
                 f"{self.name}: what it is bound to has no {fault}. Optimizers have their states after a first step, or when a "

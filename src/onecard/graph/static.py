@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from onecard._torch import tree_flatten, tree_leaves
@@ -24,8 +24,8 @@ from onecard.graph.microbatches import Microbatches
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.places import still_before
-from onecard.graph.reach import Reached, reached
-from onecard.graph.recording import Output, Recording
+from onecard.graph.reach import reached
+from onecard.graph.recording import MISS, Output, Recording
 from onecard.graph.segments import check_backend
 
 LIMIT = 8
@@ -146,26 +146,25 @@ class Static:
         chosen(kernels, also)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn, self.limit = fn, limit
-        self._bound: list[tuple[Bound, Reached]] = []
+        self._bound: list[Bound] = []
         self._warm = self._full = False
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
         """Those made so far, the last one used first."""
-        return tuple(bound.recording for bound, _ in self._bound)
+        return tuple(bound.recording for bound in self._bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if check.on or faked.here or not self._warm:
             self._warm = True
             return self._as_it_is(args, kwargs)
-        simple = not kwargs and all(isinstance(a, Tensor | float) for a in args)
-        leaves, tree = (args, None) if simple else tree_flatten((args, kwargs))
-        for i, (bound, seen) in enumerate(self._bound):
-            inputs = bound.fits(leaves)
-            if inputs is not None and (tree is None or tree == seen.tree) and seen.unchanged():
-                if i:
-                    self._bound.insert(0, self._bound.pop(i))
-                return bound.go(leaves, inputs)
+        for bound in self._bound:
+            result = bound.replay(args, kwargs)
+            if result is not MISS:
+                if bound is not self._bound[0]:
+                    self._bound.remove(bound)
+                    self._bound.insert(0, bound)
+                return result
         return self._miss(args, kwargs)
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
@@ -175,12 +174,13 @@ class Static:
 
     def _miss(self, args: Any, kwargs: Any) -> Any:
         leaves, names, tree = _flat(self.fn, args, kwargs)
-        for i, (bound, seen) in enumerate(self._bound):
-            made = bound.again(leaves) if bound.kinds_fit(leaves) and seen.unchanged() and tree == seen.tree else None
-            inputs = made.fits(leaves) if made is not None else None
-            if made is not None and inputs is not None:
-                self._bound[i] = (made, seen)
-                return made.go(leaves, inputs)
+        for i, bound in enumerate(self._bound):
+            fits = bound.kinds_fit(leaves) and tree == bound.recording.call and not bound.seen_differs()
+            made = bound.again() if fits else None
+            result = made.replay(args, kwargs) if made is not None else MISS
+            if made is not None and result is not MISS:
+                self._bound[i] = made
+                return result
         if len(self._bound) >= self.limit:
             if not self._full:
                 self._full = True
@@ -194,14 +194,14 @@ class Static:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
         if recording.bound is not None:
-            self._bound.insert(0, (recording.bound, seen))
+            self._bound.insert(0, recording.bound.reading(seen))
         if self._parts is None:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
-        bound, seen = self._bound[0]
-        return seen.difference() or bound.difference(leaves, names)
+        bound = self._bound[0]
+        return bound.seen_differs() or bound.difference(leaves, names)
 
     def __repr__(self) -> str:
         return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
@@ -246,7 +246,6 @@ def _recorded(
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     seen = reached(fn, leaves)
-    seen.tree = tree
     kinds = kinds_of(leaves)
     capture = Capture(leaves if parts is None else parts.first(leaves, names), names, seen.roots, ask)
     undo = None if parts is None else capture.undone()
@@ -275,7 +274,7 @@ def _recorded(
     roots = [root for _, root in capture.places.roots]
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if not faked.here and not recording.makes_states:
-        recording.bound = Bound(recording, roots, leaves, kinds, still_before(capture.before, capture.places.roots))
+        recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
     return recording, seen, plain(result)
 
 

@@ -17,7 +17,7 @@ from onecard.graph.bound import Bound
 from onecard.graph.compiled import _last_uses as last_uses
 from onecard.graph.compiled import called
 from onecard.graph.price import Cost, NodeCost
-from onecard.graph.recording import Recording
+from onecard.graph.recording import MISS, Recording
 
 
 class Span(NamedTuple):
@@ -39,13 +39,11 @@ def timed(recording: Recording, args: Any, kwargs: Any) -> tuple[Span, ...]:
     spans: list[Span] = []
     made = recording.with_graph(recording.graph)
     made._run = lambda *inputs: _run(recording.graph, inputs, spans)
-    again = Bound(made, bound.roots, leaves, bound.kinds, bound._facts)
-    inputs = again.fits(leaves)
-    if inputs is None:
+    again = Bound(made, bound.roots, bound.kinds, bound._facts)
+    if again.replay(args, kwargs) is MISS:
         raise RecordingError(
             f"the recording of {recording.name} does not fit: {again.difference(leaves, [n for n, _ in recording.arguments])}"
         )
-    again.go(leaves, inputs)
     return tuple(spans)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onecard._torch import OpOverload
@@ -25,6 +26,7 @@ class Schema:
         written: names of the arguments that the operator writes to.
         out: names of the ``out=`` arguments among them.
         views: whether a result shares memory with an operand without writing to it.
+        effects: whether it does more than give a result and write to tensors: it draws random numbers, or raises.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Schema:
     written: tuple[str, ...]
     out: tuple[str, ...]
     views: bool
+    effects: bool
 
     @property
     def functional(self) -> str:
@@ -57,6 +60,7 @@ def schema_of(func: OpOverload) -> Schema:
         written=tuple(a.name for a in written),
         out=tuple(a.name for a in written if a.is_out),
         views=any(r.alias_info is not None and not r.alias_info.is_write for r in raw.returns),
+        effects=torch.Tag.nondeterministic_seeded in func.tags or "assert" in raw.name,
     )
 
 

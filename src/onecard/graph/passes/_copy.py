@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from torch import fx
 
+from onecard.graph.nodes import copied_to
+
 
 def copied(graph: fx.Graph, instead: Callable[[fx.Node], fx.Node | None], keep: Callable[[fx.Node], bool]) -> fx.Graph:
-    """A new graph.
+    """A new graph; the same one, if nothing goes.
 
     Args:
         graph: is left as it is.
@@ -22,13 +24,17 @@ def copied(graph: fx.Graph, instead: Callable[[fx.Node], fx.Node | None], keep: 
         >>> _ = graph.output((y,))
         >>> len(copied(graph, lambda n: x if n.name == "abs_1" else None, lambda n: True).nodes)
         3
+        >>> copied(graph, lambda n: None, lambda n: True) is graph
+        True
     """
+    others = {n: other for n in graph.nodes if (other := instead(n)) is not None}
+    gone = {n for n in graph.nodes if n.op == "call_function" and n not in others and not keep(n)}
+    if not others and not gone:
+        return graph
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        other = instead(node)
-        if other is not None:
-            names[node] = names[other]
-        elif node.op != "call_function" or keep(node):
-            names[node] = made.node_copy(node, names.__getitem__)
-            names[node].name = node.name if node.op == "placeholder" else names[node].name
+        if node in others:
+            names[node] = names[others[node]]
+        elif node not in gone:
+            names[node] = copied_to(made, node, names.__getitem__)
     return made

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard.graph.nodes import called
 from onecard.graph.recorder import facts
 
 _META = torch.device("meta")
@@ -21,7 +22,7 @@ def added(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], *args: Any
         like: a node whose phase, module and line it takes.
         target: run on tensors without data, to learn the shape of its result.
     """
-    node = graph.call_function(target, args, kwargs)
+    node = called(graph, target, args, kwargs)
     node.meta.update({k: like.meta[k] for k in ("phase", "module", "line", "data") if k in like.meta})
     if target is operator.getitem:
         made: Any = args[0].meta["several"][args[1]]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from onecard.comm import again
+from onecard.graph.nodes import copied_to
 from onecard.graph.order import Order
 from onecard.graph.passes._new import added, nbytes
 
@@ -32,8 +33,7 @@ def small_together(graph: fx.Graph, small: int = SMALL) -> fx.Graph:
     held: list[fx.Node] = []  # what runs after the message that is yet to come
 
     def put(node: fx.Node) -> None:
-        names[node] = made.node_copy(node, names.__getitem__)
-        names[node].name = node.name if node.op == "placeholder" else names[node].name
+        names[node] = copied_to(made, node, names.__getitem__)
 
     waiting: set[fx.Node] = set()
     for node in graph.nodes:

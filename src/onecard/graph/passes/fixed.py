@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from onecard.graph.nodes import called, copied_to
 from onecard.graph.order import name_of
 
 aten = torch.ops.aten
@@ -25,10 +26,9 @@ def of_no_input(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         call = _full(node)
         if call is None:
-            names[node] = made.node_copy(node, names.__getitem__)
-            names[node].name = node.name if node.op == "placeholder" else names[node].name
+            names[node] = copied_to(made, node, names.__getitem__)
         else:
-            names[node] = made.call_function(aten.full.default, call[0], call[1])
+            names[node] = called(made, aten.full.default, *call)
             names[node].meta.update(node.meta)
     return made
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from onecard._torch import OpOverload
 from onecard.graph.memory import Memory
+from onecard.graph.nodes import called, copied_to
 from onecard.graph.order import name_of
 from onecard.graph.passes.fixed import contiguous
 
@@ -40,12 +41,11 @@ def in_place(graph: fx.Graph) -> fx.Graph:
         target: Any = forms.get(node)
         root = _spent(node, memory) if target is not None else None
         if root is not None and root not in taken and last[root] == order[node]:
-            names[node] = made.call_function(target, *fx.map_arg((node.args, node.kwargs), names.__getitem__))
+            names[node] = called(made, target, *fx.map_arg((node.args, node.kwargs), names.__getitem__))
             names[node].meta.update(node.meta, own=False)
             taken.add(root)
         else:
-            names[node] = made.node_copy(node, names.__getitem__)
-            names[node].name = node.name if node.op == "placeholder" else names[node].name
+            names[node] = copied_to(made, node, names.__getitem__)
     return made
 
 

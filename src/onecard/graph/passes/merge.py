@@ -16,6 +16,7 @@ from torch import fx
 from onecard._torch import OpOverload
 from onecard.errors import RecordingError
 from onecard.graph.memory import Memory, effects
+from onecard.graph.nodes import copied_to
 from onecard.graph.order import only_names
 from onecard.graph.passes._new import added
 
@@ -144,14 +145,13 @@ class _Merge:
             self._microbatch(names, wanted)
         for node in self.nodes:
             if node in self.once.tail:
-                self.names[node] = self.made.node_copy(node, partial(self._in_tail, user=node))
+                self.names[node] = copied_to(self.made, node, partial(self._in_tail, user=node))
         self.made.output(tuple(self._shown(i, n) for i, n in enumerate(self.out)))
 
     def _inputs(self) -> None:
         for node in self.nodes:
             if node.op == "placeholder":
-                self.names[node] = made = self.made.node_copy(node)
-                made.name = node.name
+                self.names[node] = made = copied_to(self.made, node, self.names.__getitem__)
                 if cut(node):
                     (rows, *rest), *others = node.meta["tensor"]
                     made.meta["tensor"] = ((rows * self.k, *rest), *others)
@@ -199,7 +199,7 @@ class _Merge:
     def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
         for node in self.nodes:
             if node.op == "call_function" and node not in self.once.tail:
-                names[node] = self.made.node_copy(node, names.__getitem__)
+                names[node] = copied_to(self.made, node, names.__getitem__)
                 for gradient in wanted.get(node, ()):
                     self._add(gradient, names[gradient], last=names is self.each[-1])
 
@@ -227,7 +227,7 @@ class _Merge:
             )
         if base is node:
             return self.sums[node]
-        self.names[node] = made = self.made.node_copy(node, lambda n: self._in_tail(n, user))
+        self.names[node] = made = copied_to(self.made, node, lambda n: self._in_tail(n, user))
         return made
 
     def _shown(self, i: int, node: Any) -> Any:

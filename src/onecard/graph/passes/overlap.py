@@ -16,6 +16,7 @@ from torch import fx
 
 from onecard.comm import again
 from onecard.graph.live import Live
+from onecard.graph.nodes import copied_to
 from onecard.graph.order import Order, only_moves, only_names, only_room
 from onecard.graph.passes._new import nbytes
 
@@ -135,9 +136,7 @@ class _Schedule:
         for n in self.order.needs[node]:
             if n in self.under_way and not only_names(node):
                 self._wait(n)
-        self.names[node] = made = self.made.node_copy(node, self.names.__getitem__)
-        if node.op == "placeholder":
-            made.name = node.name
+        self.names[node] = made = copied_to(self.made, node, self.names.__getitem__)
         if _worth(node) and node.op == "call_function":
             made.kwargs = {**made.kwargs, "later": True}
             self.under_way[node] = self.work

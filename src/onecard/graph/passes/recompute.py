@@ -12,6 +12,7 @@ from torch import fx
 from onecard._torch import OpOverload
 from onecard.graph.live import size_of
 from onecard.graph.memory import Memory, effects
+from onecard.graph.nodes import copied_to
 from onecard.graph.order import name_of, only_names
 from onecard.graph.writes import written_by
 
@@ -39,13 +40,12 @@ def recomputed(graph: fx.Graph, most: int | None = None) -> fx.Graph:
         if n not in copies:
             for operand in n.all_input_nodes:
                 late(operand)
-            copies[n] = made.node_copy(n, late)
+            copies[n] = copied_to(made, n, late)
             copies[n].meta["phase"] = "backward"
         return copies[n]
 
     for node in graph.nodes:
-        names[node] = made.node_copy(node, late if _is_late(node) else names.__getitem__)
-        names[node].name = node.name if node.op == "placeholder" else names[node].name
+        names[node] = copied_to(made, node, late if _is_late(node) else names.__getitem__)
     return made
 
 
