@@ -72,8 +72,8 @@ An operator counts as *right* only if it is right in all its cases.
 """
 
 
-REPLAYED = """`--libraries "onecard replayed" --samples 2 --placings 2`: two samples of each operator, every tensor replicated, cut
-along one dim, cut along another (or all alike, or some plain), the in-place and `out=` forms. Each case, with its
+REPLAYED = """`--libraries "onecard replayed" --samples 2 --placings 2`: two samples of each operator, every tensor replicated,
+cut along one dim, cut along another (or all alike, or some plain), the in-place and `out=` forms. Each case, with its
 gradients, is a function that `onecard.to_static` runs, records and replays. What is compared is the replay; the two
 calls before it are given tensors of other values (where one card takes them), so that a value that the recording keeps
 is seen. A call that is not replayed counts as wrong. What is not right:
