@@ -99,9 +99,7 @@ def _reasons(outcomes: Sequence[Outcome]) -> str:
     lines = dict[str, list[str]]()
     for o in outcomes:
         for state, text in dict.fromkeys((fault.partition(": ")[0], fault) for fault in o.faults):
-            known = next(
-                (words for key, words in REASONS if state == "refused" and key in text), f"{state}: {text[:200]}"
-            )
+            known = next((words for key, words in REASONS if state == "refused" and key in text), text[:200])
             some = "" if o.counts.get("right", 0) == 0 else ", some cases"
             name = f"`{o.name}`{'' if o.dtype == 'float32' else f' ({o.dtype})'}{some}"
             if name not in lines.setdefault(known, []):
