@@ -264,6 +264,28 @@ def test_a_pass_that_drops_a_message_on_one_rank_is_named() -> None:
         run_ranks(drops_one, 2)
 
 
+def sends_alike() -> tuple[bool, int, float]:
+    """A part that is filled up with zeros is sent in backward again; and two results are gathered from one tensor."""
+    where = oc.ProcessMesh([0, 1], ["dp"])
+    x = oc.shard_tensor(torch.rand(1, 2, 3, 6, 5), where, [S(0)], requires_grad=True)
+
+    def pooled(x: Any) -> Tensor:
+        return torch.autograd.grad(torch.nn.functional.max_pool3d(x, (3, 2, 2)).square().sum(), x)[0]
+
+    step = oc.to_static(pooled)
+    same_gradient = all(torch.equal(step(x).full_tensor(), pooled(x).full_tensor()) for _ in range(3))
+    twice = oc.to_static(lambda x: (oc.reshard(x, where, [R]), oc.reshard(x, where, [R])))
+    y = oc.shard_tensor(torch.ones(4, 100), where, [S(0)])
+    for _ in range(3):
+        one, other = twice(y)
+    one.add_(1)
+    return same_gradient, len(messages(step.recordings[0].graph)), other.full_tensor().max().item()
+
+
+def test_equal_messages_are_one_on_all_ranks_and_results_have_their_own_memory() -> None:
+    assert run_ranks(sends_alike, 2) == [(True, 1, 1.0)] * 2
+
+
 # -- the order in which gradients are summed -------------------------------------------------------------------------------
 
 

@@ -45,9 +45,14 @@ def read_list(x: Tensor) -> Tensor:
     return x + x.tolist()[0]
 
 
+def split_where_it_says(x: Tensor) -> Tensor:
+    return torch.tensor_split(x, x.abs().to(torch.int64))[0]
+
+
 WORDS = {
     read_item: r"refusals.py:\d+.*\.item\(\)", read_branch: "torch.where", read_mask: "indexing by a mask.*torch.where",
-    read_numpy: r"numpy\(\)", from_numpy: "pass it as an argument", read_list: r"tolist\(\)",
+    split_where_it_says: "give them as a list", read_numpy: r"numpy\(\)",
+    from_numpy: "pass it as an argument", read_list: r"tolist\(\)",
 }  # fmt: skip
 
 
@@ -247,6 +252,66 @@ def test_what_is_asked_before_each_replay() -> None:
     drawn(one)
     with pytest.raises(RecordingError, match=r"depends on random numbers, drawn at \S*test_static_refusals.py:\d+"):
         drawn(one)
+
+
+def equal_or_not(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if torch.equal(x, y) else x - y
+
+
+def close_or_not(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if torch.allclose(x, y, rtol=0.1) else x - y
+
+
+@pytest.mark.parametrize("step", [equal_or_not, close_or_not])
+def test_comparing_tensors_reads_them(step: Callable[..., Any]) -> None:
+    one = torch.ones(3)
+    with pytest.raises(RecordingError, match="its value is read on the host"):
+        oc.record(step)(one, one.clone())
+    static = oc.to_static(step, ask=True)
+    for i, y in enumerate((one, one.clone(), one.clone(), one * 3, one * 4, one.clone())):
+        with pytest.warns(UserWarning, match="asks about") if i == 3 else warnings.catch_warnings():
+            assert torch.equal(static(one.clone(), y), step(one, y))
+    assert len(static.recordings) == 2
+
+
+def test_comparing_what_no_data_can_change() -> None:
+    """torch.cov looks at the number of observations that it has itself made a tensor of."""
+    static = oc.to_static(torch.cov)
+    for k in range(4):
+        x = torch.arange(12.0).view(3, 4) ** (k / 2)
+        assert torch.equal(static(x), torch.cov(x))
+    assert len(static.recordings) == 1
+
+
+def by_a_mask(x: Tensor) -> Tensor:
+    return x[torch.tensor([True, False, True])]
+
+
+def as_long_as_is_said(x: Tensor) -> Tensor:
+    return x.repeat_interleave(x.abs().to(torch.int64).clamp(1, 1), output_size=3)
+
+
+@pytest.mark.parametrize("step", [torch.combinations, by_a_mask, as_long_as_is_said])
+def test_shapes_that_no_data_can_change(step: Callable[..., Any]) -> None:
+    static = oc.to_static(step)
+    for k in range(4):
+        assert torch.equal(static(X * k), step(X * k))
+    assert len(static.recordings) == 1
+
+
+def test_a_shape_that_a_counter_changes() -> None:
+    """It is asked before each replay, and a recording of another shape is another recording."""
+    count = torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        count.add_(1)
+        return x[torch.arange(3) < count]
+
+    static = oc.to_static(step)
+    for i in range(5):
+        with pytest.warns(UserWarning, match="asks about") if i == 2 else warnings.catch_warnings():
+            assert static(X).shape == (min(i + 1, 3),)
+    assert len(static.recordings) == 2
 
 
 def test_an_argument_that_is_given_twice() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import sys
 import time
@@ -26,7 +27,20 @@ from torch.utils._pytree import tree_flatten, tree_map
 from onecard import to_static
 from sweep.compare import difference
 from sweep.libraries import Library, make
-from sweep.samples import RANDOM, VALUELESS, Placing, Sample, operators, placings, samples, title, variants
+from sweep.samples import (
+    RANDOM,
+    SEED_OF_DATABASE,
+    VALUELESS,
+    Placing,
+    Sample,
+    operators,
+    placings,
+    samples,
+    title,
+    unseeded,
+    variants,
+    with_other_values,
+)
 
 STATES = ("right", "refused", "wrong", "crashed", "one-sided", "hung")
 
@@ -73,6 +87,9 @@ def run(names: Sequence[str], options: Options, path: str) -> None:
     control = dist.new_group(backend="gloo")
     dtype = getattr(torch, options.dtype)
     table = {title(op): op for op in operators(dtype)}
+    if library.replays:  # each recording looks at all objects of the process; those of the database are most of them
+        gc.collect()
+        gc.freeze()
     with open(f"{path}.{dist.get_rank()}", "a", buffering=1) as out:
         for count, name in enumerate(names):
             if count % 20 == 0 and dist.get_rank() == 0:
@@ -147,12 +164,13 @@ def _cases(op: Any, dtype: torch.dtype, library: Library, options: Options) -> I
                 continue
             if op.name.startswith(RANDOM):
                 expected = _drawn(function, sample, expected, library)
+            others = with_other_values(sample, dtype, function) if library.replays else ()
             limit = options.placings if not form else 3
             for placing in placings(sample.tensors, limit, options.partial):
                 text = f"{form} {_words(sample, placing)}".strip()
-                yield text, Case(function, sample, placing, expected, library, bool(form))
+                yield text, Case(function, sample, placing, expected, library, bool(form), others)
         if op.supports_out and not number:
-            yield from _out_cases(op, sample, library)
+            yield from _out_cases(op, sample, dtype, library)
 
 
 def _words(sample: Sample, placing: Placing) -> str:
@@ -261,12 +279,14 @@ class Case:
     expected: Expected
     library: Library
     inplace: bool
+    others: Sequence[Tensor] = ()
+    """with other values, for the calls ahead of a replay"""
 
     def __call__(self) -> str:
         expected = self.expected
-        placed = self.placed()
         if self.library.replays:
             return self._replayed()
+        placed = self.placed()
         result = _call(self.function, self.sample, placed)
         whole = self.whole(result)
         random = not expected.values
@@ -283,7 +303,7 @@ class Case:
         return f"gradient: {why}" if why else ""
 
     def _replayed(self) -> str:
-        """The same of a recorded step's third call, which is a replay."""
+        """The same of a recorded step's third call, which is a replay. The calls before it are given other values."""
         expected, random = self.expected, not self.expected.values
         weights = {id(w): self.replicate(w) for w in expected.weights}
         wants = expected.grads is not None and not self.inplace and not random
@@ -295,11 +315,13 @@ class Case:
             grads, _ = _gradients(self.sample.finish(result), tensors, expected.weights, lambda w: weights[id(w)])
             return _detached(result), grads
 
-        recorded = to_static(step)
-        for _ in range(3):
-            placed = self.placed()
-            torch.manual_seed(1)
-            result, grads = recorded(*placed)
+        recorded, seed = to_static(step), 1
+        for given in (self.others, self.others, self.sample.tensors):
+            placed = self.placed(given)
+            torch.manual_seed(seed)
+            with unseeded() as seeded_by_database:
+                result, grads = recorded(*placed)
+            seed = SEED_OF_DATABASE if seeded_by_database else 1
         if len(recorded.recordings) != 1:
             return "it is not replayed"
         if why := difference(self.whole(result), expected.result, values=not random):
@@ -309,10 +331,10 @@ class Case:
         why = difference(self.whole(grads), expected.grads) if wants else ""
         return f"gradient: {why}" if why else ""
 
-    def placed(self) -> list[Tensor]:
-        """The tensors of the sample, laid out."""
+    def placed(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The tensors of the sample, or others in their places, laid out."""
         placed = []
-        for t, p in zip(self.sample.tensors, self.placing, strict=True):
+        for t, p in zip(self.sample.tensors if tensors is None else tensors, self.placing, strict=True):
             leaf = _leaf(t, not self.inplace)
             if p is None and not self.library.takes_plain:
                 p = Replicate()
@@ -333,7 +355,9 @@ def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _out_cases(op: Any, sample: Sample, library: Library) -> Iterator[tuple[str, Callable[[], str]]]:
+def _out_cases(
+    op: Any, sample: Sample, dtype: torch.dtype, library: Library
+) -> Iterator[tuple[str, Callable[[], str]]]:
     """op(..., out=): for one result tensor, into a tensor cut along its first dim."""
     bare = Sample([_leaf(t, False) for t in sample.tensors], sample.run, sample.finish, False)
     expected = _expected(op.op, bare, True, op.name)
@@ -357,4 +381,5 @@ def _out_cases(op: Any, sample: Sample, library: Library) -> Iterator[tuple[str,
         return
     for placing in placings(bare.tensors, 1, False):
         if None not in placing:
-            yield f"out= {_words(bare, placing)}", Case(with_out, bare, placing, expected, library, True)
+            others = with_other_values(bare, dtype, op.op) if library.replays else ()
+            yield f"out= {_words(bare, placing)}", Case(with_out, bare, placing, expected, library, True, others)

@@ -72,13 +72,51 @@ An operator counts as *right* only if it is right in all its cases.
 """
 
 
+REPLAYED = """`--libraries "onecard replayed" --samples 2 --placings 2`: two samples of each operator, every tensor replicated,
+cut along one dim, cut along another (or all alike, or some plain), the in-place and `out=` forms. Each case, with its
+gradients, is a function that `onecard.to_static` runs, records and replays. What is compared is the replay; the two
+calls before it are given tensors of other values (where one card takes them), so that a value that the recording keeps
+is seen. A call that is not replayed counts as wrong. What is not right:
+"""
+
+REASONS = (
+    (
+        "the shape of the result depends on values",
+        "The shape of the result, or of what its gradient needs, depends on values.",
+    ),
+    (
+        "its value is read on the host",
+        "Python, or torch's own code, reads a value: `to_static(step, ask=True)` where it may.",
+    ),
+    ("takes its indices from it on the host", "torch reads the indices on the host: give them as a list."),
+    ("cannot change its size in place", "Refused without a recording too: memory changes its size."),
+    ("sparse", "Refused without a recording too: sparse tensors."),
+)
+
+
+def _reasons(outcomes: Sequence[Outcome]) -> str:
+    """What is not right, by the reason that the error gives; what has none of these stands by itself."""
+    lines = dict[str, list[str]]()
+    for o in outcomes:
+        for state, text in dict.fromkeys((fault.partition(": ")[0], fault) for fault in o.faults):
+            known = next((words for key, words in REASONS if state == "refused" and key in text), text[:200])
+            some = "" if o.counts.get("right", 0) == 0 else ", some cases"
+            name = f"`{o.name}`{'' if o.dtype == 'float32' else f' ({o.dtype})'}{some}"
+            if name not in lines.setdefault(known, []):
+                lines[known].append(name)
+    return "\n".join(f"* {reason} {'; '.join(names)}" for reason, names in lines.items())
+
+
 def page(found: Mapping[str, Sequence[Outcome]], seconds: Mapping[str, float]) -> str:
     """The page of the documentation."""
     parts = [HEAD, "## Totals\n", _totals(found)]
     took = ", ".join(f"{library} {took:.0f} s" for library, took in seconds.items())
     parts.append(f"\nThe sweep took: {took}, on two cores.\n")
     for library, outcomes in found.items():
-        parts += [f"\n## {library}: what is not right\n", _not_right(outcomes, library == "onecard")]
+        if library == "onecard replayed":
+            parts += ["\n## Through a recording\n", REPLAYED, _reasons(outcomes)]
+        else:
+            parts += [f"\n## {library}: what is not right\n", _not_right(outcomes, library == "onecard")]
     if "onecard" in found:
         parts += ["\n## onecard: how each operator runs (float32)\n", _handling(found["onecard"])]
     return "\n".join(parts) + "\n"

@@ -8,8 +8,10 @@ import sys
 import types
 import unittest
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -43,6 +45,26 @@ def database() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db
+
+
+def _unseeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _unseeded_calls.append(function)
+    return function(*args, **kwargs)
+
+
+_unseeded_calls: list[Any] = []
+SEED_OF_DATABASE = 42
+
+
+@contextmanager
+def unseeded() -> Iterator[list[Any]]:
+    """Inside, what the database seeds itself within the call is called without; gives what was called so."""
+    database()
+    from torch.testing._internal import common_methods_invocations
+
+    _unseeded_calls.clear()
+    with patch.object(common_methods_invocations, "wrapper_set_seed", _unseeded):
+        yield _unseeded_calls
 
 
 def title(op: Any) -> str:
@@ -118,6 +140,22 @@ def _sample(given: Any, grad: bool) -> Sample:
         return function(first, *args, **kwargs)
 
     return Sample([leaves[i] for i in places], run, given.output_process_fn_grad, grad)
+
+
+def with_other_values(sample: Sample, dtype: torch.dtype, function: Callable[..., Any]) -> list[Tensor]:
+    """Tensors of the sample's shapes with other values that one card takes too; the sample's own, where it takes none."""
+    others = [_other_values(t) if t.dtype == dtype else t for t in sample.tensors]
+    try:
+        sample.run(function, [t.detach().clone() for t in others])
+    except Exception:  # positive definite, sorted, or in some range
+        return sample.tensors
+    return others
+
+
+def _other_values(t: Tensor) -> Tensor:
+    with torch.no_grad():
+        other = t * 0.98 if t.dtype.is_floating_point else t.roll(1)
+        return torch.empty_like(t).copy_(other).requires_grad_(t.requires_grad)
 
 
 Placing = tuple[Placement | None, ...]  # one for each tensor; None: a plain tensor

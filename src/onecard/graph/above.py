@@ -16,6 +16,7 @@ from onecard.graph.recorder import Recorder
 from onecard.tensor.dist_tensor import DistTensor
 
 _READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _PRINTS = {Tensor.__repr__, Tensor.__format__}
 _LITERAL = (bool, int, float, complex, Tensor)
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
@@ -44,6 +45,8 @@ class Above(TorchFunctionMode):
             raise refusals.made_outside(torch.as_tensor(args[0]))
         if func in _READS:
             raise refusals.reads_data(f"{func.__name__}() gives its values to Python")
+        if func in _SPLITS and any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())):
+            raise refusals.reads_data("tensor_split() takes its indices from it on the host (give them as a list)")
         if func in _PRINTS:
             with recorder.paused():
                 return func(*args, **kwargs)

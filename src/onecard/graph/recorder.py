@@ -21,7 +21,7 @@ from onecard.comm import again, record, trace
 from onecard.comm.groups import line_of
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
-from onecard.graph import refusals
+from onecard.graph import reads, refusals
 from onecard.graph.nodes import called
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
@@ -36,11 +36,6 @@ aten = torch.ops.aten
 Condition = tuple[
     Callable[..., bool], tuple[Any, ...], bool
 ]  # a comparison, what it compares (nodes, values), the outcome
-
-
-def item(x: Tensor) -> Any:
-    """A counter of one element, read on the host."""
-    return x.item()
 
 
 def _top() -> None:
@@ -145,11 +140,12 @@ class Recorder:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a local operator, and write it down."""
-        if func is aten._local_scalar_dense.default:
-            return self._item(args[0])
+        if func in reads.VALUES:
+            return self._read(func, args, kwargs)
         if func.namespace in ("profiler", "prim"):  # marks for torch's profiler; the device of a tensor without data
             return func(*args, **kwargs)
-        refusals.check(func, args)
+        if reads.sized_by_values(func, args, kwargs):
+            self._count(func, args)
         given = [*tensors_in((*args, *kwargs.values()))]
         for x in given:
             if takes_gradients(x):
@@ -174,13 +170,25 @@ class Recorder:
         self._add(func, args, kwargs, result, given)
         return result
 
-    def _item(self, x: Tensor) -> Any:
-        node = self.node_of(x)
-        value = aten._local_scalar_dense.default(x)
-        if node.meta["data"] and not self.ask:
+    def _count(self, func: Any, args: Any) -> None:
+        """How many elements its masks take is known before a replay, if they do not depend on data."""
+        masks = [(x, self.node_of(x)) for x in reads.masks(func, args)]
+        if not masks or any(node.meta["data"] for _, node in masks):
+            raise refusals.shape_depends(func)
+        for mask, node in masks:
+            with self.paused():
+                count = reads.chosen_by(mask)
+            self.reads.append((count, self._put(reads.chosen_by, (node,), {})))
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What Python is given of tensors; of those that do not depend on data it is known before a replay."""
+        given, named = self._given(args), self._given(kwargs)
+        value = func(*args, **kwargs)
+        data = any(n.meta["data"] for n in given if isinstance(n, fx.Node))
+        if data and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
-        made = self._put(item, (node,), {})
-        made.meta["data"] = node.meta["data"]
+        made = self._put(reads.VALUES[func], given, named)
+        made.meta["data"] = data
         self.reads.append((value, made))
         return value
 

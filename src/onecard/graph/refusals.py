@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onecard.comm import record
 from onecard.errors import RecordingError
 
 _READS = "Read values outside of the recorded step: return the tensor and call .item() on what the step gives"
-# Of these the tag is not the whole truth: they are as long as their operands say, but for masks.
-_BY_MASK = {torch.ops.aten.index.Tensor: lambda args: any(_mask(i) for i in args[1])}
-_SIZED = {torch.ops.aten.repeat_interleave.Tensor}
 
 
-def _mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def check(func: Any, args: Any) -> None:
-    """Refuse an operator whose result has a shape that depends on values.
-
-    Raises:
-        RecordingError: with the user's line.
-    """
-    if torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags:
-        return
-    if func in _BY_MASK and not _BY_MASK[func](args):
-        return
+def shape_depends(func: Any) -> RecordingError:
+    """The error for a result whose shape depends on values."""
     name = func._schema.name.removeprefix("aten::")
-    what = "indexing by a mask" if func in _BY_MASK or name == "nonzero" else name
-    raise RecordingError(
+    what = "indexing by a mask" if name in ("index", "nonzero") else name
+    return RecordingError(
         f"{what} at {record.user_line()}: the shape of the result depends on values, so that a recording would be right for this "
         "step only. Keep the shape: torch.where(mask, x, 0) in place of x[mask], sums weighted by the mask in place of means of "
         "what it selects; or do it outside of the recorded step"

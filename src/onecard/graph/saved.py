@@ -21,7 +21,7 @@ from onecard._torch import OpOverload, treespec_dumps, treespec_loads
 from onecard.comm import again
 from onecard.errors import RecordingError
 from onecard.graph.places import is_nameless
-from onecard.graph.recorder import item
+from onecard.graph.reads import chosen_by, item
 from onecard.graph.recording import Effect, Input, Output, Recording
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
@@ -37,7 +37,12 @@ _PYTHON = {f.__name__: f for f in (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.neg,
     operator.pos, operator.abs, operator.getitem, operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
 )}  # fmt: skip
-_OURS: dict[str, Callable[..., Any]] = {"item": item, "message": again.message, "wait": again.wait}
+_OURS: dict[str, Callable[..., Any]] = {
+    "item": item,
+    "chosen_by": chosen_by,
+    "message": again.message,
+    "wait": again.wait,
+}
 _KINDS = {"DistTensor": DistTensor, "Tensor": torch.Tensor, "float": float, "int": int, "bool": bool, "str": str,
           "NoneType": type(None)}  # fmt: skip
 

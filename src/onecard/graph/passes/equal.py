@@ -14,6 +14,7 @@ from onecard.graph.memory import Memory, effects
 from onecard.graph.order import only_names
 from onecard.graph.passes._copy import copied
 
+aten = torch.ops.aten
 _FRESH = (
     "empty",
     "new_empty",
@@ -26,10 +27,17 @@ _LITTLE = 256  # bytes that may be kept from forward to backward
 
 
 def equal_nodes(graph: fx.Graph) -> fx.Graph:
-    """Merge nodes of memory that nobody writes to; messages likewise, with the buffers that they fill."""
+    """Merge nodes of memory that nobody writes to; messages likewise, with the buffers that they fill.
+
+    How large a part is, and whether it is copied before it is sent, differs from rank to rank: it may not decide which
+    messages are sent.
+    """
     memory = Memory(graph)
     other: dict[fx.Node, fx.Node] = {}
+    alike: dict[fx.Node, fx.Node] = {}  # for what is sent: that which is the same on all ranks
     first: dict[Any, fx.Node] = {}
+    computed: dict[Any, fx.Node] = {}
+    given: dict[Any, fx.Node] = {}
     fills = _filled_once(graph, memory)
     dropped: set[fx.Node] = set()
     out: Any = next(iter(reversed(graph.nodes))).args[0]
@@ -38,25 +46,30 @@ def equal_nodes(graph: fx.Graph) -> fx.Graph:
         if node.op != "call_function":
             continue
         if node.target is again.message:
-            key = _message_key(node, memory, other, fills)
+            key = _message_key(node, memory, alike, fills)
             if key is None:
                 continue
+            if key in first and memory.roots[node.args[0]] & shown:
+                continue  # what is shown has its own memory
             if key in first:
-                other[node.args[0]] = first[key].args[0]  # type: ignore[assignment]
+                other[node.args[0]] = alike[node.args[0]] = first[key].args[0]  # type: ignore[assignment]
                 dropped.add(node)
             else:
                 first[key] = node
         elif not effects(node) and node not in memory.writes and _steady(node, memory) and not _fresh(node):
-            key = (node.target, _key(node.args, other), _key(node.kwargs, other))
-            found = first.setdefault(key, node)
-            if (
-                found is not node and _is_held(found, node) and not memory.roots[node] & shown
-            ):  # each has its own memory
+            free = not memory.roots[node] & shown
+            if (found := _first(node, computed, other)) is not node and free and _is_held(found, node, _LITTLE):
                 other[node] = found
+            if (found := _first(node, given, alike)) is not node and (_is_held(found, node, -1) or _only_copies(node)):
+                alike[node] = found
     return copied(graph, _resolved(other), lambda n: n not in dropped)
 
 
-def _is_held(found: fx.Node, node: fx.Node) -> bool:
+def _first(node: fx.Node, seen: dict[Any, fx.Node], same: dict[fx.Node, fx.Node]) -> fx.Node:
+    return seen.setdefault((node.target, _key(node.args, same), _key(node.kwargs, same)), node)
+
+
+def _is_held(found: fx.Node, node: fx.Node, little: int) -> bool:
     """Whether using an earlier result costs no memory: it is from the same phase, names memory, is small, or stays anyway.
 
     What backward computes anew on purpose, forward would have to keep.
@@ -64,7 +77,7 @@ def _is_held(found: fx.Node, node: fx.Node) -> bool:
     if found.meta.get("phase") == node.meta.get("phase") or "tensor" not in found.meta or only_names(found):
         return True
     shape, _, dtype, _ = found.meta["tensor"]
-    return math.prod(shape) * dtype.itemsize <= _LITTLE or any(user > node for user in found.users)
+    return math.prod(shape) * dtype.itemsize <= little or any(user > node for user in found.users)
 
 
 def _resolved(other: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node | None]:
@@ -100,6 +113,17 @@ def _message_key(node: fx.Node, memory: Memory, other: dict[fx.Node, fx.Node], f
     ):
         return None
     return ("message", other.get(given, given), _key(node.args[2:], other))
+
+
+def _only_copies(node: fx.Node) -> bool:
+    """Whether a node copies, or fills up with zeros: what some ranks do to their parts before they send, and others need not."""
+    if node.target is aten.cat.default:
+        return any(map(_only_zeros, node.args[0]))  # type: ignore[arg-type]
+    return node.target is aten.clone.default or _only_zeros(node)
+
+
+def _only_zeros(node: fx.Node) -> bool:
+    return node.target is aten.new_zeros.default or (node.target is aten.full.default and bool(node.args[1] == 0))
 
 
 def _key(value: Any, other: dict[fx.Node, fx.Node]) -> Any:
