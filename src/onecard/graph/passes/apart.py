@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from onecard import _torch
 from onecard._torch import TorchDispatchMode, tree_map
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added, rehearsed
 from onecard.rules.table.matmul import linear_backward
 
@@ -32,7 +33,7 @@ def taken_apart(graph: fx.Graph) -> fx.Graph:
             if "spec" in node.meta:
                 part.meta["spec"] = node.meta["spec"]
         else:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 

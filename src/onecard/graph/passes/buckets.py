@@ -11,6 +11,7 @@ from torch import fx
 
 from onecard.comm import again
 from onecard.graph.order import Order
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added, nbytes
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ def small_together(graph: fx.Graph, small: int = SMALL) -> fx.Graph:
     held: list[fx.Node] = []  # what runs after the message that is yet to come
 
     def put(node: fx.Node) -> None:
-        names[node] = made.node_copy(node, names.__getitem__)
+        names[node] = node_copied(made, node, names.__getitem__)
         names[node].name = node.name if node.op == "placeholder" else names[node].name
 
     waiting: set[fx.Node] = set()

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from onecard.graph.order import name_of
+from onecard.graph.passes._copy import node_copied
 
 aten = torch.ops.aten
 _VALUES = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
@@ -25,7 +26,7 @@ def of_no_input(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         call = _full(node)
         if call is None:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
         else:
             names[node] = made.call_function(aten.full.default, call[0], call[1])

@@ -13,6 +13,7 @@ from torch import fx
 from onecard._torch import OpOverload
 from onecard.graph.memory import Memory
 from onecard.graph.order import name_of
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes.fixed import contiguous
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def in_place(graph: fx.Graph) -> fx.Graph:
             names[node].meta.update(node.meta, own=False)
             taken.add(root)
         else:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from onecard import _torch
 from onecard.graph import kernels
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def fastest(graph: fx.Graph) -> fx.Graph:
         if node in taken:
             names[node] = _by_onednn(node, taken[node], made, names)
         else:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 

@@ -17,6 +17,7 @@ from onecard._torch import OpOverload
 from onecard.errors import RecordingError
 from onecard.graph.memory import Memory, effects
 from onecard.graph.order import only_names
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ class _Merge:
             self._microbatch(names, wanted)
         for node in self.nodes:
             if node in self.once.tail:
-                self.names[node] = self.made.node_copy(node, partial(self._in_tail, user=node))
+                self.names[node] = node_copied(self.made, node, partial(self._in_tail, user=node))
         self.made.output(tuple(self._shown(i, n) for i, n in enumerate(self.out)))
 
     def _inputs(self) -> None:
@@ -199,7 +200,7 @@ class _Merge:
     def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
         for node in self.nodes:
             if node.op == "call_function" and node not in self.once.tail:
-                names[node] = self.made.node_copy(node, names.__getitem__)
+                names[node] = node_copied(self.made, node, names.__getitem__)
                 for gradient in wanted.get(node, ()):
                     self._add(gradient, names[gradient], last=names is self.each[-1])
 
@@ -227,7 +228,7 @@ class _Merge:
             )
         if base is node:
             return self.sums[node]
-        self.names[node] = made = self.made.node_copy(node, lambda n: self._in_tail(n, user))
+        self.names[node] = made = node_copied(self.made, node, lambda n: self._in_tail(n, user))
         return made
 
     def _shown(self, i: int, node: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import fx
 from onecard.comm import again
 from onecard.graph.live import Live
 from onecard.graph.order import Order, only_moves, only_names, only_room
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import nbytes
 
 LARGE = 32 * 1024
@@ -135,7 +136,7 @@ class _Schedule:
         for n in self.order.needs[node]:
             if n in self.under_way and not only_names(node):
                 self._wait(n)
-        self.names[node] = made = self.made.node_copy(node, self.names.__getitem__)
+        self.names[node] = made = node_copied(self.made, node, self.names.__getitem__)
         if node.op == "placeholder":
             made.name = node.name
         if _worth(node) and node.op == "call_function":

@@ -15,6 +15,7 @@ from torch import fx
 
 from onecard.comm import again
 from onecard.graph.memory import Memory
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added, nbytes
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def cut_buckets(graph: fx.Graph, size: int = SIZE) -> fx.Graph:
         if node in found:
             _cut(node, *found[node], made, names, memory, size)
         elif node not in gone:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 

@@ -13,6 +13,7 @@ from onecard._torch import OpOverload
 from onecard.graph.live import size_of
 from onecard.graph.memory import Memory, effects
 from onecard.graph.order import name_of, only_names
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.writes import written_by
 
 _CHEAP = {"native_layer_norm", "native_group_norm", "_softmax", "_log_softmax"}
@@ -39,12 +40,12 @@ def recomputed(graph: fx.Graph, most: int | None = None) -> fx.Graph:
         if n not in copies:
             for operand in n.all_input_nodes:
                 late(operand)
-            copies[n] = made.node_copy(n, late)
+            copies[n] = node_copied(made, n, late)
             copies[n].meta["phase"] = "backward"
         return copies[n]
 
     for node in graph.nodes:
-        names[node] = made.node_copy(node, late if _is_late(node) else names.__getitem__)
+        names[node] = node_copied(made, node, late if _is_late(node) else names.__getitem__)
         names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 

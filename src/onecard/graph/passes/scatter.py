@@ -15,6 +15,7 @@ from torch import fx
 from onecard.comm import again
 from onecard.comm.groups import group
 from onecard.graph.memory import Memory
+from onecard.graph.passes._copy import node_copied
 from onecard.graph.passes._new import added
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def scattered(graph: fx.Graph) -> fx.Graph:
         if node in found:
             names[found[node][1]] = _scatter(node, *found[node], made, names)
         elif node not in cuts:
-            names[node] = made.node_copy(node, names.__getitem__)
+            names[node] = node_copied(made, node, names.__getitem__)
             names[node].name = node.name if node.op == "placeholder" else names[node].name
     return made
 
