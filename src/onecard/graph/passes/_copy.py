@@ -14,10 +14,11 @@ def node_copied(made: fx.Graph, node: fx.Node, known: Callable[[fx.Node], fx.Nod
     From torch 2.13 on, ``create_node`` walks all arguments in Python, to warn of numbers that a recording never holds; not
     those that a node is given afterwards.
     """
+    args, kwargs = fx.map_arg(node.args, known), fx.map_arg(dict(node.kwargs), known)  # may put nodes ahead of this one
     new = made.create_node(node.op, node.target, None, None, node.name, node.type)
-    new.args = fx.map_arg(node.args, known)
-    if node.kwargs:
-        new.kwargs = fx.map_arg(dict(node.kwargs), known)
+    new.args = args
+    if kwargs:
+        new.kwargs = kwargs
     new.meta = copy.copy(node.meta)
     return new
 
