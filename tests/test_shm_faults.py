@@ -314,7 +314,8 @@ def test_a_script_that_ends_by_itself_or_by_an_error_ends_quickly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import os, torch, onecard, torch.distributed as dist
+        import os, sys, torch, onecard, torch.distributed as dist
+        assert "torch._dynamo" not in sys.modules, "torch's compiler takes another second of each start"
         rank = int(os.environ["RANK"])
         dist.init_process_group("shm", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
         work = dist.all_reduce(torch.ones(5), async_op=True)

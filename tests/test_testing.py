@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -431,30 +432,49 @@ def start_pytest(folder: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def test_in_a_file_outside_any_package(tmp_path):
-    with start_pytest(tmp_path, "--import-mode=importlib", "-k", "not slow") as process:
-        output = process.communicate(timeout=START + 60)[0]  # 60: a rank that hangs should be told by its own time-out
-    assert process.returncode == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in output
+def have_begun(folder: Path, goes_on=lambda: True) -> list[int]:
+    """The processes of the slow test's two ranks, as soon as both are in it."""
+    deadline = time.monotonic() + START
+    while len(list(folder.glob("pid?"))) < 2:
+        assert time.monotonic() < deadline and goes_on()
+        time.sleep(0.05)
+    time.sleep(0.2)
+    pids = [int(path.read_text()) for path in folder.glob("pid?")]
+    assert all(map(alive, pids))
+    return pids
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_in_a_file_outside_any_package_until_an_interrupt(tmp_path):
+    """The tests before the slow one have ended as they should; no rank of it survives Ctrl-C."""
+    with start_pytest(tmp_path, "--import-mode=importlib") as process:
+        pids = have_begun(tmp_path, lambda: process.poll() is None)
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=30)[0]
+    assert not wait_until_gone(pids)
+    assert process.returncode == 2  # pytest: interrupted
+    assert "1 failed, 1 passed, 1 skipped" in output
     assert "test_bad: rank 0 of 2 failed first" in output or "test_bad: rank 1 of 2 failed first" in output
     assert 1 <= output.count("assert dist.get_world_size() == 3") <= 2  # at most once for each rank that failed
     assert "process.start" not in output  # not the harness' own code
 
 
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_survives_its_parent(tmp_path, number):
-    with start_pytest(tmp_path, "-k", "slow") as process:
-        deadline = time.monotonic() + START
-        while len(list(tmp_path.glob("pid?"))) < 2:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.2)
-        pids = [int(path.read_text()) for path in tmp_path.glob("pid?")]
-        assert all(map(alive, pids))
-        os.kill(process.pid, number) if number == signal.SIGKILL else os.killpg(process.pid, number)
-        process.communicate(timeout=30)
-    assert not wait_until_gone(pids)
-    assert number == signal.SIGKILL or process.returncode == 2  # pytest: interrupted
+def slow(folder):
+    (folder / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def killed_while_its_ranks_run(folder):
+    threading.Thread(target=lambda: (have_begun(folder), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+    run_ranks(slow, 2, folder)
+
+
+def test_no_rank_survives_its_killed_parent(tmp_path):
+    """The parent is itself a rank here: it need not import torch first, as a script would."""
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(killed_while_its_ranks_run, 1, tmp_path, timeout=START)
+    assert not wait_until_gone([int(path.read_text()) for path in tmp_path.glob("pid?")])
+    assert len(list(tmp_path.glob("pid?"))) == 2
 
 
 # Comparison.

@@ -1,4 +1,4 @@
-"""Seed 003's promise: every level and stage for 20 steps, two optimizers, with accumulation, clipping and tensor parallelism."""
+"""Seed 003's promise: every level and stage for 20 batches, two optimizers, with accumulation, clipping, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onecard import fleet
 from onecard.testing import run_ranks
 
 R, S = oc.Replicate(), oc.Shard
-STEPS = 20
+BATCHES = 20  # as many steps, or 5 of 4 microbatches
 LEVELS = ("os", "os_g", "p_g_os")
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, foreach=True),
@@ -33,7 +33,7 @@ def made() -> Any:
 def trained(net: Any, optimizer: Any, place: Any, accumulate: int, clip: bool) -> list[Tensor]:
     """The losses of steps, as they are on this rank."""
     losses, data = [], batches()
-    for _ in range(STEPS):
+    for _ in range(BATCHES // accumulate):
         for _ in range(accumulate):
             x, y = map(place, next(data))
             loss = cross_entropy(net(x), y) / accumulate
@@ -84,5 +84,5 @@ def matrix() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_twenty_steps_are_one_card(ranks: int) -> None:
+def test_twenty_batches_are_one_card(ranks: int) -> None:
     run_ranks(matrix, ranks, timeout=180)

@@ -63,7 +63,7 @@ class Reached:
                 self._module(name, value, depth)
             elif _users(type(value).__module__):  # a class of its own, which may count its steps
                 own = vars(value)
-                for k in [k for k in own if k in self.names and k not in _OF_EVERY_OPTIMIZER]:
+                for k in [k for k in own if k in self.names and k not in _of_every_optimizer()]:
                     self.take(f"{name}.{k}", own[k], own, k, depth)
                 self._class(name, type(value), depth, value, frozenset(own))
         elif not depth:
@@ -141,7 +141,12 @@ class Reached:
 _LONG = 64  # a container with more is data, not settings
 _NAMESPACES = ("types", "argparse")  # of the standard library's objects, those that hold settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
+
+
+@functools.cache
+def _of_every_optimizer() -> frozenset[str]:
+    """Made when it is asked for: the first optimizer of a process imports torch's compiler, as long as all else takes."""
+    return frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 
 
 def _users(module: str) -> bool:
@@ -164,11 +169,14 @@ def differs(now: Any, before: Any) -> bool:
     return now is not before and (isinstance(before, Tensor) or type(now) is not type(before) or now != before)
 
 
-def _named(code: types.CodeType) -> Iterator[str]:
-    yield from dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+@functools.lru_cache(maxsize=8192)  # taking code apart took a third of the first recording of a Hugging Face model
+def _named(code: types.CodeType) -> tuple[str, ...]:
+    """Globals that code reads."""
+    found = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named(constant)
+            found += _named(constant)
+    return tuple(dict.fromkeys(found))
 
 
 def _attribute_names(code: types.CodeType) -> Iterator[str]:
