@@ -20,7 +20,7 @@ from onecard.graph import half, microbatches
 from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
-from onecard.graph.microbatches import Microbatches
+from onecard.graph.microbatches import Microbatches, Rows
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.places import still_before
@@ -148,6 +148,7 @@ class Static:
         self.fn, self.limit = fn, limit
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
+        self._whole: Rows | None = None  # of a call on a whole batch
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -157,7 +158,9 @@ class Static:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if check.on or faked.here or not self._warm:
             self._warm = True
-            return self._as_it_is(args, kwargs)
+            result = self._as_it_is(args, kwargs)
+            self._whole = microbatches.rows_of((args, kwargs), result) if self._parts else None
+            return result
         simple = not kwargs and all(isinstance(a, Tensor | float) for a in args)
         leaves, tree = (args, None) if simple else tree_flatten((args, kwargs))
         for i, (bound, seen) in enumerate(self._bound):
@@ -192,7 +195,7 @@ class Static:
             return self._as_it_is(args, kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
+        recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options, self._whole)
         if recording.bound is not None:
             self._bound.insert(0, (recording.bound, seen))
         if self._parts is None:
@@ -241,6 +244,7 @@ def _recorded(
     backend: str = "eager",
     dtype: torch.dtype | None = None,
     parts: Microbatches | None = None,
+    whole: Rows | None = None,
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
     if torch.is_inference_mode_enabled():
@@ -259,7 +263,7 @@ def _recorded(
             undo.back()
     _check_backward(recording)
     if parts is not None:
-        recording = parts.merged(recording, leaves)
+        recording = parts.merged(recording, leaves, whole)
     if backend != "eager":  # it reuses memory itself, and takes what does not write only
         without = [*without, "inplace"]
     if memory_limit is None:
