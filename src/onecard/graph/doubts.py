@@ -96,7 +96,8 @@ class _Counts:
                 elif labels := _labels(n):
                     values[n] = (values[labels[0]] != labels[1]).sum()
                 elif n.target is again.message:
-                    into, given = fx.map_arg(n.args[:2], values.get)
+                    names: Any = n.args
+                    into, given = values[names[0]], values[names[1]]
                     if into.shape != given.shape:
                         raise _Unknown
                     into.copy_(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from onecard._torch import tree_flatten, tree_leaves
 from onecard.comm import check
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
-from onecard.graph import half, microbatches
+from onecard.graph import half, microbatches, refusals
 from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
@@ -139,6 +140,8 @@ class Static:
         k_steps: int = 1,
         avg: bool = True,
     ) -> None:
+        if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
+            raise refusals.runs_later(_name(fn), kind)
         self._half, also = half.dtype_of(also), tuple(name for name in also if name not in half.DTYPES)
         self._parts = microbatches.asked(k_steps, avg)
         self._options = (tuple(without), ask, kernels, also, memory_limit, backend, self._half, self._parts)
@@ -149,6 +152,10 @@ class Static:
         self._bound: list[tuple[Bound, Reached]] = []
         self._warm = self._full = False
         self._whole: Rows | None = None  # of a call on a whole batch
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the object is the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -210,6 +217,13 @@ class Static:
         return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
 
 
+_LATER = {
+    "a generator": inspect.isgeneratorfunction,
+    "a coroutine": inspect.iscoroutinefunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
+
+
 def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
@@ -258,6 +272,7 @@ def _recorded(
         with half.autocast(dtype, leaves):
             result = capture.run(fn, tree)
         recording = capture.recording(_name(fn), result)
+        seen.settle({id(x) for x in capture.recorder.outside.values()})
     finally:
         if undo is not None:
             undo.back()
