@@ -351,6 +351,7 @@ def on_ranks() -> dict[str, Any]:
     said: dict[str, Any] = {}
     mesh = oc.ProcessMesh([0, 1], ["dp"])
     x, y = batches()[0]
+    y[9] = 0  # else each microbatch of either rank has as many labels that are ignored
     cut = (oc.shard_tensor(x, mesh, [S(0)]), oc.shard_tensor(y, mesh, [S(0)]))
     given = {
         "cut": cut,
@@ -404,10 +405,11 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
 
 def test_on_ranks() -> None:
     """Rows of a tensor that is cut met those of one that is not: each microbatch had labels of other rows."""
-    for said in run_ranks(on_ranks, 2):
+    found = run_ranks(on_ranks, 2)
+    for said in found:
         assert said["cut"] < 1e-6 and said["whole"] < 1e-6, said
         assert re.search("'y' is whole on each rank, 'x' is .*Lay both out alike", said["one of them whole"])
         assert re.search("'y' is .*'x' is .*Lay both out alike", said["one of them replicated"])
         assert "argument 'y' has 32 rows where 'x' has 16" in said["other rows"]
-        for name in ("whole", "cut"):
-            assert any("of which each microbatch has its own" in words for words in said[f"{name}, warnings"]), said
+        assert any("of which each microbatch has its own" in words for words in said["whole, warnings"]), said
+    assert any(one["cut, warnings"] for one in found), "the rank whose microbatches differ says so"
