@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from onecard import _torch
 from onecard._torch import tree_flatten, tree_unflatten
 from onecard.graph.compiled import compiled
+from onecard.graph.kinds import ADVICE, changed, in_words, is_like, is_same, kind_of, kinds_of, modes
 from onecard.graph.places import STILL, at, options_of, values_of
-from onecard.graph.reach import Reached, differs, present
+from onecard.graph.reach import HOOKS, TENSOR_HOOKS, Reached, differs, present
 from onecard.graph.recording import MISS, Effect, Output, Recording, Where
 from onecard.graph.spent import spent
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -56,7 +57,8 @@ class Bound:
 
     def kinds_fit(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments are of the kinds that were recorded."""
-        return kinds_of(leaves) == self.kinds
+        now = kinds_of(leaves)
+        return len(now) == len(self.kinds) and all(map(is_same, now, self.kinds))
 
     def seen_differs(self) -> str:
         """What of that is not as it was, in words; "" if all is."""
@@ -65,9 +67,9 @@ class Bound:
     def difference(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         """Which argument does not fit, in words; "" if all do."""
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=False)):
-            now = _kind_of(leaf)
-            if now != kind[:-1]:
-                return f"argument {names[i]!r} was {_words(kind)} and is {_words(now)}{_ADVICE.get(now[0], '')}"
+            now = kind_of(leaf)
+            if not is_same(now, kind[:-1]):
+                return f"argument {names[i]!r} was {in_words(kind)} and is {in_words(now)}{ADVICE.get(now[0], '')}"
         try:
             said = self._writer.why()(leaves)
         except (KeyError, AttributeError, IndexError) as fault:
@@ -81,48 +83,6 @@ class Bound:
         except (KeyError, AttributeError, IndexError):
             return None
         return made if self.seen is None else made.reading(self.seen)
-
-
-_ADVICE = {
-    None: "; what changes from step to step should be a float or a tensor",
-    Tensor: "; give batches of one shape (drop_last=True, or pad the last)",
-    DistTensor: "; give batches of one shape and layout (drop_last=True, or pad the last)",
-}
-
-
-def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What of the arguments a recording depends on; taken before the step, which may note things on them."""
-    first: dict[int, int] = {}  # an argument that is given twice is one input
-    return tuple((*_kind_of(x), first.setdefault(id(x), i)) for i, x in enumerate(leaves))
-
-
-def _words(kind: Any) -> str:
-    if kind[0] is DistTensor:
-        return repr(kind[1])
-    if kind[0] is Tensor:
-        return f"a tensor {list(kind[1])} {str(kind[3]).removeprefix('torch.')}"
-    return "a float" if kind[0] is float else repr(kind[2])
-
-
-def _kind_of(x: Any) -> Any:
-    """What of an argument a recording depends on."""
-    if isinstance(x, DistTensor):
-        return (DistTensor, x._spec, x.requires_grad)
-    if isinstance(x, Tensor):
-        return (Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-    return (float,) if type(x) is float else (None, type(x), x)
-
-
-def _changed(name: str, still: dict[str, Any], holder: dict[str, Any]) -> str:
-    """Which value is not what it was."""
-    k = next((k for k, v in still.items() if k not in holder or holder[k] != v), "")
-    where = f"{name}[{k!r}]" if name.endswith("]") else f"{name}.{k}"
-    return f"{where} was {still.get(k)!r} and is {holder.get(k)!r}"
-
-
-def _is_like(x: Tensor, *facts: Any) -> bool:
-    """Whether a tensor has this shape, these strides, dtype and device."""
-    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device) == facts
 
 
 class _Writer:
@@ -139,12 +99,13 @@ class _Writer:
             "DistTensor": DistTensor,
             "wrap": wrap,
             "is_": is_,
-            "is_like": _is_like,
+            "is_like": is_like,
             "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
             "differs": differs,
             "present": present,
             "flatten": tree_flatten,
+            "modes": modes,
         }
         self._known: dict[int, str] = {}
         self.lines: list[tuple[str, str]] = []  # each with the line in its place that says why it does not fit
@@ -186,6 +147,8 @@ class _Writer:
             self._argument(f"leaves[{i}]", kind)
             if kind[-1] != i and kind[0] in (DistTensor, Tensor):
                 self._miss(f"leaves[{i}] is not leaves[{kind[-1]}]", "two arguments were one tensor")
+        around = self.object(self._fact("modes", modes()))
+        self._miss(f"modes() != {around}", "torch.autocast or torch's default dtype around the call")
         enabled = self._fact("grad", torch.is_grad_enabled())
         self._miss(f"is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
         self._miss("is_inference()", "torch.inference_mode() around the call")
@@ -228,7 +191,9 @@ class _Writer:
         return self._made("replay", "args, kwargs", ["try:", *(f"    {x}" for x in lines), gone, *self._run()])
 
     def _reads(self, seen: Reached) -> Iterator[str]:
-        """Plain values that the function reaches by name must be what they were."""
+        """Plain values that the function reaches by name must be what they were, and other objects the same."""
+        for _, holder, length in seen.lengths:
+            yield f"if len({self.object(holder)}) != {length}: return MISS"
         for _, holder, key, value in seen.values:
             held, at_key, before = self.object(holder), self.object(key), self.object(value)
             now = f"{held}.cell_contents" if key is None else f"present({held}, {at_key})"
@@ -269,6 +234,8 @@ class _Writer:
 
     def _module(self, module: nn.Module, name: str) -> None:
         self._unchanged(module.__dict__, self._fact((name, "still"), values_of(module)), name)
+        if lost := self._fact((name, "replaced"), ""):
+            self._miss("True", f"{name}.{lost} is replaced by the step; write into it: {lost}.copy_(...)")
         if module._modules:
             held = self.object(self._fact((name, "modules"), tuple(module._modules.values())))
             self._miss(f"tuple({self.object(module._modules)}.values()) != {held}", f"the modules in {name}")
@@ -276,16 +243,30 @@ class _Writer:
         wants = self._fact(
             (name, "grads"), [(n, p.requires_grad) for n, p in module._parameters.items() if p is not None]
         )
+        self._hooks(module, name)
         if wants:
             differs = " or ".join(f"{params}[{n!r}].requires_grad is not {flag}" for n, flag in wants)
             self._miss(differs, f"requires_grad of a parameter of {name}")
+
+    def _hooks(self, module: nn.Module, name: str) -> None:
+        """The hooks of a module and of its parameters, and a forward of its own."""
+        own = self._fact((name, "forward"), module.__dict__.get("forward"))
+        self._miss(f"{self.object(module.__dict__)}.get('forward') is not {self.object(own)}", f"{name}.forward")
+        params = self.object(module._parameters)
+        held = [self.object(getattr(module, kind)) for kind in HOOKS]
+        held += [
+            f"{params}[{n!r}].{kind}" for n, p in module._parameters.items() if p is not None for kind in TENSOR_HOOKS
+        ]
+        keys = f"({', '.join(f'*({h} or ())' for h in held)},)"
+        known = self._fact((name, "hooks"), eval(keys, self.names))
+        self._miss(" or ".join(held) if not known else f"{keys} != {self.object(known)}", f"hooks of {name}")
 
     def _unchanged(self, holder: dict[str, Any], still: dict[str, Any], name: str) -> None:
         """Entries of a dict must be what they were."""
         if still:
             values = tuple(still.values()) if len(still) > 1 else next(iter(still.values()))
             differs = f"{self.object(itemgetter(*still))}({self.object(holder)}) != {self.object(values)}"
-            said = self.object(partial(_changed, name, still, holder))
+            said = self.object(partial(changed, name, still, holder))
             self.lines.append((f"if {differs}: return MISS", f"if {differs}: return {said}()"))
 
     def _optimizer(self, optimizer: Optimizer, name: str) -> None:
@@ -298,15 +279,24 @@ class _Writer:
         count = f"len({state}) != {len(optimizer.state)}"
         self._miss(f"{count} or not all(map(is_, {state}.values(), {held}))", f"{name} has other states")
         self._miss(f"len({groups}) != {len(optimizer.param_groups)}", f"{name} has other groups")
+        places = self._parameters()
         for i, group in enumerate(optimizer.param_groups):
             one = self.object(group)
             self._miss(
                 f"{groups}[{i}] is not {one} or len({one}['params']) != {len(group['params'])}", f"a group of {name}"
             )
             still = self._fact((name, i, "options"), options_of(group))
-            if len(group["params"]) != self._fact((name, i, "params"), len(group["params"])):
+            named = [places.get(id(p)) for p in group["params"]]
+            if named != self._fact((name, i, "params"), named):  # a module's parameter, exchanged there, not here
                 raise KeyError(f"a parameter of {name}")
+            params = self.object([*group["params"]])
+            self._miss(f"not all(map(is_, {one}['params'], {params}))", f"a parameter in a group of {name}")
             self._unchanged(group, still, f"{name}.param_groups[{i}]")
+
+    def _parameters(self) -> dict[int, tuple[int, str]]:
+        """Where in the modules a parameter is, by its identity."""
+        roots = [(r, root) for r, root in enumerate(self.roots) if isinstance(root, nn.Module)]
+        return {id(p): (r, n) for r, root in reversed(roots) for n, p in nn.Module.named_parameters(root)}
 
     def _input(self, i: int, known: Any) -> str:
         if known.kind == "constant":

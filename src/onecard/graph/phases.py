@@ -27,10 +27,11 @@ class Phases:
         self._paths: dict[int, str] = {}
         self._stepping = 0
 
-    def here(self) -> dict[str, str]:
-        """The phase and the module path, for a node."""
+    def here(self) -> dict[str, Any]:
+        """The phase, the module path, and whether a module runs at all, for a node."""
         phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
-        return {"phase": phase, "module": self._stack[-1] if self._stack and phase == "forward" else ""}
+        module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
+        return {"phase": phase, "module": module, "inside": bool(self._stack)}
 
     @contextmanager
     def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:

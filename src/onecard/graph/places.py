@@ -27,7 +27,8 @@ class Before:
         locals: of each distributed tensor, its local part's identity and its spec.
         groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
             with their values, if they are no tensors.
-        still: of each module, and of each optimizer's groups, what a recording takes for granted.
+        still: of each module, and of each optimizer's groups, what a recording takes for granted; ``buffers``: of each module,
+            the identities of its buffers by name.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Before:
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.states: dict[int, dict[int, dict[Any, Any]]] = {}
         self.still: dict[int, Any] = {}
+        self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
         for x in gc.get_objects():
             kind = type(x)
@@ -52,6 +54,7 @@ class Before:
                 }
             elif issubclass(kind, nn.Module):
                 self.still[id(x)] = values_of(x)
+                self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
             if takes_gradients(x):
@@ -119,6 +122,9 @@ def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, 
     for name, root in roots:
         if isinstance(root, nn.Module):
             for path, module in root.named_modules():
+                had = before.buffers.get(id(module), {})
+                if lost := [n for n, x in module._buffers.items() if n in had and id(x) != had[n]]:
+                    facts[f"{name}.{path}" if path else name, "replaced"] = lost[0]
                 if id(module) in before.still:
                     facts[f"{name}.{path}" if path else name, "still"] = before.still[id(module)]
         elif isinstance(root, Optimizer):

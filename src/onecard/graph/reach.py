@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class Reached:
 
     Attributes:
         roots: modules and optimizers, by the names that they have there.
-        values: (name, how to read it, what it was) of plain values in closures, globals, containers and objects.
+        values: (name, how to read it, what it was) of plain values in closures, globals, containers and objects; of other
+            objects, which may not be exchanged. ``lengths``: (name, container, how long it was).
         named: names of attributes in the code of all functions that were found; of objects only those in ``names`` are looked
             at, so that what else they hold (a progress bar's count) may change.
     """
@@ -30,16 +32,32 @@ class Reached:
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.roots: list[tuple[str, Any]] = []
         self.values: list[tuple[str, Any, Any, Any]] = []
+        self.lengths: list[tuple[str, Any, int]] = []
         self.names, self.named = names, set[str]()
         self._seen: set[int] = set()
 
+    def settle(self, read: Collection[int]) -> None:
+        """After the recorded step: a list that it has appended to, as a log, may be as long as it is now.
+
+        Unless the step read tensors (``read``: their identities) of it: then each call has more to read.
+        """
+        for i, (name, holder, length) in enumerate(self.lengths):
+            were = itertools.islice(dict.values(holder) if isinstance(holder, dict) else holder, length)
+            if len(holder) != length and not any(id(getattr(x, "_local", x)) in read for x in were):
+                self.lengths[i] = (name, holder, len(holder))
+
     def difference(self) -> str:
         """Which of them is not, in words."""
+        for name, holder, length in self.lengths:
+            if len(holder) != length:
+                return f"{name}, which the step reads, had {length} entries and has {len(holder)}"
         for name, holder, key, value in self.values:
             here = present(holder, key)
             if differs(here, value):
                 if isinstance(value, Tensor):
                     return f"{name}, which the step reads, is another tensor; pass it as an argument"
+                if not isinstance(value, _STILL):
+                    return f"{name}, which the step reads, is another object"
                 return f"{name}, which the step reads, was {value!r} and is {here!r}; pass it as an argument (a float may change)"
         return ""
 
@@ -52,9 +70,12 @@ class Reached:
             self.roots.append((name, value))
             if holder is not None:
                 self.values.append((name, holder, key, value))
-        elif id(value) not in self._seen:
-            self._seen.add(id(value))
-            self._inside(name, value, depth)
+        else:
+            if holder is not None and not isinstance(value, types.ModuleType):
+                self.values.append((name, holder, key, value))
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._inside(name, value, depth)
 
     def _inside(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module | Optimizer):
@@ -71,6 +92,8 @@ class Reached:
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self.function(value, depth - 1)
         elif isinstance(value, dict | list | tuple):
+            if not isinstance(value, tuple):
+                self.lengths.append((name, value, len(value)))
             # Of dict itself: a library's own kind of dict may mean something else by ``items`` and ``get``.
             parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
             for at, part in parts if len(value) <= _LONG else ():
@@ -94,16 +117,25 @@ class Reached:
         for base in kind.__mro__ if _users(kind.__module__) else ():
             for k in [k for k in vars(base) if k in self.names and k not in done and _users(base.__module__)]:
                 done.add(k)
-                value: Any = vars(base)[k]
+                found: Any = vars(base)[k]
+                value: Any = found
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(value, types.FunctionType):
                     self.function(value, depth)
                 elif not k.startswith("__"):
-                    self.take(f"{name}.{k}", value, vars(base), k, depth)
+                    self.take(f"{name}.{k}", value, vars(base) if value is found else None, k, depth)
+
+    def _hooks(self, name: str, module: nn.Module, depth: int) -> None:
+        """What the code of its hooks, and of those of its parameters, names."""
+        held = [getattr(module, kind) for kind in HOOKS]
+        held += [getattr(p, kind) for p in module._parameters.values() if p is not None for kind in TENSOR_HOOKS]
+        for hook in [hook for hooks in held for hook in (hooks or {}).values()]:
+            self.take(f"a hook of {name}", hook, None, None, max(depth, 1))
 
     def _module(self, name: str, root: nn.Module, depth: int) -> None:
         """Tensors and containers that a module holds besides parameters and buffers, and what its code names."""
         for path, module in root.named_modules():
+            self._hooks(f"{name}.{path}" if path else name, module, depth)
             if type(module).__module__.startswith("torch."):
                 continue
             where, held = f"{name}.{path}" if path else name, vars(module)
@@ -128,16 +160,21 @@ class Reached:
         if not isinstance(fn, types.FunctionType) or not _users(fn.__module__ or ""):
             return
         self.named |= set(_attribute_names(fn.__code__))
+        logs = _logs(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
             try:
-                self.take(name, cell.cell_contents, cell, None, depth)
+                held = cell.cell_contents
             except ValueError:  # an empty cell
                 continue
+            if not (name in logs and type(held) is list):
+                self.take(name, held, cell, None, depth)
         for name in _named(fn.__code__):
-            if name in fn.__globals__:
+            if name in fn.__globals__ and not (name in logs and type(fn.__globals__[name]) is list):
                 self.take(name, fn.__globals__[name], fn.__globals__, name, depth)
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _LONG = 64  # a container with more is data, not settings
 _NAMESPACES = ("types", "argparse")  # of the standard library's objects, those that hold settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -166,7 +203,22 @@ def present(holder: Any, key: Any) -> Any:
 
 def differs(now: Any, before: Any) -> bool:
     """Whether a value is no longer what it was."""
-    return now is not before and (isinstance(before, Tensor) or type(now) is not type(before) or now != before)
+    return now is not before and (not isinstance(before, _STILL) or type(now) is not type(before) or now != before)
+
+
+@functools.lru_cache(maxsize=8192)
+def _logs(code: types.CodeType) -> frozenset[str]:
+    """Names of which code only calls ``append``: what such a list holds, or how long it is, changes nothing."""
+    logged, other = set[str](), set[str]()
+    for now, then in itertools.pairwise(dis.get_instructions(code)):
+        if now.opname in ("LOAD_DEREF", "LOAD_GLOBAL"):
+            (logged if then.opname in ("LOAD_ATTR", "LOAD_METHOD") and then.argval == "append" else other).add(
+                now.argval
+            )
+    for inner in (c for c in code.co_consts if isinstance(c, types.CodeType)):
+        logged |= _logs(inner)
+        other |= {*inner.co_names, *inner.co_freevars} - _logs(inner)
+    return frozenset(logged - other)
 
 
 @functools.lru_cache(maxsize=8192)  # taking code apart took a third of the first recording of a Hugging Face model

@@ -155,7 +155,12 @@ class Recorder:
         if self.about_to_write is not None:
             with self.paused():
                 self.about_to_write(arguments_written(func, args, kwargs))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         result = func(*args, **kwargs)
+        if sparse := [
+            x for x in (*given, *tree_leaves(result)) if isinstance(x, Tensor) and x.layout is not torch.strided
+        ]:
+            raise refusals.not_strided(sparse[0])
         if draws:
             self.random.note()
         _torch.count_writes(func, args)

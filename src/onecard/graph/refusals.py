@@ -88,3 +88,18 @@ def argument_of_the_program(argument: str, place: str) -> RecordingError:
         f"tell where the step reads the one and where the other. Leave it out of the arguments and read {place} inside the "
         "step, or pass a copy: x.detach().clone()"
     )
+
+
+def runs_later(name: str, kind: str) -> RecordingError:
+    """The error for a function whose body runs after it has returned."""
+    return RecordingError(
+        f"{name} is {kind}: its body runs after the call, where nothing is recorded. Return a list of the results"
+    )
+
+
+def not_strided(x: Tensor) -> RecordingError:
+    """The error for a sparse tensor."""
+    return RecordingError(
+        f"a tensor of layout {x.layout} at {record.user_line()}: sparse tensors cannot be recorded. Take dense ones "
+        "(nn.Embedding(sparse=False), x.to_dense()), or do it outside of the recorded step"
+    )

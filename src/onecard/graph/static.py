@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +17,11 @@ from onecard._torch import tree_flatten, tree_leaves
 from onecard.comm import check
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
-from onecard.graph import half, microbatches
+from onecard.graph import half, microbatches, refusals
 from onecard.graph.agreed import check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
-from onecard.graph.microbatches import Microbatches
+from onecard.graph.microbatches import Microbatches, Rows
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.places import still_before
@@ -139,6 +140,8 @@ class Static:
         k_steps: int = 1,
         avg: bool = True,
     ) -> None:
+        if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
+            raise refusals.runs_later(_name(fn), kind)
         self._half, also = half.dtype_of(also), tuple(name for name in also if name not in half.DTYPES)
         self._parts = microbatches.asked(k_steps, avg)
         self._options = (tuple(without), ask, kernels, also, memory_limit, backend, self._half, self._parts)
@@ -148,6 +151,11 @@ class Static:
         self.fn, self.limit = fn, limit
         self._bound: list[Bound] = []
         self._warm = self._full = False
+        self._whole: Rows | None = None  # of a call on a whole batch
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the object is the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -157,7 +165,9 @@ class Static:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if check.on or faked.here or not self._warm:
             self._warm = True
-            return self._as_it_is(args, kwargs)
+            result = self._as_it_is(args, kwargs)
+            self._whole = microbatches.rows_of((args, kwargs), result) if self._parts else None
+            return result
         for bound in self._bound:
             result = bound.replay(args, kwargs)
             if result is not MISS:
@@ -192,7 +202,7 @@ class Static:
             return self._as_it_is(args, kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options)
+        recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options, self._whole)
         if recording.bound is not None:
             self._bound.insert(0, recording.bound.reading(seen))
         if self._parts is None:
@@ -205,6 +215,13 @@ class Static:
 
     def __repr__(self) -> str:
         return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
+
+
+_LATER = {
+    "a generator": inspect.isgeneratorfunction,
+    "a coroutine": inspect.iscoroutinefunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
 
 
 def _name(fn: Any) -> str:
@@ -241,6 +258,7 @@ def _recorded(
     backend: str = "eager",
     dtype: torch.dtype | None = None,
     parts: Microbatches | None = None,
+    whole: Rows | None = None,
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
     if torch.is_inference_mode_enabled():
@@ -253,12 +271,13 @@ def _recorded(
         with half.autocast(dtype, leaves):
             result = capture.run(fn, tree)
         recording = capture.recording(_name(fn), result)
+        seen.settle({id(x) for x in capture.recorder.outside.values()})
     finally:
         if undo is not None:
             undo.back()
     _check_backward(recording)
     if parts is not None:
-        recording = parts.merged(recording, leaves)
+        recording = parts.merged(recording, leaves, whole)
     if backend != "eager":  # it reuses memory itself, and takes what does not write only
         without = [*without, "inplace"]
     if memory_limit is None:

@@ -6,7 +6,7 @@ the gradients (their messages, clipping, the optimizer) runs once, after the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch import fx
 
 from onecard._torch import OpOverload
 from onecard.errors import RecordingError
-from onecard.graph.memory import Memory, effects
 from onecard.graph.nodes import copied_to
 from onecard.graph.order import only_names
 from onecard.graph.passes._new import added
+from onecard.graph.passes._once import Once, cut, phase_of, words
 
 aten = torch.ops.aten
-_PROGRAM = "program"  # memory of the program's own: two tensors of it may share it
-_ALONE = ("argument", "constant")
 
 
 def merged(graph: fx.Graph, k: int, average: bool = True, results: Mapping[int, Any] | None = None) -> fx.Graph:
@@ -41,96 +39,12 @@ def merged(graph: fx.Graph, k: int, average: bool = True, results: Mapping[int, 
     return _Merge(graph, k, average, results).made
 
 
-def cut(node: fx.Node) -> bool:
-    """Whether an input is an argument of which each microbatch has its own part."""
-    return _kind(node) == "argument" and bool(node.meta["input"].facts) and len(node.meta["input"].facts[0]) > 0
-
-
-def _kind(node: fx.Node) -> str:
-    return node.meta["input"].kind if "input" in node.meta else ""
-
-
-class _Once:
-    """Which nodes run once, after all backward passes, and which of the others do not depend on the microbatch.
-
-    Attributes:
-        tail: those that run once. ``same``: those that give the same for each microbatch.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.memory = Memory(graph, apart=True)
-        self.tail: set[fx.Node] = set()
-        self.same: set[fx.Node] = set()
-        self._touched: set[Any] = set()  # memory that the tail reads, and that it writes to
-        self._wrote: set[Any] = set()
-        self._varied: set[Any] = set()  # memory that a microbatch writes to
-        nodes = list(graph.nodes)
-        stepping = next((i for i, n in enumerate(nodes) if _phase(n) == "optimizer"), len(nodes))
-        backward = [i for i, n in enumerate(nodes[:stepping]) if _phase(n) == "backward"]
-        if not backward:
-            raise RecordingError("k_steps: the step has no backward(), so that there are no gradients to merge")
-        for i, node in enumerate(nodes):
-            if node.op == "call_function":
-                self._sort(node, i > backward[-1])
-        self._find_same(nodes)
-
-    def _find_same(self, nodes: list[fx.Node]) -> None:
-        """What the tail writes to later on does not count: every microbatch has run by then."""
-        written = {root for node, roots in self.memory.writes.items() if node not in self.tail for root in roots}
-        varies = {*self.tail, *self.memory.writes}
-        for node in nodes:
-            if node.op == "placeholder":
-                alike = not cut(node)
-            else:
-                still = all(n in self.same and not self.memory.roots[n] & written for n in node.all_input_nodes)
-                alike = still and node.op == "call_function" and node not in varies and not effects(node)
-            if alike:
-                self.same.add(node)
-
-    def _sort(self, node: fx.Node, late: bool) -> None:
-        read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
-        reads = not only_names(node)
-        if self._is_tail(node, late, read, written, reads):
-            if _phase(node) == "backward":
-                raise RecordingError(
-                    f"k_steps: backward() at {node.meta['line']} comes after an optimizer's step, whose result it needs. Record "
-                    "the two steps apart"
-                )
-            stale = read & self._varied if reads else set()
-            if stale and any(n.op == "placeholder" for n in self.memory.roots if n in stale):
-                raise RecordingError(
-                    f"k_steps: {_words(node)} reads what each backward pass writes into the program's memory"
-                )
-            self.tail.add(node)
-            self._touched |= read | written
-            self._wrote |= written
-            return
-        if _phase(node) == "backward":
-            self._varied |= written
-
-    def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
-        if _phase(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
-            return True
-        if (reads and read & self._wrote) or written & (self._wrote | self._touched):
-            return True
-        return late and any(_phase(n) == "backward" and "tensor" in n.meta for n in node.all_input_nodes)
-
-    def _places(self, nodes: Iterable[fx.Node]) -> set[Any]:
-        return {p for n in nodes for p in self._places_of(self.memory.roots[n])}
-
-    def _places_of(self, roots: Iterable[fx.Node]) -> set[Any]:
-        """Memory; the program's as one place, but for what no step writes to: batches, constants."""
-        return {
-            _PROGRAM if r.op == "placeholder" and "tensor" in r.meta and _kind(r) not in _ALONE else r for r in roots
-        }
-
-
 class _Merge:
     """The graph as it is made."""
 
     def __init__(self, graph: fx.Graph, k: int, average: bool, results: Mapping[int, Any] | None) -> None:
         self.graph, self.k, self.average = graph, k, average
-        self.once = _Once(graph)
+        self.once = Once(graph)
         self.memory = self.once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
         self.names: dict[fx.Node, fx.Node] = {}  # of what runs once
@@ -141,7 +55,11 @@ class _Merge:
         self.nodes = list(graph.nodes)
         self._inputs()
         wanted = self._gradients()
+        for node in self.nodes:
+            if node in self.once.head:
+                self.names[node] = copied_to(self.made, node, self.names.__getitem__)
         for names in self.each:
+            names.update({node: self.names[node] for node in self.once.head})
             self._microbatch(names, wanted)
         for node in self.nodes:
             if node in self.once.tail:
@@ -183,7 +101,12 @@ class _Merge:
 
     def _base(self, node: fx.Node) -> fx.Node | None:
         """The gradient that a value of a backward pass is, or is a view of; None of another value."""
-        if node in self.once.tail or node in self.once.same or _phase(node) != "backward" or node.op != "call_function":
+        if (
+            node in self.once.tail
+            or node in self.once.same
+            or phase_of(node) != "backward"
+            or node.op != "call_function"
+        ):
             return None
         while self._is_view(node):
             node = node.all_input_nodes[0]
@@ -194,11 +117,11 @@ class _Merge:
         if not isinstance(node.target, OpOverload) or not only_names(node):
             return False
         source = node.all_input_nodes[0]
-        return _phase(source) == "backward" and "tensor" in source.meta
+        return phase_of(source) == "backward" and "tensor" in source.meta
 
     def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
         for node in self.nodes:
-            if node.op == "call_function" and node not in self.once.tail:
+            if node.op == "call_function" and node not in self.once.tail and node not in self.once.head:
                 names[node] = copied_to(self.made, node, names.__getitem__)
                 for gradient in wanted.get(node, ()):
                     self._add(gradient, names[gradient], last=names is self.each[-1])
@@ -222,7 +145,7 @@ class _Merge:
             return self.each[0][node]
         if (base := self._base(node)) is None:
             raise RecordingError(
-                f"k_steps: {_words(user)} needs the gradients of the whole step, and {_words(node)}, of which each microbatch "
+                f"k_steps: {words(user)} needs the gradients of the whole step, and {words(node)}, of which each microbatch "
                 "has its own. Put it into the loss, before backward(), or take it out of the step"
             )
         if base is node:
@@ -248,7 +171,7 @@ class _Merge:
             if shape and (ranks := self._interleaved(shape[0], self.results[i])):
                 return self._rows(node, parts, ranks)
         raise RecordingError(
-            f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {_words(node)} gives, and "
+            f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
             "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
         )
 
@@ -279,12 +202,3 @@ class _Merge:
         for part in parts[1:]:
             total = added(self.made, node, aten.add.Tensor, total, part)
         return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if number and self.average else total
-
-
-def _phase(node: fx.Node) -> str:
-    return str(node.meta.get("phase", "")) if node.op == "call_function" else ""
-
-
-def _words(node: fx.Node) -> str:
-    name = getattr(getattr(node.target, "_schema", None), "name", getattr(node.target, "__name__", str(node.target)))
-    return f"{name.removeprefix('aten::')} at {node.meta.get('line', '')}"

@@ -1,0 +1,67 @@
+"""What of a call a recording depends on: of its arguments, and of torch's modes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.graph.places import STILL
+from onecard.tensor.dist_tensor import DistTensor
+
+ADVICE = {
+    None: "; what changes from step to step should be a float or a tensor",
+    Tensor: "; give batches of one shape (drop_last=True, or pad the last)",
+    DistTensor: "; give batches of one shape and layout (drop_last=True, or pad the last)",
+}
+
+
+def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What of the arguments a recording depends on; taken before the step, which may note things on them."""
+    first: dict[int, int] = {}  # an argument that is given twice is one input
+    return tuple((*kind_of(x), first.setdefault(id(x), i)) for i, x in enumerate(leaves))
+
+
+def in_words(kind: Any) -> str:
+    """A kind for people."""
+    if kind[0] is DistTensor:
+        return repr(kind[1])
+    if kind[0] is Tensor:
+        return f"a tensor {list(kind[1])} {str(kind[3]).removeprefix('torch.')}"
+    return "a float" if kind[0] is float else repr(kind[2])
+
+
+def kind_of(x: Any) -> Any:
+    """What of an argument a recording depends on."""
+    if isinstance(x, DistTensor):
+        return (DistTensor, x._spec, x.requires_grad)
+    if isinstance(x, Tensor):
+        return (Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    return (float,) if type(x) is float else (None, type(x), x)
+
+
+def is_same(kind: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two kinds are equal. Objects are the same one or not: what their class says of equality may be tensors."""
+    if kind[0] is not None or other[0] is not None or isinstance(kind[2], STILL):
+        return kind == other
+    return kind[1] is other[1] and kind[2] is other[2] and kind[3:] == other[3:]
+
+
+def modes() -> tuple[Any, ...]:
+    """What changes the operators of a step from outside of it."""
+    return (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))  # fmt: skip
+
+
+def changed(name: str, still: dict[str, Any], holder: dict[str, Any]) -> str:
+    """Which value is not what it was."""
+    k = next((k for k, v in still.items() if k not in holder or holder[k] != v), "")
+    where = f"{name}[{k!r}]" if name.endswith("]") else f"{name}.{k}"
+    return f"{where} was {still.get(k)!r} and is {holder.get(k)!r}"
+
+
+def is_like(x: Tensor, *facts: Any) -> bool:
+    """Whether a tensor has this shape, these strides, dtype and device."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device) == facts
