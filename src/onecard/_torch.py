@@ -81,6 +81,8 @@ def _take(path: str, instead: Any) -> Any:
 
 # Whether a subclass gets functions before torch takes them apart; ours want none. torch documents it for subclasses.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+# Whether autocast is on for any kind of device; torch's documented functions ask of one.
+any_autocast = torch._C._is_any_autocast_enabled
 # A key that no tensor of torch's has marks a DistTensor.
 dispatch_key = torch._C._dispatch_key_parse
 # Operators that a handler calls go to another handler again, although torch has switched that off around it.

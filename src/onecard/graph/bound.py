@@ -106,6 +106,8 @@ class _Writer:
             "present": present,
             "flatten": tree_flatten,
             "modes": modes,
+            "default_dtype": torch.get_default_dtype,
+            "any_autocast": _torch.any_autocast,
         }
         self._known: dict[int, str] = {}
         self.lines: list[tuple[str, str]] = []  # each with the line in its place that says why it does not fit
@@ -148,7 +150,12 @@ class _Writer:
             if kind[-1] != i and kind[0] in (DistTensor, Tensor):
                 self._miss(f"leaves[{i}] is not leaves[{kind[-1]}]", "two arguments were one tensor")
         around = self.object(self._fact("modes", modes()))
-        self._miss(f"modes() != {around}", "torch.autocast or torch's default dtype around the call")
+        alone = (
+            "default_dtype() is not {0} or any_autocast()"
+            if isinstance(self.facts["modes"], torch.dtype)
+            else "modes() != {0}"
+        )
+        self._miss(alone.format(around), "torch.autocast or torch's default dtype around the call")
         enabled = self._fact("grad", torch.is_grad_enabled())
         self._miss(f"is_grad_enabled() is not {enabled}", "torch.no_grad() around the call")
         self._miss("is_inference()", "torch.inference_mode() around the call")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import _torch
 from onecard.graph.places import STILL
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -49,10 +50,12 @@ def is_same(kind: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return kind[1] is other[1] and kind[2] is other[2] and kind[3:] == other[3:]
 
 
-def modes() -> tuple[Any, ...]:
-    """What changes the operators of a step from outside of it."""
-    return (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))  # fmt: skip
+def modes() -> Any:
+    """What changes the operators of a step from outside of it: torch's default dtype, and autocast, if any is on."""
+    default = torch.get_default_dtype()
+    if not _torch.any_autocast():
+        return default
+    return default, *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def changed(name: str, still: dict[str, Any], holder: dict[str, Any]) -> str:
