@@ -288,3 +288,16 @@ def test_what_cannot_be_recorded_says_so() -> None:
     ):
         with pytest.raises(RecordingError, match=re.escape("sparse tensors cannot be recorded")):
             oc.record(step)(given)
+
+
+def test_what_has_the_identity_of_something_that_is_gone_is_new() -> None:
+    """Python gives a freed gradient's place to the next object: the new gradient is one, though its ``id`` is the same."""
+    from onecard.graph.places import Before
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    before, new = Before(), torch.zeros(2)
+    kept = weight.grad
+    assert before.still_is(kept, id(kept)) and before.still_is(None, id(None))
+    before.alive[id(new)] = before.alive[id(kept)]  # as if it were where that one was
+    assert not before.still_is(new, id(new))

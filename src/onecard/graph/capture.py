@@ -202,7 +202,7 @@ class Capture:
             if leaf is None:
                 continue
             now = leaf.grad
-            if (0 if now is None else id(now)) != grad:
+            if not self.before.still_is(now, grad or id(None)):
                 where = self.places(key, leaf)
                 yield Effect("gradient", where, None if now is None else self._output(now))
 

@@ -77,11 +77,17 @@ class Before:
         found = self.alive.get(id(x))
         return found is not None and found() is x
 
+    def still_is(self, x: Any, was: int) -> bool:
+        """Whether this is what had that identity before, which something new may have by now."""
+        return id(x) == was and (x is None or self.had(x))
+
     def moved(self) -> Iterator[DistTensor]:
         """Distributed tensors that have another local part, or lie otherwise, than before."""
         for key, (local, spec) in self.locals.items():
             x: Any = self.alive[key]()
-            if x is not None and (id(x._local) != local or x._spec.with_hint(()) is not spec.with_hint(())):
+            if x is not None and (
+                not self.still_is(x._local, local) or x._spec.with_hint(()) is not spec.with_hint(())
+            ):
                 yield x
 
 
@@ -123,7 +129,7 @@ def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, 
         if isinstance(root, nn.Module):
             for path, module in root.named_modules():
                 had = before.buffers.get(id(module), {})
-                if lost := [n for n, x in module._buffers.items() if n in had and id(x) != had[n]]:
+                if lost := [n for n, x in module._buffers.items() if n in had and not before.still_is(x, had[n])]:
                     facts[f"{name}.{path}" if path else name, "replaced"] = lost[0]
                 if id(module) in before.still:
                     facts[f"{name}.{path}" if path else name, "still"] = before.still[id(module)]
