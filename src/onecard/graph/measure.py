@@ -25,10 +25,10 @@ from onecard.cost import Curve, Machine
 from onecard.graph import families, measure_messages, probes
 from onecard.graph.compiled import _last_uses as last_uses
 from onecard.graph.compiled import called, compiled
-from onecard.graph.probes import Run, Sample
+from onecard.graph.probes import Sample
 from onecard.graph.recording import Recording
 from onecard.graph.static import record
-from onecard.graph.together import Clock, Turns, clock, mean, meet, together, typical
+from onecard.graph.together import Clock, Run, Turns, clock, mean, meet, together, typical
 
 ELEMENTS = tuple(2**k for k in (6, 10, 13, 16, 18, 20, 21))
 PRODUCTS = tuple(2**k for k in (12, 16, 20, 24, 27))

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from onecard._torch import tree_map
 from onecard.graph import families
 from onecard.graph.compiled import compiled
+from onecard.graph.together import Run
 
 aten = torch.ops.aten
-Run = Callable[[], Any]
 
 
 class Sample(NamedTuple):
