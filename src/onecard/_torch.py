@@ -219,6 +219,23 @@ foreach_types: tuple[list[type], ...] = (
 )
 
 
+# A leaf's gradient as autograd keeps it, whatever ``Tensor.grad`` is (fleet/pending.py makes it a property).
+_grad: Any = torch._C.TensorBase.grad
+gradient: Callable[[Any], Any] = _grad.__get__
+set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
+
+
+def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call a hook of a leaf before those that it has."""
+    handle = p.register_hook(hook)
+    p._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+
+
+def has_hooks_beside(p: Any) -> bool:
+    """Whether somebody has hooked a leaf besides one of ours."""
+    return len(p._backward_hooks) > 1
+
+
 def queue_callback(done: Callable[[], None]) -> None:
     """From within ``backward``: call a function when it is done."""
     torch.autograd.Variable._execution_engine.queue_callback(done)

@@ -1,14 +1,12 @@
-"""Gradients of a fleet program: summed once, when an optimizer or a clipping first reads them.
+"""Gradients of a fleet program: summed once, when an optimizer, a clipping or the program first reads them.
 
 Nothing is sent in backward for parameters, so that microbatches accumulate without a message. ``sync`` then sums what
 each parameter's gradient consists of: summands of a group (sequence parallel, shared embeddings, shared key heads), and the
-mean over the ranks that saw other data. A gradient that was summed already is not summed again.
+mean over the ranks that saw other data. What was summed already is not summed again; what backward has added to it since is.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,81 +14,92 @@ import torch
 from torch import Tensor, nn
 
 from onecard import recorded
-from onecard.comm import plain
+from onecard.comm import plain, trace
 from onecard.comm.ranks import Ranks
-from onecard.fleet import twins
+from onecard.fleet import pending, twins
 from onecard.fleet.parameters import held
-from onecard.fleet.strategy import FleetError
+from onecard.fleet.pending import read, write
 from onecard.tensor import DistTensor
 
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
-_DATA = "_onecard_data"
-# Of a parameter: which gradient it was, and how often written to, when it was whole, and when backward last added to it.
-_WHOLE = "_onecard_whole"
-_ADDED = "_onecard_added"
-_REST = "_onecard_rest"  # the ranks over which it is averaged where an optimizer averages over others itself
 
 
-def share_data(parameter: Tensor, group: Ranks) -> None:
+def share_data(parameter: Tensor, group: Ranks, family: pending.Family | None = None) -> None:
     """Say that the ranks of a group hold copies of this parameter and see different data."""
-    setattr(parameter, _DATA, group)
-    if group.size > 1:
-        _watch(parameter)
+    if isinstance(parameter, DistTensor):
+        pending.watch_alike(parameter).data = group
+    elif group.size > 1 or has_sums(parameter):
+        pending.watch(parameter, family).data = group
+    else:
+        pending.watch_alike(parameter).data = group
 
 
 def leave_to_optimizer(parameter: Tensor, axis: str) -> None:
     """Say that an optimizer averages a parameter's gradient along an axis of the grid itself, if nobody has it summed before."""
-    data = _data(parameter)
-    if (
-        data is not None
-        and not held(parameter).sums
-        and not held(parameter).copies
-        and not _cut_within(parameter, data)
-    ):
+    state = pending.of(parameter)
+    if state is not None and state.data is not None and adds_up(parameter):
         from onecard.fleet.topology import get_hybrid_communicate_group
 
-        setattr(parameter, _REST, get_hybrid_communicate_group().data(axis))
+        state.rest = get_hybrid_communicate_group().data(axis)
 
 
+def adds_up(p: Tensor) -> bool:
+    """Whether its gradient is an average and nothing else: then one of whole ones and of summands is right, too."""
+    what, data = held(p), _data(p)
+    return not (what.sums or what.copies or (data is not None and _cut_within(p, data)))
+
+
+@torch.no_grad()
 def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     """Sum the gradients of these parameters over the ranks that have summands of them; once for each backward.
 
     ``step``: an optimizer is about to step, which may sum along an axis itself. All ranks call it at the same place, with the
-    same parameters. An optimizer's ``step`` and ``fleet.clip_grad_norm_`` do.
-
-    Raises:
-        FleetError: backward has added to gradients that were summed already, before ``zero_grad``.
+    same parameters. Who reads ``p.grad`` does it for the whole model; an optimizer's ``step``, and clipping, do for theirs.
     """
     given = [p for p in parameters if p.requires_grad and has_sums(p)]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if twins.twin_of(p) is None]
-    for p in chosen:
-        _check(p)
+    states = {p: pending.watch(p) for p in chosen}
     added, changed = _agreed(chosen)
     sums = {(s.ranks, s.name): s for p in added for s in held(p).sums}
     # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
     for (ranks, name), group in sorted(sums.items()):
-        _reduce([p.grad for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
+        _reduce([read(p) for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
     for p in added:
         if held(p).copies:
             _sum_copies(p)
-    for p in added:
-        setattr(p, _WHOLE, None)  # on all ranks alike
-    over = {p: (getattr(p, _REST, None) if step else None) or _data(p) for p in changed}
+    over = {p: (states[p].rest if step else None) or _data(p) for p in changed}
     for group in {d.ranks: d for d in over.values() if d is not None}.values():
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
-        _reduce([p.grad for p in mine if not _cut_within(p, group)], group, "avg")
+        _reduce([read(p) for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
             if _cut_within(p, group):  # its part alone: what came to it is a sum over the ranks' losses
-                p.grad.div_(group.size)  # type: ignore[union-attr]
-    for p in changed:
-        if over[p] is _data(p):
-            note(p)
+                read(p).div_(group.size)
+    for p, state in states.items():
+        if state.kept is not None:
+            write(p, state.kept.add_(read(p)))
+            state.kept = None
+        if over.get(p) is _data(p) or p not in over:
+            state.is_whole()
+
+
+def whole(p: Tensor, summand: Tensor) -> Tensor:
+    """What a summand of a parameter's gradient is a summand of; the gradient that is there becomes whole, too."""
+    state: Any = pending.of(p)
+    sync([p])
+    known = read(p)
+    write(p, summand.clone())
+    state.summand = state.uneven = True
+    sync([p])
+    made = read(p)
+    write(p, known)
+    return made
 
 
 def is_whole(parameter: Tensor) -> bool:
     """Whether its gradient is summed, as it is now."""
-    return not has_sums(parameter) or _since(parameter, _WHOLE) == 0
+    state = pending.of(parameter)
+    return not has_sums(parameter) or (state is not None and not state.uneven)
 
 
 def _sync_twins(chosen: list[Tensor]) -> None:
@@ -111,30 +120,9 @@ def _sync_twins(chosen: list[Tensor]) -> None:
 
 
 def note(parameter: Tensor) -> None:
-    """Remember that this gradient, as it is now, is the whole one."""
+    """Remember that a distributed parameter's gradient, as it is now, is the whole one; of others it is known."""
     if twins.twin_of(parameter) is not None:
-        return twins.note(parameter)
-    if parameter.grad is not None and has_sums(parameter):
-        setattr(parameter, _WHOLE, _now(parameter))
-        _watch(parameter)
-
-
-def _watch(parameter: Tensor) -> None:
-    """Have backward say when it adds to the gradient: other writes are the user's."""
-    distributed = isinstance(parameter, DistTensor)  # its gradient comes from its twin
-    if not (distributed or hasattr(parameter, _ADDED)) and parameter.requires_grad and parameter.is_leaf:
-        setattr(parameter, _ADDED, None)
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, _ADDED, _now(p)))
-
-
-def _now(p: Tensor) -> tuple[Any, int]:
-    return weakref.ref(p.grad), p.grad._version  # type: ignore[union-attr]
-
-
-def _since(p: Tensor, word: str) -> int | None:
-    """How often the gradient has been written to since then; None if it is another tensor now."""
-    known = getattr(p, word, None)
-    return None if p.grad is None or known is None or known[0]() is not p.grad else p.grad._version - known[1]
+        twins.note(parameter)
 
 
 def has_sums(p: Tensor) -> bool:
@@ -166,6 +154,16 @@ def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
             note(p)
 
 
+def mean_loss(loss: Any, parameters: Iterable[Tensor]) -> Any:
+    """What a closure returns, of all data: the mean over the ranks that see different ones."""
+    group = next((data for p in parameters if (data := _data(p)) is not None), None)
+    if loss is None or group is None or group.size == 1:
+        return loss
+    mine = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+    whole = plain.all_reduce(mine.clone(), group, "avg", call="closure")
+    return whole if isinstance(loss, Tensor) else whole.item()
+
+
 def in_stages(p: Tensor) -> bool:
     """Whether other ranks have other parameters of its model."""
     from onecard.fleet.topology import get_hybrid_communicate_group
@@ -174,7 +172,8 @@ def in_stages(p: Tensor) -> bool:
 
 
 def _data(p: Tensor) -> Ranks | None:
-    return getattr(p, _DATA, None)
+    state = pending.of(p)
+    return None if state is None else state.data
 
 
 def _cut_within(p: Tensor, group: Ranks) -> bool:
@@ -182,29 +181,8 @@ def _cut_within(p: Tensor, group: Ranks) -> bool:
     return part is not None and part.size > 1 and set(part.ranks) <= set(group.ranks)
 
 
-def _is_added(p: Tensor) -> bool:
-    """Whether backward has added to the gradient since it was whole, so that it is one rank's summand."""
-    whole, added = _since(p, _WHOLE), _since(p, _ADDED)
-    return p.grad is not None and (whole is None or (added is not None and added < whole))
-
-
-def _check(p: Tensor) -> None:
-    whole, added = _since(p, _WHOLE), _since(p, _ADDED)
-    if whole == 1 and added == 0 and (held(p).sums or held(p).copies):
-        raise FleetError(
-            f"backward has added to a gradient of shape {list(p.shape)} that was summed over ranks before: call zero_grad() "
-            "after the optimizer's step, and clip or sum no earlier than after the last backward of a step"
-        )
-    if added and _is_added(p):
-        warnings.warn(
-            f"a gradient of shape {list(p.shape)} was written to after backward, before it was summed over the ranks: right "
-            "only where all ranks multiply by the same number. Before clipping or scaling of your own: fleet.sync(parameters)",
-            stacklevel=2,
-        )
-
-
 def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those to whose gradients backward has added on any rank, and those that have changed at all; the same on all ranks.
+    """Those to whose gradients backward has added on any rank, and those that may differ at all; the same on all ranks.
 
     A parameter that some ranks did not use gets zeros there: on one card its gradient is that of the others' data.
     """
@@ -213,24 +191,29 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), _data(p)]:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
-    said = {id(p): [p.grad is not None, _is_added(p), _is_added(p) or _since(p, _WHOLE) != 0] for p in parameters}
+    states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
+    said = {p: [read(p) is not None, states[p].summand, states[p].uneven] for p in parameters}
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
-        with recorded.unrecorded():  # the same in every replay
-            words = torch.tensor([said[id(p)] for p in mine], dtype=torch.uint8, device=mine[0].device)
-            anywhere = plain.all_reduce(words, group, "max", inplace=True, call="gradients").tolist()
-        said |= {id(p): word for p, word in zip(mine, anywhere, strict=True)}
-    there = [p for p in parameters if said[id(p)][0]]
+        said |= dict(zip(mine, _anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
+    there = [p for p in parameters if said[p][0]]
     for p in there:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    return [p for p in there if said[id(p)][1]], [p for p in there if said[id(p)][2]]
+        if read(p) is None or (said[p][1] and not states[p].summand and not adds_up(p)):
+            states[p].kept = read(p)  # whole, where others have a summand
+            write(p, torch.zeros_like(p))
+    return [p for p in there if said[p][1]], [p for p in there if said[p][2]]
+
+
+def _anywhere(words: list[list[bool]], group: Ranks, device: torch.device) -> list[list[bool]]:
+    """What any rank of a group says."""
+    with recorded.unrecorded():  # the same in every replay
+        mine = torch.tensor(words, dtype=torch.uint8, device=device)
+        found = plain.all_reduce(mine, group, "max", inplace=True, call="gradients")
+        return words if trace.faking() else [[bool(n) for n in word] for word in found.tolist()]
 
 
 def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
     """For each parameter whether a rank of the group has a gradient."""
-    with recorded.unrecorded():  # the same in every replay
-        there = torch.tensor([p.grad is not None for p in mine], dtype=torch.uint8, device=mine[0].device)
-        return [bool(n) for n in plain.all_reduce(there, group, "max", inplace=True, call="gradients").tolist()]
+    return [there for (there,) in _anywhere([[p.grad is not None] for p in mine], group, mine[0].device)]
 
 
 def _reduce(grads: list[Any], group: Ranks, op: str) -> None:
@@ -262,7 +245,7 @@ def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _sum_copies(p: Tensor) -> None:
     """Rows that several ranks hold: each adds its own to a tensor of all such rows, and takes back what it holds."""
-    what, grad = held(p), p.grad
+    what, grad = held(p), read(p)
     group = what.group
     if group is None or grad is None:
         return

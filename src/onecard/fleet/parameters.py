@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from onecard.boxes import Box, cut, slices, whole
 from onecard.comm.ranks import Ranks
+from onecard.fleet import pending
 from onecard.fleet.strategy import FleetError
+from onecard.tensor import DistTensor
 
 _NAME = "_onecard_held"
 
@@ -72,6 +74,8 @@ class Held:
 def hold(parameter: Tensor, what: Held) -> None:
     """Note what a parameter is a part of."""
     setattr(parameter, _NAME, what)
+    if (what.sums or what.copies) and not isinstance(parameter, DistTensor):
+        pending.watch(parameter)
 
 
 def hold_alike(parameter: Tensor, other: Tensor) -> None:

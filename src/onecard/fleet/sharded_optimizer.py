@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.comm.ranks import Ranks, of_ranks
-from onecard.fleet import gradients
+from onecard.fleet import gradients, pending
 from onecard.fleet.sharding import AXIS, _exchange, _summand, _twin
 from onecard.fleet.strategy import FleetError
 from onecard.parallel.optimizer import keep_laid_out
@@ -54,8 +54,9 @@ class ShardedOptimizer:
         self._show(optimizer)
         for p, twin in self._twins.items():
             twin.grad = None
-            if p.grad is not None:
-                twin.grad = _whole(twin, p.grad) if gradients.is_whole(p) else _summand(twin, p.grad)
+            grad = pending.read(p)  # what is still to be summed along the axis stays so
+            if grad is not None:
+                twin.grad = _whole(twin, grad) if gradients.is_whole(p) else _summand(twin, grad)
 
     def _end(self, optimizer: Optimizer) -> None:
         for twin in self._twins.values():

@@ -14,7 +14,7 @@ from onecard import recorded
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
 from onecard.errors import RecordingError
-from onecard.fleet import gradients, topology
+from onecard.fleet import gradients, pending, topology
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
@@ -27,16 +27,29 @@ _hooked: list[Any] = []
 
 def install() -> None:
     """Have every torch optimizer sum the gradients of fleet's parameters before it reads them; once a process."""
+    pending.install()
     if not _hooked:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
+        _hooked.append(register_optimizer_step_post_hook(lambda opt, *_: pending.stepped(gradients.of_optimizer(opt))))
 
 
-def _before_step(optimizer: Any, *_: Any) -> None:
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
     mine = gradients.of_optimizer(optimizer)
-    gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums], step=True)
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if given is None:
+        gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums], step=True)
+        return None
+    if not callable(given) or not gradients.of_fleet(mine):
+        return None
+
+    def closure() -> Any:
+        """An optimizer that compares losses (LBFGS) must see one card's, or ranks decide otherwise than each other."""
+        return gradients.mean_loss(given(), mine)
+
+    return args[:1], {**kwargs, "closure": closure}
 
 
 class DistributedModel(nn.Module):
@@ -121,8 +134,9 @@ def distributed_model(model: nn.Module) -> DistributedModel:
             "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
     _check_norms(model)
+    family = pending.Family(model.parameters())
     for p in model.parameters():
-        gradients.share_data(p, hcg.data())
+        gradients.share_data(p, hcg.data(), family)
     equalise(model)
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])

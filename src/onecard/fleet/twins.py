@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onecard.fleet import pending
 from onecard.fleet.parameters import held, hold_alike
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import DistTensor
@@ -40,6 +41,7 @@ class Twin:
 def pair(twin: Any, plain: Tensor, reducer: Any, zero: Any) -> None:
     """Say whose twin a distributed parameter is."""
     setattr(twin, _NAME, Twin(reducer, zero))
+    pending.leave(plain)
     hold_alike(twin, plain)  # one that is not marked is whole, also where its own memory is given up
 
 

@@ -201,7 +201,7 @@ class Capture:
             leaf: Any = self.before.alive[key]()
             if leaf is None:
                 continue
-            now = leaf.grad
+            now = _torch.gradient(leaf)
             if not self.before.still_is(now, grad or id(None)):
                 where = self.places(key, leaf)
                 yield Effect("gradient", where, None if now is None else self._output(now))

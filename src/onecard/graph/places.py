@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from onecard import _torch
 from onecard.graph import refusals
 from onecard.graph.recorder import takes_gradients
 from onecard.graph.recording import Where
@@ -58,7 +59,7 @@ class Before:
         for x in found:
             self.alive[id(x)] = TensorWeakRef(x)
             if takes_gradients(x):
-                grad = x.grad
+                grad = _torch.gradient(x)
                 self.gradients[id(x)] = 0 if grad is None else id(grad)
                 if grad is not None:  # made for Python only now, if it is a plain one
                     self.owners[id(grad)] = id(x)
@@ -231,7 +232,7 @@ def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
     if kind == "argument":
         return leaves[rest[0]]
     if kind == "gradient":
-        return at(rest[0], roots, leaves).grad
+        return _torch.gradient(at(rest[0], roots, leaves))
     root = roots[rest[0]]
     if kind in ("parameter", "buffer"):
         path, _, name = rest[1].rpartition(".")

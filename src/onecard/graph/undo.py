@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import _torch
 from onecard.graph.places import Before
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -23,7 +24,7 @@ class Undo:
         self._known = {_memory(x) for x in alive if _has_memory(x)}
         self._copies: dict[int, tuple[Any, Any]] = {}
         leaves = [x for key in before.gradients if (x := before.alive[key]()) is not None]
-        self._grads = [(x, x.grad) for x in leaves]
+        self._grads = [(x, _torch.gradient(x)) for x in leaves]
         self._places = [
             (x, x._local, x._spec, x._memory) for x in alive if isinstance(x, DistTensor) and hasattr(x, "_local")
         ]
@@ -47,7 +48,7 @@ class Undo:
         for x, local, spec, memory in self._places:
             x._local, x._spec, x._memory = local, spec, memory
         for x, grad in self._grads:
-            if x.grad is not grad:
+            if _torch.gradient(x) is not grad:
                 x.grad = grad
         for optimizer, states in self._states:
             optimizer.state.clear()

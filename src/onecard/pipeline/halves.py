@@ -147,9 +147,9 @@ def _linear(node: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
 
 def _adds_up(p: Tensor, grad: Tensor) -> bool:
     """Whether a leaf's gradient is there to be added to, and nobody is told of what is added."""
-    found = p.grad
+    found = _torch.gradient(p)
     plain = type(p) in (Tensor, nn.Parameter) and type(found) is Tensor and type(grad) is Tensor
-    return plain and not _torch.has_listeners(p) and found.layout is torch.strided and found.dtype is grad.dtype  # type: ignore[union-attr]
+    return plain and not _torch.has_listeners(p) and found.layout is torch.strided and found.dtype is grad.dtype
 
 
 def _giving(noted: Sequence[Tensor | None]) -> Any:

@@ -1,0 +1,246 @@
+"""What programs do with gradients between backward() and step(), by hand: under fleet they see what one card sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fleet_programs import begin, close, part_of
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.fleet import sequence
+from onecard.testing import run_ranks
+
+mp = fleet.meta_parallel
+LR = 0.05
+Habit = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]], Any]
+
+
+class Net(nn.Module):
+    """Cut layers, a norm that sees a part of the sequence, parameters that one rank does not use, and frozen ones."""
+
+    def __init__(self, parallel: bool, sp: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sp = sp
+        self.norm = nn.LayerNorm(6)
+        if parallel:
+            self.up = mp.ColumnParallelLinear(6, 8, has_bias=True, gather_output=False)
+            self.down = mp.RowParallelLinear(8, 6, input_is_parallel=True)
+        else:
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.sometimes, self.frozen, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.frozen.requires_grad_(False)
+        if sp:
+            for p in self.norm.parameters():
+                fleet.mark_as_sequence_parallel_parameter(p)
+
+    def forward(self, x: Tensor, begin: int = 0) -> Tensor:
+        """``begin``: from which row on a layer is used."""
+        x = sequence.gather(self.norm(sequence.scatter(x))) if self.sp else self.norm(x)
+        x = x + self.down(torch.tanh(self.up(x)))
+        x = x + self.frozen(x)
+        if begin < len(x):
+            x = torch.cat([x[:begin], x[begin:] + self.sometimes(x[begin:])])
+        return self.head(x)
+
+
+def twice(net: nn.Module, opt: Any, backward: Any) -> None:
+    backward()
+    backward()
+
+
+def assigned(net: nn.Module, opt: Any, backward: Any) -> None:
+    backward()
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad = 0.5 * p.grad.sign() + 0.1 * p.detach()
+    opt.step()
+
+
+def clamped(net: nn.Module, opt: Any, backward: Any) -> None:
+    twice(net, opt, backward)
+    for p in net.parameters():
+        if p.requires_grad:
+            p.grad.data.clamp_(-0.01, 0.02)
+    opt.step()
+
+
+def own_clipping(net: nn.Module, opt: Any, backward: Any) -> None:
+    """By the norm of each gradient, and once more after another backward onto it."""
+    for _ in range(2):
+        backward()
+        for p in [net.norm.weight, net.norm.bias, net.head.weight]:
+            p.grad.mul_((0.02 / p.grad.norm()).clamp(max=1.0))
+    opt.step()
+
+
+def by_hand(net: nn.Module, opt: Any, backward: Any) -> None:
+    twice(net, opt, backward)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.grad is not None:
+                p.add_(p.grad.sign() * p.grad.square(), alpha=-LR)
+
+
+def foreach(net: nn.Module, opt: Any, backward: Any) -> None:
+    backward()
+    params = [p for p in net.parameters() if p.requires_grad]
+    with torch.no_grad():
+        torch._foreach_add_(params, torch._foreach_sign([p.grad for p in params]), alpha=-LR)
+
+
+def trust_ratio(net: nn.Module, opt: Any, backward: Any) -> None:
+    backward()
+    for p in [net.norm.weight, net.head.weight]:
+        p.grad *= p.detach().norm() / (p.grad.norm() + 0.1)
+    opt.step()
+
+
+def of_autograd(net: nn.Module, opt: Any, backward: Any) -> None:
+    """Gradients of one rank's data, assigned; over old ones, too."""
+    backward()
+    params = [p for p in net.parameters() if p.requires_grad]
+    for _ in range(2):
+        for p, g in zip(params, torch.autograd.grad(backward(run=False), params), strict=True):
+            p.grad = g
+        opt.step()
+
+
+def kept_in_place(net: nn.Module, opt: Any, backward: Any) -> None:
+    """zero_grad(set_to_none=False), a premature look, torch.autograd.grad in between, and a gradient that is thrown away."""
+    for step in range(3):
+        opt.zero_grad(set_to_none=False)
+        backward()
+        if step:
+            net.norm.weight.grad.abs_()
+        torch.autograd.grad(backward(run=False), net.norm.weight)
+        backward(often=step == 1)
+        opt.step()
+    backward()
+    net.zero_grad()
+    backward()
+    opt.step()
+
+
+def in_a_hook(net: nn.Module, opt: Any, backward: Any) -> None:
+    """An optimizer that steps while backward runs."""
+
+    def update(p: Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(LR * p.grad.sign())
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in net.parameters() if p.requires_grad]
+    backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def hooked(net: nn.Module, opt: Any, backward: Any) -> None:
+    """Hooks that clip what backward adds, after and before a look."""
+    backward()
+    hooks = [p.register_hook(lambda g: g.clamp(-0.01, 0.005)) for p in net.parameters() if p.requires_grad]
+    backward()
+    assert net.norm.bias.grad is not None
+    backward()
+    opt.step()
+    for hook in hooks:
+        hook.remove()
+    backward()
+    opt.step()
+
+
+def closure(net: nn.Module, opt: Any, backward: Any) -> list[float]:
+    def run() -> Tensor:
+        opt.zero_grad()
+        return backward().detach()
+
+    return [float(opt.step(run)) for _ in range(2)]
+
+
+def closure_lbfgs(net: nn.Module, opt: Any, backward: Any) -> list[float]:
+    return closure(net, torch.optim.LBFGS(net.parameters(), LR, 5, line_search_fn="strong_wolfe"), backward)
+
+
+HABITS: list[Habit] = [
+    assigned, clamped, own_clipping, by_hand, foreach, trust_ratio, of_autograd, kept_in_place, in_a_hook, hooked, closure
+]  # fmt: skip
+
+
+def backward_of(net: nn.Module, me: int, n: int, width: int = 6) -> Any:
+    """The next microbatch; ``often``: a layer is used by all of it, and not only by its second half, which rank 0 has not."""
+    calls = [0]
+
+    def backward(run: bool = True, often: bool = True) -> Tensor:
+        if run:
+            calls[0] += 1
+        x = torch.randn(8, width, generator=torch.Generator().manual_seed(calls[0])).chunk(n)[me]
+        loss = (net(x) if often else net(x, max(0, 4 - me * len(x)))).square().mean()
+        if run:
+            loss.backward()
+        return loss
+
+    return backward
+
+
+def seen(habit: Habit, degrees: dict[str, int], sp: bool) -> None:
+    hcg = begin(**degrees)
+    alone, net = Net(False), Net(True, sp)
+    with torch.no_grad():
+        for path, p in net.named_parameters():
+            p.copy_(part_of(p, alone.get_parameter(path).detach()))
+    fleet.distributed_model(net)
+    said = []
+    for each, me, n in ((alone, 0, 1), (net, hcg.data().index, hcg.data().size)):
+        optimizer = torch.optim.SGD(each.parameters(), LR, momentum=0.5)
+        said.append(habit(each, optimizer, backward_of(each, me, n)))
+    what = f"{habit.__name__} of {degrees}"
+    assert said[0] is None or torch.allclose(torch.tensor(said[0]), torch.tensor(said[1]), rtol=1e-5), what
+    for name, p in net.named_parameters():
+        close(p.detach(), part_of(p, alone.get_parameter(name).detach()), f"{what}: {name}", 2e-5)
+
+
+def all_habits(degrees: dict[str, int], sp: bool = False) -> None:
+    for habit in HABITS:
+        seen(habit, degrees, sp)
+    if "mp" not in degrees:
+        seen(closure_lbfgs, degrees, sp)
+
+
+def what_is_sent() -> None:
+    """The gradients once a step, whatever is read or changed, and however many microbatches there are."""
+    begin(dp=2)
+    net = nn.Linear(64, 64, bias=False)
+    model = fleet.distributed_model(net)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    backward = backward_of(net, 0, 2, 64)
+    for microbatches in (1, 4):
+        for look in (False, True):
+            with oc.explain() as report:
+                for _ in range(microbatches):
+                    backward()
+                if look:
+                    net.weight.grad.clamp_(-1, 1)
+                    net.weight.grad.abs()
+                optimizer.step()
+                optimizer.zero_grad()
+            large = [m.step.bytes for m in report.messages if m.step.bytes > 100]
+            assert large == [net.weight.nbytes], (microbatches, look, large)
+
+
+def two_ranks() -> None:
+    what_is_sent()
+    all_habits({"dp": 2})
+    all_habits({"dp": 1, "mp": 2}, True)
+
+
+def test_habits_on_two_ranks() -> None:
+    run_ranks(two_ranks, 2, timeout=120)
+
+
+def test_habits_on_a_grid() -> None:
+    run_ranks(all_habits, 4, {"dp": 2, "mp": 2}, True, timeout=120)
