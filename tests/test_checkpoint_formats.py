@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,11 @@ def test_crafted_safetensors(tmp_path: Path) -> None:
         (lambda: write({"x": {**good["x"], "shape": [2**40, 2**20]}}), "does not have"),
         (lambda: write({"x": {**good["x"], "shape": [-2, -2]}}), "cannot be"),
         (lambda: write({"x": {**good["x"], "dtype": "F99"}}), "cannot be"),
+        (lambda: write({**good, "y": {**good["x"], "data_offsets": [4, 20]}}, b"\0" * 20), "of 'y', are another's as well"),
+        (lambda: write({"x": {**good["x"], "data_offsets": [4, 20]}}, b"\0" * 20), "follow 4 bytes that are nobody's"),
+        (lambda: write(good, b"\0" * 19), "there are 3 bytes that are nobody's"),
+        (lambda: write(b'{"x": 1, ' + json.dumps(good).encode()[1:]), "names 'x' twice"),
+        (lambda: write({**good, "__metadata__": {"format": 1}}), "__metadata__"),
     ]:  # fmt: skip
         path = make()
         with pytest.raises(CheckpointError, match=words):
@@ -169,3 +176,45 @@ def test_crafted_safetensors(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     with pytest.raises(CheckpointError, match="out of the folder"):
         oc.checkpoint.load(tmp_path / "hf")
+
+
+def test_safetensors_own_opinion(tmp_path: Path) -> None:
+    """Headers with random faults: what safetensors refuses is refused, and what it takes is read alike."""
+    import json
+
+    refused = 0
+    for seed in range(400):
+        rng, path, at = random.Random(seed), tmp_path / f"{seed}.safetensors", 0
+        said: dict[str, Any] = {}
+        for i in range(rng.randint(0, 4)):
+            shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 2))]
+            code, width = rng.choice([("F32", 4), ("U8", 1), ("I64", 8), ("BF16", 2)])
+            size = math.prod(shape) * width
+            said[f"t{i}"] = {"dtype": code, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        data, fault = rng.randbytes(at), rng.randrange(6)
+        one: Any = rng.choice([*said.values()]) if said else {"data_offsets": [0, 0]}
+        if fault == 1:
+            one["data_offsets"] = [n + rng.choice([-1, 1, 4]) for n in one["data_offsets"]]
+        elif fault == 2 and said:
+            one["data_offsets"] = rng.choice([*said.values()])["data_offsets"]
+        elif fault == 3:
+            data = data + bytes(3) if rng.random() < 0.5 else data[:-1]
+        text = bytearray(json.dumps(said).encode())
+        if fault == 4:
+            text[rng.randrange(len(text))] ^= 1 << rng.randrange(7)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        try:
+            theirs = safetensors.torch.load(path.read_bytes())
+        except Exception:
+            refused += 1
+            with pytest.raises(CheckpointError):
+                oc.checkpoint.load(path)
+        else:
+            mine = oc.checkpoint.load(path)
+            assert mine.keys() == theirs.keys() and all(bits(mine[n]) == bits(x) for n, x in theirs.items())
+    assert 100 < refused < 300
+
+
+def bits(x: Tensor) -> Any:
+    return x.dtype, x.shape, x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []

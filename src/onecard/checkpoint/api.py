@@ -77,7 +77,8 @@ def load(
         changes: what is otherwise in the checkpoint: ``Rename``, ``Fuse``, ``Split``, ``Transpose``, applied in this order.
         missing: "error", or "keep" what the state has where the checkpoint has nothing.
         unexpected: "error", or "ignore" what the checkpoint has where the state has no place. Parts of the state that are not
-            asked for at all (``{"model": model}`` of a model and an optimizer) are never unexpected.
+            asked for at all (``{"model": model}`` of a model and an optimizer) are never unexpected; beside a flat dict of
+            tensors, other tensors and values are.
         dtype: "same", or "cast" to the dtypes of the state.
 
     Returns:

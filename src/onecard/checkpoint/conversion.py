@@ -69,7 +69,7 @@ def convert(
             raise CheckpointError(f"format={format!r}: want one of {', '.join(FORMATS)}")
         if end.exists():
             raise CheckpointError(f"{end} exists already: name a new place, or remove it first")
-        node, tensors, reader = _open(start, changes, only)
+        node, tensors, reader = _open(start, changes, only, format)
         with reader:
             _WRITERS[format](end, node, tensors, reader, max_shard_bytes)
 
@@ -78,13 +78,15 @@ def convert(
         raise CheckpointError(error)
 
 
-def _open(path: Path, changes: Sequence[Change], only: str) -> tuple[Any, Tensors, Reader]:
+def _open(path: Path, changes: Sequence[Change], only: str, format: str) -> tuple[Any, Tensors, Reader]:
     """A state as a tree, and its tensors: in memory, or to be read."""
     tensors: Tensors
     if (path / METADATA).exists() or (path.is_file() and path.suffix != ".safetensors"):
         state = read_dcp(path) if path.is_dir() else read_torch_file(path)
         held: dict[str, Tensor] = {}
-        node = tree.encode(unfold(state, Names(state)), "", held.__setitem__)
+        if format == "onecard":  # those of others count an optimizer's parameters
+            state = unfold(state, Names(state))
+        node = tree.encode(state, "", held.__setitem__)
         tensors, index = dict(held), Index(path, {}, {}, node)
     else:
         index = loading.open_any(path)

@@ -50,6 +50,7 @@ def _index(folder: Path, files: dict[str, Any]) -> Index:
             if tensor not in header:
                 raise CheckpointError(f"{folder / name} does not have {tensor!r}, which {HF_INDEX} says it has")
             index.tensors[tensor] = _entry(folder, name, tensor, header[tensor], index.files)
+        _check_all(folder / name, header, index.files[name])
     index.state = dict(tree.flat(list(index.tensors)))
     return index
 
@@ -61,11 +62,52 @@ def _header(file: Input) -> tuple[dict[str, Any], int]:
             f"{file.path} is not a safetensors file, or was cut off: its header would have {length:,} bytes"
         )
     try:
-        header = json.loads(file.read(8, length))
-        header.pop("__metadata__", None)
+        header = json.loads(file.read(8, length), object_pairs_hook=_once)
+        about = header.pop("__metadata__", None) or {}
+        if not all(isinstance(text, str) for text in about.values()):
+            raise ValueError("its __metadata__ are not texts")
     except (ValueError, AttributeError, TypeError, RecursionError) as fault:
         raise CheckpointError(f"{file.path}: its header is damaged: {fault}") from None
     return header, 8 + length
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each of whose keys is there once."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return made
+
+
+def _check_all(path: Path, header: dict[str, Any], file: File) -> None:
+    """Whether the tensors of a file follow one another from the first byte of the data to the last, as in any that is whole."""
+    try:
+        places = sorted((*_both(said["data_offsets"]), name) for name, said in header.items())
+    except (KeyError, TypeError, ValueError) as fault:
+        raise CheckpointError(f"{path}: its header is damaged: {type(fault).__name__}: {fault}") from None
+    at = 0
+    for first, last, name in places:
+        if first != at or last < first:
+            how = "are another's as well" if first < at else f"follow {first - at:,} bytes that are nobody's"
+            raise _not_whole(path, f"bytes {first:,} to {last:,} of its data, of {name!r}, {how}")
+        at = last
+    if at != file.size - file.header:
+        raise _not_whole(path, f"after its tensors there are {file.size - file.header - at:,} bytes that are nobody's")
+
+
+def _not_whole(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged, or not what was meant to be written: {what}. In a safetensors file each byte of the data belongs to "
+        "one tensor"
+    )
+
+
+def _both(offsets: Any) -> tuple[int, int]:
+    start, stop = offsets
+    if type(start) is not int or type(stop) is not int or start < 0:
+        raise ValueError(f"{offsets!r} are no offsets")
+    return start, stop
 
 
 def _entry(folder: Path, file: str, name: str, said: Any, files: dict[str, File]) -> Entry:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from onecard.boxes import Box, volume, whole
 from onecard.checkpoint import changes as changing
-from onecard.checkpoint import folder, foreign, saving, tree
+from onecard.checkpoint import folder, foreign, saving, sharing, tree
 from onecard.checkpoint.changes import Change, nearest
 from onecard.checkpoint.index import NAME, Index, name_of, read_index
 from onecard.checkpoint.objects import Names, keys_of
 from onecard.checkpoint.pieces import held_box
 from onecard.checkpoint.reading import Reader
+from onecard.checkpoint.sharing import Filled
 from onecard.checkpoint.targets import Walk
 from onecard.checkpoint.virtual import Virtual
 from onecard.comm import world
@@ -48,6 +49,9 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
         else:
             result = walk.value(state, index.state, "")
         error = _complaints(walk, index, missing, unexpected, dtype)
+        if not error:
+            with Reader(index.folder, index.files, links) as reader:
+                sharing.check(_memory(walk), reader)
     except Exception as fault:
         error = saving.in_words(fault)
     _meet(path, digest, _same, error)
@@ -93,16 +97,18 @@ def open_any(path: Path) -> Index:
 def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: str) -> str:
     """All that does not fit, in words."""
     found = []
-    if walk.missing and missing == "error":
-        named = [f"{name!r}{nearest(name, walk.tensors)}" for name in walk.missing[:_SHOWN]]
+    lacking = walk.lacking() if missing == "error" else []
+    if lacking:
+        named = [f"{name!r}{nearest(name, walk.tensors)}" for name in lacking[:_SHOWN]]
         found.append(
-            f"{index.folder} does not have {_counted(walk.missing)}: {', '.join(named)}. Names that differ are told by "
+            f"{index.folder} does not have {_counted(len(lacking))}: {', '.join(named)}. Names that differ are told by "
             "changes=[onecard.checkpoint.Rename(old, new)]; missing='keep' leaves what is there"
         )
-    if walk.unused and unexpected == "error":
-        named = [f"{name!r}" for name in sorted(walk.unused)[:_SHOWN]]
+    left = walk.left_over(index.state) if unexpected == "error" else []
+    if left:
+        named, tensors = [f"{name!r}" for name in left[:_SHOWN]], sum(name in walk.tensors for name in left)
         found.append(
-            f"{index.folder} has {_counted(walk.unused)} without a place in the state: {', '.join(named)}; "
+            f"{index.folder} has {_counted(tensors, len(left) - tensors)} without a place in the state: {', '.join(named)}; "
             "unexpected='ignore' leaves them out"
         )
     for name, target in walk.wants:
@@ -120,8 +126,9 @@ def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: 
     return "\n".join(found[:_SHOWN] + more)
 
 
-def _counted(names: Any) -> str:
-    return f"{len(names)} tensors" if len(names) > 1 else "a tensor"
+def _counted(tensors: int, values: int = 0) -> str:
+    both = ((tensors, "tensor"), (values, "value"))
+    return " and ".join(f"{count} {what}s" if count > 1 else f"a {what}" for count, what in both if count)
 
 
 def _check_words(**given: tuple[str, str, str]) -> None:
@@ -146,6 +153,19 @@ def _read(walk: Walk, reader: Reader) -> None:
             reader.read(name, found, box, local)
         for act in after:
             act()
+
+
+def _memory(walk: Walk) -> list[Filled]:
+    """What is read into memory that may be another's too."""
+    found, me = [], world.get_rank()
+    for name, x in walk.wants:
+        if isinstance(x, DistTensor):
+            layout = x._spec.layout
+            if not layout.merged and not layout.pending and me in layout.mesh:
+                found.append(Filled(name, walk.tensors[name], held_box(layout, x.shape, me), x._local.detach()))
+        elif not isinstance(x, torch.distributed.tensor.DTensor):
+            found.append(Filled(name, walk.tensors[name], whole(x.shape), x.detach()))
+    return found
 
 
 def _where(found: Virtual) -> tuple[str, int]:

@@ -7,7 +7,7 @@ model. In a checkpoint states go by their parameters' names, and groups list nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,48 +24,63 @@ _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|_extr
 class Names:
     """The names of the parameters in a state: of its modules, or of what looks like a module's state dict.
 
-    One module's parameters go by their names in it. A state with several modules that have equal names puts each module's
-    own place before them.
+    An optimizer's parameters go by their names in the module that has them; those of several modules that have equal names,
+    with the module's own place before them. What else is in the state does not matter.
     """
 
     def __init__(self, state: Any) -> None:
-        self._named: dict[Any, str] = {}
-        self._alive: list[Any] = []  # or an id might be given to another object
         self.modules = list(_modules(state, ""))
-        seen: dict[str, int] = {}
-        for _, params in self.modules:
-            for name, _ in params:
-                seen[name] = seen.get(name, 0) + 1
+        self._named: dict[Any, list[tuple[str, str]]] = {}  # by itself or by its memory: (place, name) in each module
+        self._alive: list[Any] = []  # or an id might be given to another object
         for place, params in self.modules:
             for name, param in params:
                 for key in keys_of(param):
-                    self._named.setdefault(key, name if seen[name] == 1 else join(place, name))
+                    self._named.setdefault(key, []).append((place, name))
                 self._alive.append(param)
 
-    def of(self, param: Tensor) -> str | None:
-        """The name of a parameter, by itself or by its memory."""
-        return next((self._named[key] for key in keys_of(param) if key in self._named), None)
+    def of_optimizer(self, optimizer: Optimizer, saved: Sequence[Sequence[Any]] = ()) -> list[str]:
+        """A name for each parameter of an optimizer, in its order.
 
-    def of_optimizer(self, optimizer: Optimizer) -> list[str]:
-        """A name for each parameter of an optimizer, in its order."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        given = _given_names(optimizer.param_groups)
-        found = [self.of(p) or (given[i] if given else str(i)) for i, p in enumerate(params)]
-        return found if len(set(found)) == len(found) else [str(i) for i in range(len(params))]
+        ``saved``: the names of each group in a checkpoint, which may know them by others: those that fit best.
+        """
+        groups = optimizer.param_groups
+        found = [self._places(p) for group in groups for p in group["params"]]
+        counts = [str(i) for i in range(len(found))]
+        given = _given_names(groups) or counts
+        firsts = [names[0] if names else ("", given[i]) for i, names in enumerate(found)]
+        schemes = [[name for _, name in firsts], [join(place, name) for place, name in firsts], given]
+        for place, _ in self.modules:
+            inside = [dict(names).get(place) for names in found]
+            schemes.append([name for name in inside if name is not None])
+        return _fitting(schemes, counts, [len(group["params"]) for group in groups], saved)
 
-    def of_state_dict(self, state: Mapping[str, Any]) -> list[str] | None:
-        """A name for each parameter of an optimizer's state dict, where it can be known."""
+    def of_state_dict(self, state: Mapping[str, Any], saved: Sequence[Sequence[Any]] = ()) -> list[str]:
+        """A name for each parameter of an optimizer's state dict; its count, where nothing says more."""
         groups = state["param_groups"]
-        count = sum(len(group["params"]) for group in groups)
-        given = _given_names(groups)
-        if given:
-            return given
+        sizes = [len(group["params"]) for group in groups]
+        counts, schemes = [str(i) for i in range(sum(sizes))], [_given_names(groups)]
         # Made of module.parameters(), as most are: one group, in the order of the module.
         for _, params in self.modules if len(groups) == 1 else ():
             distinct = list({keys_of(p)[-1]: name for name, p in reversed(params)}.values())[::-1]
-            if len(distinct) == count and _fits(state["state"], [dict(params)[n] for n in distinct]):
-                return distinct
-        return None
+            if len(distinct) == len(counts) and _fits(state["state"], [dict(params)[n] for n in distinct]):
+                schemes.append(distinct)
+        if not schemes[0] and not saved and len({tuple(names) for names in schemes[1:]}) > 1:
+            return counts  # those of several modules would do
+        return _fitting(schemes, counts, sizes, saved)
+
+    def _places(self, param: Tensor) -> list[tuple[str, str]]:
+        return next((self._named[key] for key in keys_of(param) if key in self._named), [])
+
+
+def _fitting(
+    schemes: Sequence[list[str]], counts: list[str], sizes: list[int], saved: Sequence[Sequence[Any]]
+) -> list[str]:
+    """The first names that are complete and distinct, or of those the ones that a checkpoint knows best."""
+    good = [names for names in schemes if len(names) == len(set(names)) == len(counts)]
+    known = {str(name) for group in saved for name in group}
+    if [len(group) for group in saved] == sizes:
+        good.append(counts)  # as torch goes by them
+    return max(good or [counts], key=lambda names: len(known.intersection(names)))
 
 
 def keys_of(x: Tensor) -> list[Any]:
@@ -80,6 +95,8 @@ def keys_of(x: Tensor) -> list[Any]:
         tuple(x.shape),
         local.stride(),
         x.dtype,
+        local.is_conj(),  # a view of the same memory, of other values
+        local.is_neg(),
         id(layout),
     )
     return [id(x), memory]
@@ -94,8 +111,10 @@ def _given_names(groups: Any) -> list[str]:
 def _fits(states: Mapping[Any, Any], params: list[Tensor]) -> bool:
     for number, state in states.items():
         moments = [v for v in state.values() if isinstance(v, Tensor) and v.dim()] if isinstance(state, Mapping) else []
-        if number >= len(params) or any(
-            m.dim() == params[number].dim() and m.shape != params[number].shape for m in moments
+        if (
+            not isinstance(number, int)
+            or number >= len(params)
+            or any(m.dim() == params[number].dim() and m.shape != params[number].shape for m in moments)
         ):
             return False
     return True
@@ -141,8 +160,7 @@ def unfold(value: Any, names: Names) -> Any:
     if isinstance(value, torch.Generator):
         return {"generator": value.get_state()}
     if is_optimizer_state(value):
-        found = names.of_state_dict(value)
-        return value if found is None else by_name(value, found)
+        return by_name(value, names.of_state_dict(value))
     if isinstance(value, dict) and type(value).__name__ != "Counter":
         return {key: unfold(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -154,8 +172,10 @@ def unfold(value: Any, names: Names) -> Any:
 
 
 def by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state dict with names in the places of its counts."""
+    """An optimizer's state dict with names in the places of its counts; itself, if they are these."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if names == [str(number) for number in numbers]:
+        return dict(state)
     name_of = dict(zip(numbers, names, strict=True))
     groups = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [name_of[i] for i in group["params"]]}

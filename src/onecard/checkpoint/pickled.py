@@ -146,4 +146,16 @@ def _with_lists(value: Any) -> Any:
     made = {key: _with_lists(item) for key, item in value.items()}
     if made and all(isinstance(key, int) for key in made) and sorted(made) == list(range(len(made))):
         return [made[i] for i in range(len(made))]
-    return made
+    return _with_counts(made)
+
+
+def _with_counts(value: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's state dict with its counts as numbers: DCP writes all keys as text, and leaves out what is empty."""
+    groups = value.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        return value
+    count_of = {str(number): number for group in groups for number in group["params"]}
+    states = value.get("state", {})
+    return {**value, "state": {count_of.get(key, key): state for key, state in states.items()}, "param_groups": groups}

@@ -255,16 +255,7 @@ def _description(node: Any, sources: dict[str, Source]) -> list[tuple[str, str]]
     said = [
         (name, s.words() + (f" of values {sample(s.local)}" if s.layout is None else "")) for name, s in sources.items()
     ]
-    return said + sorted(_values(node, ""))
-
-
-def _values(node: Any, path: str) -> list[tuple[str, str]]:
-    below = tree.children(node)
-    if below is None:
-        return [] if tree.tensor_name(node) is not None else [(path, json.dumps(node))]
-    return [found for key, item in below.items() for found in _values(item, tree.join(path, key))] or [
-        (path, json.dumps(node))
-    ]
+    return said + sorted((path, json.dumps(value)) for path, value in tree.values(node))
 
 
 def _differences(words: Sequence[list[Any]]) -> None:

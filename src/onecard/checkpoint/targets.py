@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint import tree
 from onecard.checkpoint.changes import Change, follow
-from onecard.checkpoint.objects import Names, by_name, has_state, is_optimizer_state
+from onecard.checkpoint.objects import Names, has_state, is_optimizer_state, keys_of
 from onecard.checkpoint.virtual import Virtual
 from onecard.errors import CheckpointError
 from onecard.parallel.resume import place_for
@@ -33,7 +33,7 @@ class Walk:
     Attributes:
         tensors: what the checkpoint has, by name.
         wants: (name, the tensor to fill) in the order of the walk.
-        missing, unused: names without a tensor in the checkpoint, and without a place in the state.
+        missing: what the checkpoint does not have, with the tensor that it would fill.
         last: what to do when the tensors are filled.
     """
 
@@ -41,11 +41,12 @@ class Walk:
     names: Names
     changes: Sequence[Change] = ()
     wants: list[tuple[str, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unused: set[str] = field(default_factory=set)
+    missing: list[tuple[str, Any]] = field(default_factory=list)
     last: list[Done] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)  # names of the wants before ``left``
-    left: int = 0
+    scopes: list[str] = field(default_factory=list)  # beginnings of names: what is there must have a place in the state
+    strays: list[str] = field(default_factory=list)  # parameters that saved optimizers have, and these do not
+    flat: bool = False  # the state itself is a dict of tensors, so that nothing may be beside them
+    made_of: list[str] = field(default_factory=list)  # places of the saved state that were made anew, all that is below
 
     def value(self, target: Any, node: Any, path: str) -> Any:
         """What takes the place of a value of the state: itself, filled, or another one."""
@@ -63,21 +64,21 @@ class Walk:
             return self._later(target, target.load_state_dict, node, path)
         if isinstance(target, dict) and target:
             return self._dict(target, node, path)
-        if isinstance(target, list | tuple) and target and self._alike(target, node):
-            items = tree.children(node) or {}
-            made = [self.value(item, items[i], tree.join(path, i)) for i, item in enumerate(target)]
-            return self._again(target, made)
+        if isinstance(target, list | tuple) and any(map(_is_filled, target)):
+            return self._list(target, node, path)
         if node is _NOTHING:
-            self.missing.append(path)
+            self._lacks(path)
             return target
         return self.made(node, path)
 
     def made(self, node: Any, path: str) -> Any:
         """A value of the checkpoint for which there is no place yet: its tensors whole, on the CPU."""
 
+        self.made_of.append(path)
+
         def give(name: str) -> Tensor:
             if name not in self.tensors:
-                self.missing.append(name)
+                self._lacks(name)
                 return torch.empty(0)
             found = self.tensors[name]
             new = torch.empty(found.shape, dtype=found.dtype)
@@ -94,12 +95,14 @@ class Walk:
     def want(self, name: str, into: Any) -> None:
         """Note a tensor to fill."""
         self.wants.append((name, into))
-        self.unused.discard(name)
+
+    def _lacks(self, path: str, target: Any = None) -> None:
+        self.missing.append((path, target))
 
     def _tensor(self, target: Tensor, node: Any, path: str) -> Any:
         name = path if path in self.tensors else tree.tensor_name(node)
         if name is None or name not in self.tensors:
-            self.missing.append(path)
+            self._lacks(path, target)
             return target
         self.want(name, target)
         return target
@@ -113,7 +116,7 @@ class Walk:
             elif key in below:
                 others[key] = self.made(below[key], tree.join(path, key))
             else:
-                self.missing.append(tree.join(path, key))
+                self._lacks(tree.join(path, key))
         self._leave(path)
         if others:
             self.last.append(lambda: _load_extra(target, others))
@@ -127,21 +130,22 @@ class Walk:
                 self.last.append(partial(target.__setitem__, key, made))
         if path:
             self._leave(path)
+        elif any(isinstance(value, Tensor) for value in target.values()):
+            self.flat = True
         return target
 
-    def _alike(self, target: Any, node: Any) -> bool:
-        below = tree.children(node)
-        return below is not None and len(below) == len(target)
-
-    def _again(self, target: Any, made: list[Any]) -> Any:
+    def _list(self, target: Any, node: Any, path: str) -> Any:
+        below = tree.children(node) or {}
+        made = [self.value(item, below.get(i, _NOTHING), tree.join(path, i)) for i, item in enumerate(target)]
+        self._leave(path)
         if isinstance(target, list):
             self.last.append(lambda: target.__setitem__(slice(None), made))
             return target
-        return tuple(made)
+        return target._make(made) if hasattr(target, "_make") else tuple(made)
 
     def _later(self, target: Any, load: Callable[[Any], Any], node: Any, path: str) -> Any:
         if node is _NOTHING:
-            self.missing.append(path)
+            self._lacks(path)
         else:
             made = self.made(node, path)
             self.last.append(lambda: load(made))
@@ -149,29 +153,46 @@ class Walk:
 
     def _leave(self, path: str) -> None:
         """What the checkpoint has below a path and nobody has asked for is left over."""
-        prefix = f"{path}." if path else ""
-        wanted = {name for name, _ in self.wants[self.left :]}
-        self.unused |= {name for name in self.tensors if name.startswith(prefix)} - wanted - self.seen
-        self.seen |= wanted
-        self.left = len(self.wants)
+        self.scopes.append(f"{path}." if path else "")
+
+    def left_over(self, node: Any) -> list[str]:
+        """Tensors and other values of the saved state that have no place in what is filled, though their neighbours have."""
+        wanted = {name for name, _ in self.wants}
+        scopes, made = tuple(self.scopes), {*self.made_of}
+        parts = tuple(f"{key}." for key, item in (tree.children(node) or {}).items() if tree.children(item) is not None)
+
+        def asked(name: str) -> bool:
+            return name.startswith(scopes) or (self.flat and not name.startswith(parts))
+
+        found = sorted(name for name in self.tensors if name not in wanted and asked(name))
+        for path, item in tree.values(node):
+            above = (path[:i] for i, letter in enumerate(path) if letter == ".")
+            if asked(path) and tree.children(item) is None and path not in made and made.isdisjoint(above):
+                found.append(path)
+        return found + [name for name in self.strays if not any(x.startswith(_state_of(name)) for x in found)]
+
+    def lacking(self) -> list[str]:
+        """Names that the checkpoint does not have, but for those of memory that is filled under another name."""
+        filled = {keys_of(target)[-1] for _, target in self.wants}
+        return [name for name, target in self.missing if target is None or keys_of(target)[-1] not in filled]
 
     # -- optimizers
 
     def _optimizer(self, target: Optimizer, node: Any, path: str) -> Any:
         if node is _NOTHING:
-            self.missing.append(path)
+            self._lacks(path)
             return target
-        names = self.names.of_optimizer(target)
+        names = self.names.of_optimizer(target, _group_names(node, path, self.changes))
         params = [p for group in target.param_groups for p in group["params"]]
         own = target.state_dict()
         below = tree.children(node) or {}
-        saved = tree.children(below.get("state")) or {}
+        saved = _by_text(below.get("state"))
         states: dict[int, Any] = {}
         for number, (name, param) in enumerate(zip(names, params, strict=True)):
             state = self._state(saved.get(name, _NOTHING), tree.join(path, f"state.{name}"), target, param)
             if state is not None:
                 states[number] = state
-        groups = self._groups(own["param_groups"], names, below.get("param_groups"), path)
+        groups = self._groups(own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
         more = {k: self.made(v, tree.join(path, k)) for k, v in below.items() if k not in ("state", "param_groups")}
         self._leave(path)
         self.last.append(lambda: target.load_state_dict({**own, **more, "state": states, "param_groups": groups}))
@@ -197,16 +218,15 @@ class Walk:
             self.want(name, made[key])
         return made
 
-    def _groups(self, own: list[Any], names: list[str], node: Any, path: str) -> list[Any]:
+    def _groups(self, own: list[Any], names: Mapping[int, str], node: Any, path: str) -> list[Any]:
         """The options of each of the optimizer's groups, from the saved group that its parameters were in."""
+        if node is None:
+            self._lacks(tree.join(path, "param_groups"))
         saved = self.made(node, tree.join(path, "param_groups")) if node is not None else []
-        start = tree.join(path, "state.")
-        group_of = {
-            new.removeprefix(start): i
-            for i, group in enumerate(saved)
-            for name in group["params"]
-            for new in follow(self.changes, f"{start}{name}")
-        }
+        members = _members(saved, path, self.changes)
+        group_of = {name: i for i, group in enumerate(members) for name in group}
+        known = set(names.values())
+        self.strays += [f"{path}: parameter {name}" for name in group_of if name not in known]
         made = []
         for number, group in enumerate(own):
             mine = [names[i] for i in group["params"]]
@@ -217,29 +237,85 @@ class Walk:
                     f"differ: {mine[:3]}... Make the groups as they were, or split this one"
                 )
             if not found and mine and saved:
-                self.missing.append(tree.join(path, f"param_groups of {mine[0]}"))
+                self._lacks(tree.join(path, f"param_groups of {mine[0]}"))
             options = {k: v for k, v in saved[found.pop()].items() if k != "params"} if found else {}
             made.append({**group, **options, "params": group["params"]})
         return made
 
     def _optimizer_state(self, target: dict[str, Any], node: Any, path: str) -> Any:
         """An optimizer's state dict: filled where it has states, else made whole."""
-        found = self.names.of_state_dict(target)
-        if node is _NOTHING or found is None:
+        if node is _NOTHING or tree.children(node) is None:
             return self._dict(target, node, path)
-        named = by_name(target, found)
+        names = self.names.of_state_dict(target, _group_names(node, path, self.changes))
         numbers = [n for group in target["param_groups"] for n in group["params"]]
         below = tree.children(node) or {}
-        saved = tree.children(below.get("state")) or {}
-        for number, name in zip(numbers, found, strict=True):
+        saved = _by_text(below.get("state"))
+        for number, name in zip(numbers, names, strict=True):
             if name in saved:
-                where = tree.join(path, f"state.{name}")
-                state = self.value(named["state"].get(name), saved[name], where)
+                state = self._in_place(target["state"].get(number, {}), saved[name], tree.join(path, f"state.{name}"))
                 self.last.append(partial(target["state"].__setitem__, number, state))
-        groups = self._groups(target["param_groups"], found, below.get("param_groups"), path)
+        groups = self._groups(
+            target["param_groups"], dict(zip(numbers, names, strict=True)), below.get("param_groups"), path
+        )
+        for key in below:
+            if key not in ("state", "param_groups"):
+                self.last.append(partial(target.__setitem__, key, self.made(below[key], tree.join(path, key))))
         self._leave(path)
         self.last.append(lambda: target.__setitem__("param_groups", groups))
         return target
+
+    def _in_place(self, there: Any, node: Any, path: str) -> Any:
+        """A parameter's states, as the checkpoint has them: in the memory of those that are there."""
+        below = tree.children(node)
+        if below is None or not isinstance(there, Mapping):
+            return self.made(node, path)
+        return {
+            key: (self.value if isinstance(there.get(key), Tensor) else self._anew)(
+                there.get(key), item, tree.join(path, key)
+            )
+            for key, item in below.items()
+        }
+
+    def _anew(self, target: Any, node: Any, path: str) -> Any:
+        return self.made(node, path)
+
+
+def _state_of(stray: str) -> str:
+    path, _, name = stray.partition(": parameter ")
+    return tree.join(path, f"state.{name}.")
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether there is something in a value that is loaded into, instead of being replaced."""
+    if isinstance(value, dict):
+        return any(map(_is_filled, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_filled, value))
+    return isinstance(value, Tensor | torch.Generator) or has_state(value)
+
+
+def _by_text(node: Any) -> dict[str, Any]:
+    """The children of a node, with numbers as text."""
+    return {str(key): item for key, item in (tree.children(node) or {}).items()}
+
+
+def _group_names(node: Any, path: str, changes: Sequence[Change]) -> list[list[str]]:
+    """The names in each group of a saved optimizer, as far as there are any."""
+    groups: Any = (tree.children(node) or {}).get("param_groups")
+    try:
+        saved = [{"params": list((tree.children(group["params"]) or {}).values())} for group in groups]
+        return _members(saved, path, changes)
+    except (KeyError, TypeError):
+        return []
+
+
+def _members(groups: Sequence[Mapping[str, Any]], path: str, changes: Sequence[Change]) -> list[list[str]]:
+    """The names of each group's parameters, after the changes."""
+    start = tree.join(path, "state.")
+    return [
+        [new.removeprefix(start) for name in group["params"] for new in follow(changes, f"{start}{name}")]
+        for group in groups
+    ]
 
 
 def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:

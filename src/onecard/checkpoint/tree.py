@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,22 @@ def children(node: Any) -> dict[Any, Any] | None:
     if kind == "tuple":
         return dict(enumerate(node["items"]))
     return {key: item for key, item in node["items"]} if kind in ("dict", "counter") else None
+
+
+def values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All that is no tensor, with its path; what is empty counts as a value.
+
+    Example:
+        >>> list(values({"a": [1, {"$": "tensor", "name": "a.1"}], "b": {}}))
+        [('a.0', 1), ('b', {})]
+    """
+    below = children(node)
+    if not below:
+        if tensor_name(node) is None:
+            yield path, node
+        return
+    for key, item in below.items():
+        yield from values(item, join(path, key))
 
 
 def tensor_name(node: Any) -> str | None:
