@@ -348,11 +348,6 @@ def has_unscaled(scaler: Any, optimizer: Any) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
 
 
-def neg_view(x: Tensor) -> Tensor:
-    """A view whose values are the negative ones, as the imaginary part of a conjugate is."""
-    return torch._neg_view(x)
-
-
 # -- checkpoints of torch's own ----------------------------------------------------------------------------------------------
 
 

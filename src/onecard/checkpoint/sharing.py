@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import _torch
 from onecard.boxes import Box, shape_of
 from onecard.checkpoint.objects import keys_of
 from onecard.checkpoint.reading import Reader
@@ -40,6 +39,7 @@ def check(todo: Sequence[Filled], reader: Reader) -> None:
         for item in group:
             content = torch.empty(shape_of(item.box), dtype=item.local.dtype, device=first.device)
             reader.read(item.name, item.saved, item.box, content)
+            content = content.neg_() if item.local.is_neg() else content  # as it lies there
             _twin(item.local, trial).copy_(content)
             contents.append(content)
         for item, content in zip(group, contents, strict=True):
@@ -88,12 +88,11 @@ def _twin(local: Tensor, trial: Tensor) -> Tensor:
     """The same view of other memory."""
     made = trial[: trial.numel() // local.itemsize * local.itemsize].view(local.dtype)
     made = made.as_strided(local.shape, local.stride(), local.storage_offset())
-    made = made.conj() if local.is_conj() else made
-    return _torch.neg_view(made) if local.is_neg() else made
+    return made.conj() if local.is_conj() else made
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return x.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 __all__ = ["Filled", "check"]
