@@ -13,10 +13,11 @@ from onecard.comm.ranks import Ranks
 from onecard.comm.started import Started
 from onecard.errors import ScheduleError
 from onecard.pipeline.action import Action
-from onecard.pipeline.packets import Form
+from onecard.pipeline.packets import Form, Slot
 
 HEADER = 2048  # bytes of the message that says a packet's form; a longer form has a second one
 _FORWARD, _BACKWARD, _FORM, LOSS = range(4)
+_THERE = 2  # the place of the message that says which gradients there are, beside those of a form
 
 
 def tag(kind: int, stage: int, microbatch: int = 0, place: int = 0) -> int:
@@ -33,6 +34,18 @@ class Arriving:
     def wait(self, timeout: float | None) -> list[Tensor]:
         """Its tensors."""
         return [message.wait(timeout) for message in self._messages]
+
+
+class ArrivingGradients:
+    """Gradients under way to here; of those that do not exist None arrives."""
+
+    def __init__(self, messages: list[Started], form: Form) -> None:
+        self._messages, self.form = messages, form
+
+    def wait(self, timeout: float | None) -> list[Tensor | None]:
+        """They."""
+        there, *grads = [message.wait(timeout) for message in self._messages] or [None]
+        return [grad if here else None for grad, here in zip(grads, there.tolist() if grads else (), strict=True)]
 
 
 class Link:
@@ -68,15 +81,32 @@ class Link:
         if form is None:
             form = self._receive_form(timeout)
             self._forms[key] = form
-        return Arriving(self._receive(_FORWARD, action, form), form)
+        return Arriving(self._receive(_FORWARD, action, form.slots), form)
 
-    def send_gradients(self, action: Action, grads: Sequence[Tensor]) -> list[Started]:
-        """Send the gradients of a packet's tensors back."""
-        return self._send(_BACKWARD, action, grads)
+    def send_gradients(self, action: Action, key: Any, grads: Sequence[Tensor | None]) -> None:
+        """Send the gradients of a packet's tensors back, and which of them there are: what is not there is not zero.
 
-    def receive_gradients(self, action: Action, form: Form) -> Arriving:
+        Optimizers leave alone what has no gradient, and decay what has one of zero. The receives are under way before
+        anybody knows, so that in place of a gradient that does not exist anything is sent.
+        """
+        if not grads:
+            return
+        slots = [slot for slot in self._forms[key].slots if slot.needs_grad]
+        there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.device)
+        said = tag(_FORM, self.stage, action.microbatch, _THERE)
+        started.isend(there, self.peer, said, self.group, f"pipeline {action}")
+        given = zip(slots, grads, strict=True)
+        self._send(_BACKWARD, action, [slot.empty(self.device) if g is None else g for slot, g in given])
+
+    def receive_gradients(self, action: Action, form: Form) -> ArrivingGradients:
         """Begin to receive the gradients of those tensors of a packet that want one."""
-        return Arriving(self._receive(_BACKWARD, action, form, True), form)
+        slots = [slot for slot in form.slots if slot.needs_grad]
+        if not slots:
+            return ArrivingGradients([], form)
+        there = torch.empty(len(slots), dtype=torch.uint8, device=self.device)
+        said = tag(_FORM, self.stage, action.microbatch, _THERE)
+        first = started.irecv(there, self.peer, said, self.group, f"pipeline {action}")
+        return ArrivingGradients([first, *self._receive(_BACKWARD, action, slots)], form)
 
     def _send(self, kind: int, action: Action, tensors: Sequence[Tensor]) -> list[Started]:
         tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(tensors))]
@@ -85,8 +115,7 @@ class Link:
             for t, x in zip(tags, tensors, strict=True)
         ]
 
-    def _receive(self, kind: int, action: Action, form: Form, gradients: bool = False) -> list[Started]:
-        slots = [slot for slot in form.slots if slot.needs_grad or not gradients]
+    def _receive(self, kind: int, action: Action, slots: Sequence[Slot]) -> list[Started]:
         tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(slots))]
         return [
             started.irecv(slot.empty(self.device), self.peer, t, self.group, f"pipeline {action}")

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from onecard._torch import tree_leaves
 from onecard.pipeline.halves import WeightHalf, input_half, whole_backward
 from onecard.pipeline.packets import Form
+
+
+Grads = Sequence[Tensor | None]
 
 
 class _Flight:
@@ -54,7 +56,7 @@ class Stage:
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
             self._flights[microbatch] = _Flight(wanted, edges, made, None)
-        return made, outputs
+        return made, [_kept(x) for x in outputs]
 
     def forward_loss(
         self, microbatch: int, form: Form, tensors: Sequence[Tensor], target: Any, weight: Any, scale: Any
@@ -62,21 +64,19 @@ class Stage:
         """F of the last stage: its loss. ``weight`` and ``scale``: what it is multiplied with before its backward."""
         inputs = self._enter(form, tensors)
         # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
-        loss = (
-            self._run(form.join(_given(inputs)), target, True)
-            if weight
-            else _nothing(self._run(form.join(_given(inputs))))
-        )
+        loss = self._run(form.join(_given(inputs)), target, bool(weight))
+        loss = loss if weight else torch.zeros(())
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
             seed = torch.as_tensor(weight * scale, dtype=loss.dtype, device=loss.device)
             self._flights[microbatch] = _Flight(wanted, edges, None, seed)
-        return loss.detach()
+        return loss.detach().clone()
 
     def forward_output(self, form: Form, tensors: Sequence[Tensor]) -> Any:
         """F of the last stage where nobody asks for a loss: what the model returns."""
-        return self._run(form.join(self._enter(form, tensors)))
+        made, outputs = Form.of(self._run(form.join(self._enter(form, tensors))))
+        return made.join([_kept(x) for x in outputs])
 
     def _run(self, value: Any, target: Any = None, with_loss: bool = False) -> Any:
         if self.around is None:
@@ -103,20 +103,25 @@ class Stage:
             raise KeyError(microbatch)
         return form
 
-    def backward(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """B: the gradients of the inputs that want one."""
-        flight = self._flights.pop(microbatch)
-        whole_backward(flight.edges, self._grads(flight, grads))
-        return _taken(flight.inputs)
+    def backward(self, microbatch: int, grads: Grads) -> list[Tensor | None]:
+        """B: the gradients of the inputs that want one; None of one on which nothing depends.
 
-    def backward_input(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        Args:
+            grads: of the outputs, None likewise.
+        """
+        flight = self._flights.pop(microbatch)
+        whole_backward(*_there(flight, grads))
+        return [x.grad for x in flight.inputs]
+
+    def backward_input(self, microbatch: int, grads: Grads) -> list[Tensor | None]:
         """I: the same, without the gradients of the weights."""
         flight = self._flights[microbatch]
+        edges, given = _there(flight, grads)
         if self.halves:
-            flight.weights = input_half(flight.edges, self._grads(flight, grads), flight.inputs)
+            flight.weights = input_half(edges, given, flight.inputs)
         else:
-            whole_backward(flight.edges, self._grads(flight, grads))
-        found = _taken(flight.inputs)
+            whole_backward(edges, given)
+        found = [x.grad for x in flight.inputs]
         flight.edges, flight.inputs, flight.scale = [], [], None
         return found
 
@@ -125,9 +130,6 @@ class Stage:
         flight = self._flights.pop(microbatch)
         if flight.weights is not None:
             flight.weights.run()
-
-    def _grads(self, flight: _Flight, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [flight.scale] * len(flight.edges) if flight.scale is not None else list(grads)
 
     def forget(self) -> None:
         """Drop what is under way, after an error."""
@@ -150,13 +152,12 @@ def _given(inputs: list[Tensor]) -> list[Tensor]:
     return [_Given.apply(x) if x.requires_grad else x for x in inputs]
 
 
-def _nothing(value: Any) -> Tensor:
-    """Zero, as a function of all tensors of a value."""
-    return torch.stack(
-        [x.flatten()[:0].sum() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-    ).sum()
+def _there(flight: _Flight, grads: Grads) -> tuple[list[Any], list[Tensor]]:
+    """The outputs that have a gradient, and it: those that have none take no part, as on one card."""
+    found = list(zip(flight.edges, [flight.scale] * len(flight.edges) if flight.scale is not None else grads, strict=True))
+    return [edge for edge, grad in found if grad is not None], [grad for _, grad in found if grad is not None]
 
 
-def _taken(inputs: list[Tensor]) -> list[Tensor]:
-    """The gradients of leaves; zeros where nothing depends on one."""
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+def _kept(x: Tensor) -> Tensor:
+    """A copy: the stage may write to what it returned, in its next microbatch, while this one is still to be read."""
+    return x.detach().clone(memory_format=torch.contiguous_format)

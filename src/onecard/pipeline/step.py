@@ -15,7 +15,7 @@ from onecard.comm import world
 from onecard.comm.started import Started
 from onecard.errors import CommunicationError, ScheduleError
 from onecard.pipeline.action import COMPUTE, Action, Schedule, sent_by
-from onecard.pipeline.links import Arriving, Link
+from onecard.pipeline.links import Arriving, ArrivingGradients, Link
 from onecard.pipeline.packets import Form, batch_size, join, signature, split
 from onecard.pipeline.shared_loss import LossWord
 
@@ -53,8 +53,8 @@ class Step:
             runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
         self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
         self.links: dict[int, Link] = {}
-        self.arriving: dict[tuple[str, int, int], Arriving] = {}
-        self.here: dict[tuple[str, int, int], tuple[Form | None, list[Tensor]]] = {}  # results by who wants them
+        self.arriving: dict[tuple[str, int, int], Arriving | ArrivingGradients] = {}
+        self.here: dict[tuple[str, int, int], tuple[Form | None, list[Any]]] = {}  # results by who wants them
         self.sent: list[tuple[int, Action, Started]] = []
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -156,7 +156,7 @@ class Step:
 
     def _mean(self) -> Tensor:
         total = torch.stack([self.losses[i].double() * w for i, w in enumerate(self.weights)]).sum()
-        return total.to(self.losses[0].dtype)
+        return total.to(next((self.losses[i].dtype for i, w in enumerate(self.weights) if w), torch.float32))
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Step:
             self.links[earlier] = Link(self.runner.group, earlier, peer, self.runner.device)
         return self.links[earlier]
 
-    def _taken(self, position: int, what: str, action: Action) -> tuple[Any, list[Tensor]]:
-        """The activation or the gradient that an action needs: of this rank, or received."""
+    def _taken(self, position: int, what: str, action: Action) -> tuple[Any, list[Any]]:
+        """The activation or the gradients (None: there is none) that an action needs: of this rank, or received."""
         key = (what, action.stage, action.microbatch)
         if key in self.here:
             return self.here.pop(key)
@@ -191,7 +191,8 @@ class Step:
     def _send_backward(self, position: int, action: Action) -> None:
         _, grads = self.here.pop(("B", action.stage - 1, action.microbatch))
         link = self._link(action)
-        self._waited(position, action, lambda _: link.send_gradients(action, grads))
+        key = self.keys[action.microbatch]
+        self._waited(position, action, lambda _: link.send_gradients(action, key, grads))
 
     def _receive_backward(self, position: int, action: Action) -> None:
         form = self.runner.stages[action.stage].form_of(action.microbatch)
