@@ -202,6 +202,41 @@ def test_plain_tensors_do_not_come_here():
     assert [k.has(intercept.KEY) for k in keys] == [False, True]
 
 
+# ---- losses, and what they make
+
+
+@multirank(2)
+def test_a_smoothed_loss_with_weights_of_classes_sends_only_its_sums():
+    """torch selects the labels that count: a size that depends on data, for which everything would be gathered."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((4, 4, 6), (3, 4, 6), (4, 3, 6)):
+        x = torch.randn(shape, generator=generator)
+        y, weight = torch.randint(6, shape[:2], generator=generator), torch.rand(6, generator=generator)
+        y[0, 0] = -100
+        for cut, reduction, dims in product((0, 1), ("mean", "sum"), (1, 2)):
+
+            def loss(logits, labels, reduction=reduction, dims=dims):
+                both = (logits.flatten(0, 1), labels.flatten()) if dims == 1 else (logits.transpose(1, 2), labels)
+                return F.cross_entropy(*both, weight, label_smoothing=0.1, reduction=reduction)
+
+            ours, theirs = oc.shard_tensor(x, mesh(), [Shard(cut)]).requires_grad_(), x.clone().requires_grad_()
+            with oc.explain() as report:
+                found = loss(ours, oc.shard_tensor(y, mesh(), [Shard(cut)]))
+                found.backward()
+            loss(theirs, y).backward()
+            assert_close([found.detach(), ours.grad], [loss(x, y), theirs.grad])
+            assert {m.step.kind for m in report.messages} <= {"all_reduce", "slice"}, str(report)
+
+
+@multirank(2)
+def test_a_sparse_gradient_is_refused_before_anything_is_said_of_rules():
+    x = oc.shard_tensor(torch.arange(8), mesh(), [Shard(0)])
+    bag = oc.shard_layer(torch.nn.EmbeddingBag(8, 4, sparse=True, mode="sum"), mesh())
+    for layer, given in ((oc.shard_layer(torch.nn.Embedding(8, 4, sparse=True), mesh()), x), (bag, x.view(4, 2))):
+        with pytest.raises(DispatchError, match=r"nn.Embedding\(..., sparse=False\)"):  # and no warning, which would be raised
+            layer(given).sum().backward()
+
+
 # ---- operators that write to views
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from fleet_programs import close
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet, pipeline
+from onecard.errors import ScheduleError
 from onecard.testing import run_ranks
 
 Desc = fleet.LayerDesc
@@ -78,6 +80,28 @@ class Takes(nn.Module):
         return self.linear(given[0]) * given[1]
 
 
+class Inner(nn.Module):
+    """Its weight is a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Again(Inner):
+    """Recomputes in torch's older form, which takes no part of a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+
+
 def tied(layer: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight)  # type: ignore[arg-type]
 
@@ -86,11 +110,17 @@ def shared(function: Any = None) -> Any:
     return fleet.SharedLayerDesc("tied", nn.Linear, function, "weight", 6, 6)
 
 
+def by_property(function: Any = None) -> Any:
+    return fleet.SharedLayerDesc("inner", Inner, function)
+
+
 LAYERS: dict[str, list[Any]] = {
     "an output is ignored": [Desc(Two), Desc(Ignores)],
     "an output is used in one microbatch of four": [Desc(Two), Desc(Sometimes)],
     "a stage begins with detach": [Desc(nn.Linear, 6, 6), Desc(Detaches)],
     "tied, and the first use has no gradient": [shared(), Desc(Detaches), shared(tied)],
+    "tied by a property": [by_property(), by_property(tied)],
+    "recomputed in the reentrant form": [Desc(nn.Linear, 6, 6), Desc(nn.Linear, 6, 6), Desc(Again), Desc(nn.Linear, 6, 6)],
     "a buffer that is written to again": [Desc(Reuses), Desc(Takes)],
 }
 
@@ -134,6 +164,28 @@ def test_what_has_no_gradient_on_one_card_has_none_in_a_pipeline() -> None:
 
 def test_over_gloo_too() -> None:
     run_ranks(trained, 2, "an output is ignored", "1F1B", backend="gloo")
+
+
+@pytest.mark.parametrize("loss", ["a tuple", "none"])
+def test_a_loss_that_is_no_number(loss: str) -> None:
+    made = {"a tuple": lambda out, y: (F.mse_loss(out, y), {"log": 1}), "none": lambda out, y: None}[loss]
+    runner = pipeline.Runner({0: nn.Linear(6, 6)}, made)
+    x = torch.ones(4, 6)
+    with pytest.raises(ScheduleError) as caught:
+        runner.step(pipeline.gpipe(1, 2), x, x)
+    assert ("returned a tuple; want one" in str(caught.value)) == (loss == "a tuple"), caught.value
+    assert ("your_loss(out, labels)[0]" in str(caught.value)) == (loss == "a tuple"), caught.value
+
+
+def test_the_state_of_a_scaler_that_was_off() -> None:
+    fleet.init()
+    off = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    scaler = fleet.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(fleet.FleetError, match="holds no scale to go on with: leave out load_state_dict"):
+        scaler.load_state_dict(off)
+    fleet.GradScaler("cpu", enabled=False).load_state_dict(off)
+    scaler.load_state_dict(fleet.GradScaler("cpu", init_scale=4.0).state_dict())
+    assert scaler.get_scale() == 4.0
 
 
 def test_results_that_the_last_stage_writes_to_again() -> None:

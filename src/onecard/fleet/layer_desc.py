@@ -49,7 +49,8 @@ class SharedLayerDesc(LayerDesc):
         key: its name: all of one key are one layer.
         layer_func: its class.
         forward_func: (layer, value) -> value, where it is not called as a layer.
-        shared_weight_attr: the name of a parameter that it must have. All of its parameters are shared, as on one card.
+        shared_weight_attr: the name of a parameter that it must have, or of a property that gives one. All of its parameters
+            are shared, as on one card.
 
     Source: ``paddle.distributed.fleet.meta_parallel.SharedLayerDesc``.
     """

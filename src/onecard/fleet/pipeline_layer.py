@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -287,10 +289,11 @@ def _check(hcg: HybridCommunicateGroup, num_stages: int | None, recompute_ctx: A
 
 
 def _fault(module: nn.Module, desc: SharedLayerDesc) -> str:
-    """What is wrong with a shared layer."""
+    """What is wrong with a shared layer. The attribute may be a property, or that of a module in it."""
+    with suppress(AttributeError):
+        if isinstance(attrgetter(desc.shared_weight_attr)(module), Tensor):
+            return ""
     names = [name for name, _ in module.named_parameters()]
-    if desc.shared_weight_attr in names:
-        return ""
     better = f": shared_weight_attr={names[0]!r}" if names else ", and so there is nothing to share"
     return (
         f"SharedLayerDesc({desc.key!r}): {desc.layer_func.__name__} has no parameter {desc.shared_weight_attr!r}; it has "

@@ -11,6 +11,7 @@ from onecard import _torch
 from onecard.comm import plain
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import gradients
+from onecard.fleet.strategy import FleetError
 
 _unscale, _step = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step
 
@@ -28,6 +29,19 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """The optimizer's step, unless a gradient is infinite anywhere."""
         return step(self, optimizer, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the scale of a state.
+
+        Raises:
+            FleetError: the state of a scaler that was switched off, into one that is on.
+        """
+        if self.is_enabled() and not state_dict:
+            raise FleetError(
+                "the state of a GradScaler that was switched off (enabled=False) holds no scale to go on with: leave out "
+                "load_state_dict, and this one begins with its init_scale; or make it with enabled=False, as that one was"
+            )
+        super().load_state_dict(state_dict)
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,8 @@ def input_half(edges: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[T
     """I: the gradients of ``inputs``, added to their ``grad``; returns what W has to do.
 
     Where no input wants a gradient (the first stage) all is done at once: nobody waits for it, and the graph is freed. So it is
-    for weights beside a custom ``autograd.Function``, whose backward makes both gradients in one piece.
+    where torch's reentrant checkpointing recomputes, which takes no part of a backward, and for weights beside a custom
+    ``autograd.Function``, whose backward makes both gradients in one piece.
 
     Args:
         edges: gradient edges of the outputs.
@@ -40,7 +41,7 @@ def input_half(edges: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[T
     if not edges:
         return WeightHalf([])
     graph = _Graph([edge.node for edge in edges], inputs)
-    if not any(graph.passes[edge.node] for edge in edges):
+    if not any(graph.passes[edge.node] for edge in edges) or graph.recomputes:
         whole_backward(edges, grads)
         return WeightHalf([])
     groups, at_once = graph.groups()
@@ -189,6 +190,11 @@ class _Graph:
             for n in below:
                 mine |= self._weights[n]
             self._weights[node] = mine
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether ``torch.utils.checkpoint(..., use_reentrant=True)`` is in it."""
+        return any(node.name() == "CheckpointFunctionBackward" for node in self.passes)
 
     def _beside(self, node: Any) -> Leaves:
         found: Leaves = {}

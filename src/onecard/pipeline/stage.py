@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from onecard.errors import ScheduleError
 from onecard.pipeline.halves import WeightHalf, input_half, whole_backward
 from onecard.pipeline.packets import Form
 
@@ -65,7 +66,7 @@ class Stage:
         inputs = self._enter(form, tensors)
         # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
         loss = self._run(form.join(_given(inputs)), target, bool(weight))
-        loss = loss if weight else torch.zeros(())
+        loss = _one_number(loss) if weight else torch.zeros(())
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
@@ -156,6 +157,16 @@ def _there(flight: _Flight, grads: Grads) -> tuple[list[Any], list[Tensor]]:
     """The outputs that have a gradient, and it: those that have none take no part, as on one card."""
     found = list(zip(flight.edges, [flight.scale] * len(flight.edges) if flight.scale is not None else grads, strict=True))
     return [edge for edge, grad in found if grad is not None], [grad for _, grad in found if grad is not None]
+
+
+def _one_number(loss: Any) -> Tensor:
+    """The loss; the words for what is none."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    what = str(list(loss.shape)) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    first = isinstance(loss, tuple | list) and loss and isinstance(loss[0], Tensor) and loss[0].numel() == 1
+    better = ". Of a loss beside other values: loss_fn=lambda out, labels: your_loss(out, labels)[0]" if first else ""
+    raise ScheduleError(f"loss_fn returned {what}; want one number, the mean over a microbatch{better}")
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -130,8 +130,6 @@ class Step:
         else:
             target = self.targets[i] if self.targets is not None else None
             loss = mine.forward_loss(i, form, tensors, target, self.weights[i], self.scale)
-            if loss.numel() != 1:
-                raise ScheduleError(f"loss_fn returned {list(loss.shape)}; want one number, the mean over a microbatch")
             self.losses[i] = loss.reshape(())
             if len(self.losses) == len(self.sizes) and self.word.at_once:
                 self.word.send(self._mean())

@@ -130,6 +130,26 @@ def _tensordot(
     return torch.einsum(f"{''.join(one)},{''.join(other)}->{''.join(result)}", a, b)
 
 
+# ---- Losses
+
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
+
+
+@whole(aten.cross_entropy_loss.default)
+def _cross_entropy(
+    keyset: DispatchKeySet, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Smoothed, with weights of classes: torch selects the labels that count, and so how many there are is no static size."""
+    if not label_smoothing or weight is None or reduction != _MEAN or target.is_floating_point():
+        return onward(
+            aten.cross_entropy_loss.default, keyset, x, target, weight, reduction, ignore_index, label_smoothing
+        )
+    summed = aten.cross_entropy_loss(x, target, weight, _SUM, ignore_index, label_smoothing)
+    counted = -torch.ones_like(x, dtype=summed.dtype, requires_grad=False)
+    return summed / aten.nll_loss_nd(counted, target, weight.to(summed.dtype), _SUM, ignore_index)
+
+
 # ---- Composite operators with out=
 
 

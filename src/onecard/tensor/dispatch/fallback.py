@@ -246,6 +246,8 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     time that it costs a message."""
     operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DistTensor)]
     mesh, device = operands[0].mesh, operands[0]._spec.device
+    if schema_of(func).name in _SPARSE or Call(func, args, kwargs).values.get("sparse"):
+        raise _of_layout(func, "sparse_coo")  # before anything is sent, and said about rules
     if func not in _warned.here and not all(t._spec.layout.is_replicated for t in operands):
         _warned.here.add(func)
         _warn(func, operands)
@@ -279,10 +281,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         if id(value) in originals:
             return originals[id(value)][0]
         if value.layout is not torch.strided:
-            raise DispatchError(
-                f"{func} makes a {str(value.layout).removeprefix('torch.')} tensor, which cannot be distributed. Compute it on "
-                "every rank from the whole: x.full_tensor(). If an embedding's gradient does: nn.Embedding(..., sparse=False)"
-            )
+            raise _of_layout(func, str(value.layout).removeprefix("torch."))
         return wrap(value, Spec.like(Layout.replicated(mesh, value.dim()), value, device))
 
     made = tree_map(rewrap, result)
@@ -301,6 +300,16 @@ def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, l
     elif isinstance(given, DistTensor):
         spec = Spec.like(Layout.replicated(given.mesh, local.dim()), local, given._spec.device)
         write(given, wrap(local, spec))
+
+
+_SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_unsafe", "sparse_coo_tensor"}
+
+
+def _of_layout(func: Any, layout: str) -> DispatchError:
+    return DispatchError(
+        f"{func} makes a {layout} tensor, which cannot be distributed. Compute it on every rank from the whole: "
+        "x.full_tensor(). If an embedding's gradient does: nn.Embedding(..., sparse=False)"
+    )
 
 
 def _warn(func: Any, operands: list[DistTensor]) -> None:
