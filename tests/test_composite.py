@@ -215,7 +215,7 @@ def test_a_smoothed_loss_with_weights_of_classes_sends_only_its_sums():
         y[0, 0] = -100
         for cut, reduction, dims in product((0, 1), ("mean", "sum"), (1, 2)):
 
-            def loss(logits, labels, reduction=reduction, dims=dims):
+            def loss(logits, labels, weight=weight, reduction=reduction, dims=dims):
                 both = (logits.flatten(0, 1), labels.flatten()) if dims == 1 else (logits.transpose(1, 2), labels)
                 return F.cross_entropy(*both, weight, label_smoothing=0.1, reduction=reduction)
 
@@ -233,7 +233,9 @@ def test_a_sparse_gradient_is_refused_before_anything_is_said_of_rules():
     x = oc.shard_tensor(torch.arange(8), mesh(), [Shard(0)])
     bag = oc.shard_layer(torch.nn.EmbeddingBag(8, 4, sparse=True, mode="sum"), mesh())
     for layer, given in ((oc.shard_layer(torch.nn.Embedding(8, 4, sparse=True), mesh()), x), (bag, x.view(4, 2))):
-        with pytest.raises(DispatchError, match=r"nn.Embedding\(..., sparse=False\)"):  # and no warning, which would be raised
+        with pytest.raises(
+            DispatchError, match=r"nn.Embedding\(..., sparse=False\)"
+        ):  # and no warning, which would be raised
             layer(given).sum().backward()
 
 

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from onecard.comm import claims
+from onecard.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fuzz import manual
+from fuzz import manual, stages
 from fuzz.crew import run_many
 from fuzz.cut_down import cut_down, runnable
 from fuzz.draw import draw
 from fuzz.plants import PLANTS
 from fuzz.program import MESHES, Program, size_of
 from fuzz.twin import Outcome, one_card
+from fuzz.wide import is_rounding, width
 
 TANH = Program(
     seed=0,
@@ -99,3 +101,17 @@ def test_a_planted_fault_of_the_manual_level_is_found(plant):
         s for s in range(100) if manual.draw(s).parallel and manual.draw(s).ranks == 2 and manual.draw(s).head == "tied"
     )
     assert list(manual.run([seed], plant)) == [seed]
+
+
+def nearly(seeds: list[int], fault: float, wide: bool = False) -> dict[int, str]:
+    """A sum that cancels: rounding in float32; and a fault on top of it."""
+    with width(wide) as finer:
+        x = torch.ones(()) * 1e5
+        found = ((x + 0.1) - x) * (1 + fault)
+        return {seeds[0]: "off"} if (found - 0.1).abs() > 1e-5 * finer else {}
+
+
+def test_rounding_is_told_from_a_fault():
+    assert any(run_ranks(nearly, 1, [3], 0.0)) and any(run_ranks(nearly, 1, [3], 0.01))
+    assert is_rounding(nearly, 1, [3], 0.0, True) and not is_rounding(nearly, 1, [3], 0.01, True)
+    assert stages.main(stages.Options(seed=9030, count=1)) == 0  # a norm of equal numbers: wrong in float32 alone

@@ -120,7 +120,12 @@ LAYERS: dict[str, list[Any]] = {
     "a stage begins with detach": [Desc(nn.Linear, 6, 6), Desc(Detaches)],
     "tied, and the first use has no gradient": [shared(), Desc(Detaches), shared(tied)],
     "tied by a property": [by_property(), by_property(tied)],
-    "recomputed in the reentrant form": [Desc(nn.Linear, 6, 6), Desc(nn.Linear, 6, 6), Desc(Again), Desc(nn.Linear, 6, 6)],
+    "recomputed in the reentrant form": [
+        Desc(nn.Linear, 6, 6),
+        Desc(nn.Linear, 6, 6),
+        Desc(Again),
+        Desc(nn.Linear, 6, 6),
+    ],
     "a buffer that is written to again": [Desc(Reuses), Desc(Takes)],
 }
 

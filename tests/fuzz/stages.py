@@ -12,6 +12,7 @@ import random
 import sys
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pipeline_programs import OneCard, begin
 from torch import Tensor, nn
 
 import onecard as oc
+from fuzz.wide import is_rounding, width
 from onecard import fleet, pipeline
 from onecard.pipeline.modes import MODES
 from onecard.testing import run_ranks
@@ -308,8 +310,9 @@ def reference(single: OneCard, layers: Any, schedule: pipeline.Schedule, x: Any,
     return torch.stack(losses).sum()
 
 
-def check(seed: int) -> None:
-    """A program on the ranks of this world against one card."""
+def check(seed: int, finer: float = 1.0) -> None:
+    """A program on the ranks of this world against one card, to 1e-5, or a part of it."""
+    near = partial(close, tolerance=1e-5 * finer)
     made = draw(seed, oc.get_world_size())
     begin(made.mode, made.microbatches, made.size, pp=made.ranks)
     torch.manual_seed(seed)
@@ -331,25 +334,25 @@ def check(seed: int) -> None:
                 expected.backward()
             torch.manual_seed(50 + oc.get_rank())
             loss = model.forward_backward_pipeline([x, y])
-            close(loss, expected.detach(), f"loss of step {step}")
+            near(loss, expected.detach(), f"loss of step {step}")
         fleet.sync(model.parameters())
-        same_gradients(layers, single)
+        same_gradients(layers, single, 1e-5 * finer)
         if made.clip:
             norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, single)]
-            close(norms[0], norms[1], "norm")
+            near(norms[0], norms[1], "norm")
         for optimizer in (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()
     kept = dict(single.named_buffers())
     for name, buffer in layers.named_buffers():
-        close(buffer.double(), kept[name].double(), name)
+        near(buffer.double(), kept[name].double(), name)
     single.eval()
     x, y = data(made, 99)
     expected = single({k: v.clone() for k, v in x.items()} if isinstance(x, dict) else x.clone()).detach()
-    close(model.eval_batch([x, y]), F.cross_entropy(expected, y), "in evaluation")
+    near(model.eval_batch([x, y]), F.cross_entropy(expected, y), "in evaluation")
 
 
-def same_gradients(layers: Any, single: nn.Module) -> None:
+def same_gradients(layers: Any, single: nn.Module, tolerance: float) -> None:
     theirs = dict(single.named_parameters(remove_duplicate=False))
     largest = max([p.grad.abs().max().item() for p in theirs.values() if p.grad is not None], default=0.0)
     for name, p in layers.named_parameters():
@@ -359,19 +362,19 @@ def same_gradients(layers: Any, single: nn.Module) -> None:
         else:
             assert p.grad is not None, f"{name} has no gradient"
             far = (p.grad - part_of(p, other)).abs().max().item()  # before a batch norm there is little but rounding
-            assert far <= 1e-5 * largest, f"gradient of {name}: {far} of {largest}"
+            assert far <= tolerance * largest, f"gradient of {name}: {far} of {largest}"
 
 
 def several(seeds: list[int], wide: bool = False) -> list[str]:
     """What went wrong, by seed; at the first fault this world is done: messages may be under way."""
-    torch.set_default_dtype(torch.float64 if wide else torch.float32)
-    for seed in seeds:
-        try:
-            check(seed)
-        except Exception:
-            raise AssertionError(
-                f"seed {seed}: {draw(seed, oc.get_world_size())}\n{traceback.format_exc()[-1800:]}"
-            ) from None
+    with width(wide) as finer:
+        for seed in seeds:
+            try:
+                check(seed, finer)
+            except Exception:
+                raise AssertionError(
+                    f"seed {seed}: {draw(seed, oc.get_world_size())}\n{traceback.format_exc()[-1800:]}"
+                ) from None
     return []
 
 
@@ -386,12 +389,12 @@ class Options:
     ranks: int = 2
     """2 or 4"""
     wide: bool = False
-    """in float64: what differs by 1e-5 in float32 and does not here was rounding that a norm has amplified"""
+    """in float64 from the start"""
 
 
 def main(options: Options) -> int:
-    """Run them and print what failed."""
-    failed, end = 0, options.seed + options.count
+    """Run them and print what failed; what is right in float64 is rounding, and counted apart."""
+    failed, rounded, end = 0, list[int](), options.seed + options.count
     for at in range(options.seed, end, 20):
         seeds = list(range(at, min(at + 20, end)))
         while seeds:
@@ -401,10 +404,13 @@ def main(options: Options) -> int:
             except Exception as fault:
                 words = str(fault)
                 seed = int(words.split("seed ")[1].split(":")[0]) if "seed " in words else seeds[0]
-                print(f"seed {seed} FAILED\n{words[:2500]}\n", flush=True)
-                failed += 1
+                if not options.wide and is_rounding(several, options.ranks, [seed], True):
+                    rounded.append(seed)
+                else:
+                    print(f"seed {seed} FAILED\n{words[:2500]}\n", flush=True)
+                    failed += 1
                 seeds = [s for s in seeds if s > seed]
-    print(f"{failed} of {options.count} failed")
+    print(f"{failed} of {options.count} failed; {len(rounded)} differ by rounding alone, and not in float64: {rounded}")
     return min(failed, 1)
 
 

@@ -39,13 +39,14 @@ class Arriving:
 class ArrivingGradients:
     """Gradients under way to here; of those that do not exist None arrives."""
 
-    def __init__(self, messages: list[Started], form: Form) -> None:
-        self._messages, self.form = messages, form
+    def __init__(self, there: Started | None, grads: list[Started], form: Form) -> None:
+        self._there, self._grads, self.form = there, grads, form
 
     def wait(self, timeout: float | None) -> list[Tensor | None]:
         """They."""
-        there, *grads = [message.wait(timeout) for message in self._messages] or [None]
-        return [grad if here else None for grad, here in zip(grads, there.tolist() if grads else (), strict=True)]
+        there = [] if self._there is None else self._there.wait(timeout).tolist()
+        grads = [message.wait(timeout) for message in self._grads]
+        return [grad if here else None for grad, here in zip(grads, there, strict=True)]
 
 
 class Link:
@@ -102,11 +103,11 @@ class Link:
         """Begin to receive the gradients of those tensors of a packet that want one."""
         slots = [slot for slot in form.slots if slot.needs_grad]
         if not slots:
-            return ArrivingGradients([], form)
+            return ArrivingGradients(None, [], form)
         there = torch.empty(len(slots), dtype=torch.uint8, device=self.device)
         said = tag(_FORM, self.stage, action.microbatch, _THERE)
         first = started.irecv(there, self.peer, said, self.group, f"pipeline {action}")
-        return ArrivingGradients([first, *self._receive(_BACKWARD, action, slots)], form)
+        return ArrivingGradients(first, self._receive(_BACKWARD, action, slots), form)
 
     def _send(self, kind: int, action: Action, tensors: Sequence[Tensor]) -> list[Started]:
         tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(tensors))]

@@ -14,7 +14,6 @@ from onecard.errors import ScheduleError
 from onecard.pipeline.halves import WeightHalf, input_half, whole_backward
 from onecard.pipeline.packets import Form
 
-
 Grads = Sequence[Tensor | None]
 
 
@@ -155,7 +154,9 @@ def _given(inputs: list[Tensor]) -> list[Tensor]:
 
 def _there(flight: _Flight, grads: Grads) -> tuple[list[Any], list[Tensor]]:
     """The outputs that have a gradient, and it: those that have none take no part, as on one card."""
-    found = list(zip(flight.edges, [flight.scale] * len(flight.edges) if flight.scale is not None else grads, strict=True))
+    found = list(
+        zip(flight.edges, [flight.scale] * len(flight.edges) if flight.scale is not None else grads, strict=True)
+    )
     return [edge for edge, grad in found if grad is not None], [grad for _, grad in found if grad is not None]
 
 
