@@ -10,26 +10,30 @@ import torch
 from torch import fx
 
 from onecard.comm import collectives, record, trace
-from onecard.comm.groups import group
+from onecard.comm.groups import Group, group
 from onecard.comm.pretend import pretending
 from onecard.errors import RecordingError
 from onecard.graph.order import line_up
 
 
-def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> None:
+def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Group]:
     """Compare this rank's messages with those of the others, line by line. One small message for each line.
 
     Args:
         name: of the step.
         stages: the graph as it was recorded, with the name "", and after each pass.
 
+    Returns:
+        The lines, in an order in which all ranks can use them.
+
     Raises:
         RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass.
     """
     messages = [line_up(graph) for _, graph in stages]
     if pretending() or trace.faking():
-        return
+        return []
     # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.
+    lines_used = sorted((group(*line) for line in messages[0]), key=lambda found: found.ranks)
     for line in sorted(messages[0], key=lambda line: group(*line).ranks):
         found = group(*line)
         mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
@@ -39,6 +43,17 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> None:
         for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
             if len(set(row.tolist())) > 1:
                 raise RecordingError(_words(name, stage, found.ranks, row.tolist(), len(lines.get(line, []))))
+    return lines_used
+
+
+def anybody(lines: Sequence[Group], found: bool) -> bool:
+    """Whether this rank has found something, or any other that the lines lead to. One small message for each line and axis."""
+    for _ in lines:  # what the rank across two axes has found comes by way of a third one
+        for line in lines:
+            record.serving.here = ("to_static", "checked", ())
+            theirs: Any = collectives.all_gather(torch.tensor([found]), line, 0, [1] * line.size)
+            found = bool(theirs.any())
+    return found
 
 
 def _words(name: str, stage: str, ranks: Sequence[int], codes: list[int], count: int) -> str:

@@ -21,6 +21,7 @@ from onecard.graph.compiled import compiled
 from onecard.graph.kinds import ADVICE, changed, in_words, is_like, is_same, kind_of, kinds_of, modes
 from onecard.graph.places import STILL, at, options_of, values_of
 from onecard.graph.reach import HOOKS, TENSOR_HOOKS, Reached, differs, present
+from onecard.graph.rechecked import NEVER, Checks
 from onecard.graph.recording import MISS, Effect, Output, Recording, Where
 from onecard.graph.spent import spent
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -31,12 +32,14 @@ class Bound:
 
     Attributes:
         seen: what the function reaches by name, if that is to be as it was, too.
+        checks: when it is compared with the step itself, and what with.
     """
 
     def __init__(self, recording: Recording, roots: Sequence[Any], kinds: Sequence[Any], facts: Any = None) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         self._facts: dict[Any, Any] = {} if facts is None else facts
         self.seen: Reached | None = None
+        self.checks: Checks = NEVER
         self._writer = _Writer(recording, self.roots, self._facts)
         self._writer.check(self.kinds)
 
@@ -49,6 +52,15 @@ class Bound:
     def ready(self) -> Callable[[Sequence[Any]], Any]:
         """From the leaves of the arguments the graph's inputs, or MISS."""
         return self._writer.ready()
+
+    def given(self, leaves: Sequence[Any]) -> Any:
+        """The graph's inputs for these leaves, if all is as it was; else MISS."""
+        if self.seen_differs():
+            return MISS
+        try:
+            return self.ready(leaves)
+        except (KeyError, AttributeError, IndexError):
+            return MISS
 
     def reading(self, seen: Reached) -> Bound:
         """The same, which fits only if what the function reaches by name is as it was."""
@@ -82,6 +94,7 @@ class Bound:
             made = Bound(self.recording, self.roots, self.kinds, self._facts)
         except (KeyError, AttributeError, IndexError):
             return None
+        made.checks = self.checks
         return made if self.seen is None else made.reading(self.seen)
 
 

@@ -23,6 +23,7 @@ from onecard.graph.questions import asked
 from onecard.graph.recorder import Recorder, facts
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
 from onecard.graph.refilled import renew
+from onecard.graph.script import Script
 from onecard.graph.undo import Undo
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
@@ -135,13 +136,16 @@ class Capture:
         results = tuple(self._result(x) for x in flat)
         effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
         recorder.finish(self._nodes)
+        script = Script(recorder.graph, recorder.outside)
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
-        return Recording(
+        made = Recording(
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
             tuple(n for n, _ in places.roots), had, constants,
         )  # fmt: skip
+        self.script = script.of(made)
+        return made
 
     def _roots(self) -> list[tuple[str, Any]]:
         roots = list(self.given_roots)

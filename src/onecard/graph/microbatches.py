@@ -37,6 +37,12 @@ class Microbatches:
         self._check_alike([(names[i], x) for i, x in enumerate(leaves) if _is_cut(x)])
         return [self._first(x, names[i]) if _is_cut(x) else x for i, x in enumerate(leaves)]
 
+    def given(self, recording: Recording, parts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """A graph's inputs for the whole batch, those that are cut by microbatches replaced by the first one's."""
+        local = {i: x._local if isinstance(x, DistTensor) else x for i, x in enumerate(parts)}
+        inputs = recording.inputs
+        return [local[k.where[1]] if k.kind == "argument" else x for k, x in zip(inputs, given, strict=True)]
+
     def _check_alike(self, given: list[tuple[str, Tensor]]) -> None:
         """Of all arguments a microbatch has to be the same rows."""
         if not given:

@@ -213,6 +213,7 @@ class Recorder:
         """Note which tensors a node has made."""
         if isinstance(result, Key):
             self._keys[result] = node
+            node.meta["key"] = True
         elif isinstance(result, Tensor):
             if id(result) not in given:
                 self._name(result, node)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onecard._torch import tree_flatten, tree_leaves
+from onecard._torch import tree_flatten, tree_leaves, tree_unflatten
 from onecard.comm import check
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
@@ -24,12 +24,15 @@ from onecard.graph.capture import Capture
 from onecard.graph.microbatches import Microbatches, Rows
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
-from onecard.graph.places import still_before
+from onecard.graph.places import Before, still_before
 from onecard.graph.reach import reached
+from onecard.graph.rechecked import Checks
 from onecard.graph.recording import MISS, Output, Recording
 from onecard.graph.segments import check_backend
+from onecard.graph.undo import Undo
 
 LIMIT = 8
+ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
 
 def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
@@ -78,7 +81,8 @@ def to_static(
 
     The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
     no tensor and no float (ints, bools, strings) and every shape belongs to the recording: where it changes, the step is
-    recorded anew.
+    recorded anew. At calls 3, 4, 8, 16, ... (later each 512th) the step runs as it is and is compared with the recording, call
+    by call: what the recording did not know of is told, with the line and both values.
 
     Args:
         fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
@@ -151,6 +155,7 @@ class Static:
         self.fn, self.limit = fn, limit
         self._bound: list[Bound] = []
         self._warm = self._full = False
+        self._unlike = 0  # how often a recording was not what the step does
         self._whole: Rows | None = None  # of a call on a whole batch
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -163,17 +168,21 @@ class Static:
         return tuple(bound.recording for bound in self._bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if check.on or faked.here or not self._warm:
+        if check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
             result = self._as_it_is(args, kwargs)
             self._whole = microbatches.rows_of((args, kwargs), result) if self._parts else None
             return result
         for bound in self._bound:
-            result = bound.replay(args, kwargs)
+            checks = bound.checks
+            result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
             if result is not MISS:
+                checks.calls += 1
                 if bound is not self._bound[0]:
                     self._bound.remove(bound)
                     self._bound.insert(0, bound)
+                if checks.found:
+                    self._drop(bound)
                 return result
         return self._miss(args, kwargs)
 
@@ -181,6 +190,35 @@ class Static:
         """One call that is neither written down nor replayed."""
         with half.autocast(self._half, tree_leaves((args, kwargs))):
             return self.fn(*args, **kwargs)
+
+    def _checked(self, bound: Bound, args: Any, kwargs: Any) -> Any:
+        """A call in which the step runs as it is, held against the recording; MISS if that does not fit."""
+        leaves, names, tree = _flat(self.fn, args, kwargs)
+        given: Any = bound.given(leaves) if tree == bound.recording.call else MISS
+        if given is MISS:
+            return MISS
+        if self._parts is None:
+            return bound.checks.hold(given, bound.roots, leaves, lambda: self._as_it_is(args, kwargs))
+        parts = self._parts.first(leaves, names)
+        given = self._parts.given(bound.recording, parts, given)
+        undo = Undo(Before())
+        try:
+            call = tree_unflatten(parts, tree)
+            bound.checks.hold(given, bound.roots, parts, lambda: self._as_it_is(*call), undo.note)
+        finally:
+            undo.back()
+        return bound.replay(args, kwargs)
+
+    def _drop(self, bound: Bound) -> None:
+        """A recording that is not what the step does: told, and made anew at the next call; the second time no more."""
+        self._unlike += 1
+        self._bound = []
+        then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
+        warnings.warn(
+            f"{_name(self.fn)}: call {bound.checks.calls} does not do what was recorded, so that replays may have been wrong: "
+            f"{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
+            stacklevel=3,
+        )
 
     def _miss(self, args: Any, kwargs: Any) -> Any:
         leaves, names, tree = _flat(self.fn, args, kwargs)
@@ -286,7 +324,7 @@ def _recorded(
         found, peak = fitting(recording.graph, memory_limit, without, kernels, also)
         if peak > memory_limit:
             warnings.warn(_too_large(recording.name, peak, memory_limit), stacklevel=4)
-    check_agreed(recording.name, found)
+    lines = check_agreed(recording.name, found)
     recording = recording.with_graph(found[-1][1])
     recording.backend = backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
@@ -294,6 +332,7 @@ def _recorded(
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if not faked.here and not recording.makes_states:
         recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
+        recording.bound.checks = Checks(capture.script, lines)
     return recording, seen, plain(result)
 
 
