@@ -4,6 +4,7 @@ import gc
 import signal
 from collections.abc import Iterator
 
+import comparing
 import pytest
 
 from onecard.testing import preload
@@ -30,3 +31,10 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def replays_only() -> Iterator[None]:
+    """No call of a recording is compared with its step."""
+    with comparing.compared(comparing.never):
+        yield

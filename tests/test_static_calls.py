@@ -11,6 +11,8 @@ from torch import Tensor
 
 import onecard as oc
 
+pytestmark = pytest.mark.usefixtures("replays_only")
+
 
 def step(a: Any, b: Any = None, scale: Any = 1.0, **more: Any) -> Any:
     """Tells apart by its numbers where each tensor was given."""

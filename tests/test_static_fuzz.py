@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import compared, never
 from torch import Tensor
 
 import onecard as oc
@@ -84,7 +85,8 @@ def tried(seed: int, where: oc.ProcessMesh | None, **options: Any) -> None:
         given = [torch.randn(SIZE, SIZE, generator=generator) for _ in range(4)]
         if where is not None:
             given = [oc.shard_tensor(x, where, [oc.Shard(0)]) for x in given]
-        found.append([[held(y).clone() for y in run(x)] for x in given])
+        with compared(never):
+            found.append([[held(y).clone() for y in run(x)] for x in given])
         if static:
             assert len(run.recordings) == 1
     for i, (a, b) in enumerate(zip(*found, strict=True)):

@@ -69,6 +69,7 @@ def test_numbers_that_python_computes_in_c_are_refused() -> None:
     assert torch.equal(oc.to_static(lambda x, t: x * t)(X, 0.5), X * 0.5)
 
 
+@pytest.mark.usefixtures("replays_only")
 def test_floats_are_inputs() -> None:
     calls = []
 
@@ -161,6 +162,7 @@ def test_a_scheduler_inside_the_step_is_refused() -> None:
         oc.record(step)(X)
 
 
+@pytest.mark.usefixtures("replays_only")
 def test_backward_belongs_into_the_step() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(RecordingError, match=r"waits for backward\(\)"):

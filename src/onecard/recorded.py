@@ -48,13 +48,18 @@ def one_node(*written: int, is_pure: bool = False) -> Callable[[Function], Funct
                 return function(*args, **kwargs)
             return recorder.call(function, args, kwargs)
 
-        functions[name_of(function)] = function
-        writes[function] = written
+        register(function, *written)
         if is_pure:
             pure.add(function)
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def register(function: Callable[..., Any], *written: int) -> None:
+    """A function that a graph may call."""
+    functions[name_of(function)] = function
+    writes[function] = written
 
 
 def name_of(function: Callable[..., Any]) -> str:

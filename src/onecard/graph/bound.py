@@ -53,15 +53,6 @@ class Bound:
         """From the leaves of the arguments the graph's inputs, or MISS."""
         return self._writer.ready()
 
-    def given(self, leaves: Sequence[Any]) -> Any:
-        """The graph's inputs for these leaves, if all is as it was; else MISS."""
-        if self.seen_differs():
-            return MISS
-        try:
-            return self.ready(leaves)
-        except (KeyError, AttributeError, IndexError):
-            return MISS
-
     def reading(self, seen: Reached) -> Bound:
         """The same, which fits only if what the function reaches by name is as it was."""
         self.seen, self.replay = seen, self._writer.replay(seen)

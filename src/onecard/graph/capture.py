@@ -16,11 +16,12 @@ from onecard._torch import tree_flatten, tree_unflatten
 from onecard.errors import RecordingError
 from onecard.graph import randomness, refusals
 from onecard.graph.above import Above
+from onecard.graph.facts import facts
 from onecard.graph.numbers import Number, plain
 from onecard.graph.phases import Phases
 from onecard.graph.places import Before, Places, numbers_of
 from onecard.graph.questions import asked
-from onecard.graph.recorder import Recorder, facts
+from onecard.graph.recorder import Recorder
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
 from onecard.graph.refilled import renew
 from onecard.graph.script import Script

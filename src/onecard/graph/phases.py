@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onecard import _torch
+from onecard.graph import refusals
 
 
 class Phases:
@@ -38,6 +39,8 @@ class Phases:
         """Inside, modules and optimizers are seen; the two functions are told of each optimizer's step."""
 
         def enter(module: nn.Module, _: Any) -> None:
+            if why := _OTHERS.get(type(module).__name__):
+                raise refusals.sends_by_itself(type(module).__name__, why)
             if not self._stack and module not in self.roots:
                 self.roots.append(module)
                 self._paths.update({id(m): name for name, m in module.named_modules()})
@@ -66,6 +69,14 @@ class Phases:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+_OTHERS = {
+    "DistributedDataParallel": "onecard.fleet.distributed_model(model), or a batch that is Shard(0) and onecard.shard_optimizer",
+    "FullyShardedDataParallel": "onecard.shard_optimizer(optimizer, onecard.ShardingStage3(...))",
+    "DataParallel": "one process for each device (onecard run)",
+}
+"""Wrappers whose messages are sent by code that no recording sees, and what takes their place."""
 
 
 @contextmanager

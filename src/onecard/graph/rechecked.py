@@ -9,31 +9,17 @@ a look at a call takes a few microseconds.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from onecard import _torch, recorded
-from onecard._torch import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves
-from onecard.comm import again, record, sparse_check
-from onecard.comm.groups import Group, line_of
-from onecard.graph import randomness
+from onecard.comm import sparse_check
+from onecard.comm.groups import Group
 from onecard.graph.agreed import anybody
-from onecard.graph.difference import Difference, same
-from onecard.graph.places import at
-from onecard.graph.recording import Output
-from onecard.graph.script import Entry, Ref, Script
-from onecard.graph.writes import arguments_written
-from onecard.random import Key
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.graph.follower import Follower
+from onecard.graph.recording import MISS
+from onecard.graph.script import Script
 
-aten = torch.ops.aten
 SELDOM = 512  # calls: never more than one of so many is compared in the steady state
-_FROM_VALUES = aten.lift_fresh.default
 
 
 def next_check(call: int) -> int:
@@ -49,287 +35,14 @@ def next_check(call: int) -> int:
     return 3 if call < 3 else 4 if call == 3 else call + min(call, SELDOM)
 
 
-class Follower:
-    """Goes along with a step that runs, in the recorder's place.
-
-    Args:
-        script: what was recorded.
-        given: what the graph's inputs are at this call.
-        roots, leaves: what places are told by.
-        note: is told of tensors before the step writes to them.
-
-    Attributes:
-        found: the first difference; None so far.
-    """
-
-    tags: tuple[Any, ...] = ()
-    phases: Any = None
-
-    def __init__(
-        self, script: Script, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
-    ) -> None:
-        self.note = note
-        self.script, self.roots, self.leaves = script, roots, leaves
-        self.found: Difference | None = None
-        self._entries, self._next, self._off = script.entries, 0, 0
-        self._values: dict[int, Any] = {}
-        self._names: dict[Any, int] = {}  # of tensors by their identity, and of keys
-        for i, value in zip(script.inputs, given, strict=True):
-            if isinstance(value, Tensor):
-                self._names.setdefault(id(value), i)
-            else:
-                self._values[i] = value
-        self._given, self._kept = dict(self._names), list(given)
-        self._grads = [at(where, roots, leaves).grad for where, _ in script.gradients]
-        self.mode = _Mode(self)
-
-    # -- a run --------------------------------------------------------------------------------------------------------
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run the step as it is; what it returns."""
-        recorded.recorder = self
-        try:
-            with _torch.beneath(self.mode), randomness.seen():
-                result = call()
-        finally:
-            recorded.recorder = None
-        if self.found is None:
-            self._end()
-        if self.found is None:
-            self._results(result)
-        if self.found is None:
-            self._effects()
-        return result
-
-    # -- what the lower layers call, as of a recorder ------------------------------------------------------------------
-
-    @property
-    def listens(self) -> bool:
-        """Whether what runs now is looked at."""
-        return not self._off
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is looked at."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
-
-    def needs_values(self) -> None:
-        """An operator's rule looks at values: a recording would have been refused."""
-
-    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A function of ours runs."""
-        if self._off:
-            return function(*args, **kwargs)
-        self._off += 1
-        try:
-            if self.note is not None:
-                self.note(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
-            result = function(*args, **kwargs)
-        finally:
-            self._off -= 1
-        self.saw(function, tuple(args), kwargs, result)
-        return result
-
-    def message(self, name: str, group: Any, op: str, start: Callable[[], Any], recipe: Any) -> None:
-        """A collective runs."""
-        with self.paused():
-            if self.note is not None and recipe is not None:
-                self.note([recipe()[0]])
-            work = start()
-            if work is not None:
-                work.wait()
-        if recipe is None:
-            self._differs(Difference("sends", name, None))
-            return
-        into, functional, given, *rest = recipe()
-        self.saw(again.message, (into, given, functional, tuple(rest), again.Line(*line_of(group))), {}, None)
-
-    def renamed(self, x: Tensor, value: Tensor | None) -> None:
-        """A tensor has the memory of another one from now on; None: what it was."""
-        known = self._given.get(id(x)) if value is None else self._names.get(id(value))
-        if known is None:
-            self._names.pop(id(x), None)
-        else:
-            self._names[id(x)] = known
-
-    def refilled(self, holder: Any, memory: Tensor) -> None:
-        """What holds memory that is given up and filled again: the recording's own affair."""
-
-    # -- the comparison ------------------------------------------------------------------------------------------------
-
-    def saw(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """One call that has run: is it the next one of the recording?"""
-        if self.found is not None:
-            return
-        entry = self._upcoming()
-        if entry is None:
-            self._differs(Difference("more", target, None))
-            return
-        if target is not entry.target:
-            if target is not _FROM_VALUES or not self._from_values(entry, args[0]):
-                self._differs(Difference("other", target, entry))
-                return
-        else:
-            for i, (value, expected) in enumerate(zip(args, entry.args, strict=False)):
-                if value is not expected and not self._is(value, expected):
-                    self._argument(entry, i, value, expected)
-                    return
-            if len(args) != len(entry.args) or ((kwargs or entry.kwargs) and not self._options(entry, kwargs or {})):
-                return
-        if entry.named:
-            self._names[result if isinstance(result, Key) else id(result)] = entry.number
-        elif entry.parts:
-            for i, number in entry.parts:
-                self._names[id(result[i])] = number
-        elif entry.gives_value:
-            self._values[entry.number] = result
-
-    def _upcoming(self) -> Entry | None:
-        """The next entry that is a call; numbers that stand before it are computed as a replay computes them."""
-        entries, i = self._entries, self._next
-        while i < len(entries) and entries[i].computes:
-            entry = entries[i]
-            self._values[entry.number] = entry.target(*(self._value(x) for x in entry.args))
-            i += 1
-        self._next = i + 1
-        return entries[i] if i < len(entries) else None
-
-    def _value(self, expected: Any) -> Any:
-        return self._values.get(expected.number) if type(expected) is Ref else expected
-
-    def _is(self, value: Any, expected: Any) -> bool:
-        """Whether an operand is the one of the recording."""
-        if type(expected) is Ref:
-            if isinstance(value, Tensor):
-                return self._names.get(id(value)) == expected.number
-            if isinstance(value, Key):
-                return self._names.get(value) == expected.number
-            return expected.number in self._values and same(value, self._values[expected.number])
-        if isinstance(expected, list | tuple) and isinstance(value, list | tuple):
-            return len(value) == len(expected) and all(
-                v is e or self._is(v, e) for v, e in zip(value, expected, strict=True)
-            )
-        return not isinstance(value, Tensor) and same(value, expected)
-
-    def _options(self, entry: Entry, kwargs: dict[str, Any]) -> bool:
-        for key in {**entry.kwargs, **kwargs}:
-            if key not in kwargs or key not in entry.kwargs or not self._is(kwargs[key], entry.kwargs[key]):
-                self._argument(entry, key, kwargs.get(key), entry.kwargs.get(key))
-                return False
-        return True
-
-    def _from_values(self, entry: Entry, x: Tensor) -> bool:
-        """A tensor that Python has made of values: of the same values, or of a number that is followed."""
-        with self.paused():
-            if entry.constant is not None:
-                return x.dtype is entry.constant.dtype and torch.equal(x, entry.constant)
-            return entry.target is aten.full.default and same(x.item(), _as(self._value(entry.args[1]), x.dtype))
-
-    # -- afterwards ----------------------------------------------------------------------------------------------------
-
-    def _end(self) -> None:
-        if (entry := self._upcoming()) is not None:
-            self._differs(Difference("fewer", None, entry))
-
-    def _number_of(self, x: Any) -> Any:
-        return self._names.get(id(x._local if isinstance(x, DistTensor) else x))
-
-    def _made(self, x: Any, output: Output) -> bool:
-        """Whether a tensor or a number is what the recording gives there."""
-        number = self.script.outputs[output.position]
-        if isinstance(x, Tensor):
-            return self._number_of(x) == number and (x._spec if isinstance(x, DistTensor) else None) is output.spec
-        return number in self._values and same(x, self._values[number])
-
-    def _results(self, result: Any) -> None:
-        flat, tree = tree_flatten(result)
-        if tree != self.script.tree:
-            self._differs(Difference("returns", result, None))
-            return
-        for i, (x, known) in enumerate(zip(flat, self.script.results, strict=True)):
-            if isinstance(known, Output):
-                fits, was = (
-                    self._made(x, known),
-                    self._values.get(self.script.outputs[known.position], "another tensor"),
-                )
-            elif isinstance(known, tuple) and known[:1] == ("place",):
-                fits, was = x is at(known[1], self.roots, self.leaves), "a tensor of the program"
-            else:
-                fits, was = x is known or same(x, known), known
-            if not fits:
-                self._differs(Difference("result", (i, x, was), None))
-                return
-
-    def _effects(self) -> None:
-        script, changed = self.script, set[Any]()
-        for effect in script.effects:
-            if effect.kind == "gradient":
-                changed.add(effect.where)
-                now = at(effect.where, self.roots, self.leaves).grad
-            else:
-                now = at(effect.where, self.roots, self.leaves)
-            if not (now is None if effect.output is None else now is not None and self._made(now, effect.output)):
-                self._differs(Difference("leaves", effect, None))
-                return
-        for (where, _), grad in zip(script.gradients, self._grads, strict=True):
-            if where not in changed and at(where, self.roots, self.leaves).grad is not grad:
-                self._differs(Difference("gradient", where, None))
-                return
-
-    def _argument(self, entry: Entry, name: Any, value: Any, expected: Any) -> None:
-        made = isinstance(value, Tensor) or (type(expected) is Ref and expected.number not in self._values)
-        was = self.script.name_of(expected) if made else self._value(expected)
-        self._differs(Difference("argument", (name, value, was), entry))
-
-    def _differs(self, found: Difference) -> None:
-        if self.found is None:
-            found.line = record.user_line()
-            self.found = found
-
-
-class _Mode(TorchDispatchMode):
-    """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
-
-    def __init__(self, follower: Follower) -> None:
-        super().__init__()
-        self.follower = follower
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # a wrapper around each call, which takes as long as the look at it
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in types:
-            if issubclass(kind, DistTensor):
-                return NotImplemented
-        follower = self.follower
-        if follower.note is not None and not follower._off:
-            with follower.paused():
-                follower.note(arguments_written(func, args, kwargs or {}))
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if follower._off or follower.found is not None:
-            return result
-        kind = _kind(func)
-        if kind == "of lists":
-            _torch.count_writes(func, args)
-        if kind != "a mark":
-            follower.saw(func, args, kwargs, result)
-        return result
-
-
-@functools.cache
-def _kind(func: OpOverload) -> str:
-    """Whether an operator takes lists, or is a mark for torch's profiler."""
-    marks = func.namespace in ("profiler", "prim")
-    return "a mark" if marks else "of lists" if func._schema.name.startswith("aten::_foreach") else ""
-
-
-def _as(value: Any, dtype: torch.dtype) -> Any:
-    return torch.full((), value, dtype=dtype).item()
+def given_to(bound: Any, leaves: Sequence[Any]) -> Any:
+    """The inputs of a bound recording's graph for these arguments, if all guards hold; else MISS."""
+    if bound.seen_differs():
+        return MISS
+    try:
+        return bound.ready(leaves)
+    except (KeyError, AttributeError, IndexError):  # what it is bound to is no longer there
+        return MISS
 
 
 class Checks:
@@ -368,4 +81,3 @@ class Checks:
 
 NEVER = Checks(None, ())
 NEVER.due = 1 << 62
-__all__ = ["NEVER", "Checks", "Follower", "next_check"]

@@ -17,11 +17,12 @@ from torch.utils.weak import TensorWeakRef
 
 from onecard import _torch, recorded
 from onecard._torch import TorchDispatchMode, tree_leaves
-from onecard.comm import again, record, trace
+from onecard.comm import again, own, record, trace
 from onecard.comm.groups import line_of
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
 from onecard.graph import reads, refusals
+from onecard.graph.facts import facts, takes_gradients
 from onecard.graph.nodes import called
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
@@ -142,7 +143,9 @@ class Recorder:
         """Run a local operator, and write it down."""
         if func in reads.VALUES:
             return self._read(func, args, kwargs)
-        if func.namespace in ("profiler", "prim"):  # marks for torch's profiler; the device of a tensor without data
+        if func.namespace == "c10d":
+            return self.own(func, args, kwargs)
+        if func.namespace in ("profiler", "prim") or own.only_wraps(func):  # marks; the device of a tensor without data
             return func(*args, **kwargs)
         if reads.sized_by_values(func, args, kwargs):
             self._count(func, args)
@@ -173,6 +176,17 @@ class Recorder:
         if faked.here and isinstance(result, tuple):
             result = _as_the_kernel_gives(args, result)
         self._add(func, args, kwargs, result, given)
+        return result
+
+    def own(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A message of the program's own."""
+        tensors, message = own.tensors_of(args, kwargs), own.OwnMessage(func, args, kwargs)
+        with self.paused():
+            if self.about_to_write is not None:
+                self.about_to_write(tensors)
+            result = func(*args, **kwargs)
+            own.wait_for(result)
+        self._add(own.send_own, (tensors, message), {}, None, tensors)
         return result
 
     def _count(self, func: Any, args: Any) -> None:
@@ -349,6 +363,8 @@ class _Below(TorchDispatchMode):
             if recorder.listens:
                 recorder.saw(args, kwargs or {})
             return NotImplemented
+        if any(map(own.is_under_way, types)):
+            return NotImplemented
         if not recorder.listens:
             return func(*args, **(kwargs or {}))
         return recorder.operator(func, args, kwargs or {})
@@ -359,23 +375,3 @@ def _as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
     masks = (a for a in args if isinstance(a, list) and len(a) == len(result) and all(type(w) is bool for w in a))
     mask = next(masks, None)
     return result if mask is None else tuple(x if wanted else None for x, wanted in zip(result, mask, strict=True))
-
-
-def takes_gradients(x: Tensor) -> bool:
-    """Whether a tensor is a leaf that has gradients."""
-    try:
-        # Asked whether it is a leaf, a view that was written to under no_grad takes its view anew and keeps what comes out: below
-        # autograd, that it has no gradient.
-        if not x.requires_grad or (x._is_view() and x._base is not None and x._base.requires_grad):
-            return False
-        return x.is_leaf
-    except (
-        RuntimeError,
-        AssertionError,
-    ):  # a view that autograd has given up, or without data, somewhere in the process
-        return False
-
-
-def facts(x: Tensor) -> tuple[Any, ...]:
-    """Shape, strides, dtype and device of a tensor."""
-    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)

@@ -97,6 +97,14 @@ def runs_later(name: str, kind: str) -> RecordingError:
     )
 
 
+def sends_by_itself(name: str, instead: str) -> RecordingError:
+    """The error for another library's wrapper of modules."""
+    return RecordingError(
+        f"{name} at {record.user_line()} sends its messages from hooks that a recording does not see, so that a replay would "
+        f"leave them out. Record the module that it wraps; its place takes {instead}"
+    )
+
+
 def not_strided(x: Tensor) -> RecordingError:
     """The error for a sparse tensor."""
     return RecordingError(

@@ -26,7 +26,7 @@ from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.places import Before, still_before
 from onecard.graph.reach import reached
-from onecard.graph.rechecked import Checks
+from onecard.graph.rechecked import Checks, given_to
 from onecard.graph.recording import MISS, Output, Recording
 from onecard.graph.segments import check_backend
 from onecard.graph.undo import Undo
@@ -194,7 +194,7 @@ class Static:
     def _checked(self, bound: Bound, args: Any, kwargs: Any) -> Any:
         """A call in which the step runs as it is, held against the recording; MISS if that does not fit."""
         leaves, names, tree = _flat(self.fn, args, kwargs)
-        given: Any = bound.given(leaves) if tree == bound.recording.call else MISS
+        given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
         if given is MISS:
             return MISS
         if self._parts is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Law:
     """
 
     words: int
-    values: Values
+    values: Values = field(compare=False)
     made: tuple[Any, ...] = ()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.comm import own
 from onecard.comm.shm import algorithms, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.copies import Copies
@@ -23,6 +24,7 @@ alive: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 """The groups of this process, to be left when it ends."""
 
 
+@own.shown(Reductions, Copies)
 class ShmGroup(Reductions, Copies):
     """A process group whose ranks share memory.
 

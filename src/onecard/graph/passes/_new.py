@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard.graph.facts import facts
 from onecard.graph.nodes import called
-from onecard.graph.recorder import facts
 
 _META = torch.device("meta")
 

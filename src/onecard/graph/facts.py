@@ -1,0 +1,27 @@
+"""What is asked of a tensor while a step is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def takes_gradients(x: Tensor) -> bool:
+    """Whether a tensor is a leaf that has gradients."""
+    try:
+        # Asked whether it is a leaf, a view that was written to under no_grad takes its view anew and keeps what comes out: below
+        # autograd, that it has no gradient.
+        if not x.requires_grad or (x._is_view() and x._base is not None and x._base.requires_grad):
+            return False
+        return x.is_leaf
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # a view that autograd has given up, or without data, somewhere in the process
+        return False
+
+
+def facts(x: Tensor) -> tuple[Any, ...]:
+    """Shape, strides, dtype and device of a tensor."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
