@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from fleet_programs import begin, close, part_of
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.fleet import sequence
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 
 mp = fleet.meta_parallel
 LR = 0.05
@@ -244,3 +245,49 @@ def test_habits_on_two_ranks() -> None:
 
 def test_habits_on_a_grid() -> None:
     run_ranks(all_habits, 4, {"dp": 2, "mp": 2}, True, timeout=120)
+
+
+def drifting() -> None:
+    """A hand-made update with one rank's gradients: told at the next forwards, by name."""
+    begin(dp=2)
+    torch.manual_seed(0)
+    model = fleet.distributed_model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    torch.manual_seed(oc.get_rank())
+
+    def step() -> None:
+        grads = torch.autograd.grad(model(torch.randn(8, 4)).square().sum(), [*model.parameters()])
+        model(torch.randn(8, 4)).sum().backward()
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.data.add_(g, alpha=-LR)
+
+    for _ in range(3):
+        step()
+
+
+def test_copies_that_drift_apart_are_named() -> None:
+    words = r"the parameter 0.weight is one parameter on ranks \[0, 1\], but it differs between ranks"
+    with pytest.raises(RankError, match=words):
+        run_ranks(drifting, 2)
+
+
+def norms() -> None:
+    begin(dp=1, mp=2)
+    for dtype, size in ((torch.float64, 1.0), (torch.float32, 3e19), (torch.bfloat16, 1.0)):
+        for order in (1.0, 2.0, 3.0, float("inf")):
+            alone, net = (layer.to(dtype) for layer in (nn.Linear(6, 8), mp.ColumnParallelLinear(6, 8, has_bias=True)))
+            for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+                q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype) * size
+                p.grad = part_of(p, q.grad)
+            wide = torch.cat([q.grad.flatten() for q in alone.parameters()]).double()
+            expected = torch.linalg.vector_norm(wide, order).item()
+            found = fleet.grad_norm(net.parameters(), order)
+            far = 1e-14 if dtype is torch.float64 else 1e-2 if dtype is torch.bfloat16 else 1e-6
+            assert abs(found.item() - expected) <= far * expected, (dtype, size, order, found.item(), expected)
+            assert found.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    with pytest.raises(fleet.FleetError, match="norm_type is 0"):
+        fleet.grad_norm(net.parameters(), 0)
+
+
+def test_norms_of_every_dtype_and_size() -> None:
+    run_ranks(norms, 2)

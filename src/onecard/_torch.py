@@ -57,6 +57,7 @@ ATTRIBUTES = {
     "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: modules/transformer.py",
     "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/aliasing/memory.py, tensor/deferred/calls.py",
     "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/scaling.py",
+    "torch.nn.Module._apply": "exchanges parameters, of which is known what they are: fleet/carried.py",
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from onecard.comm import groups, world
 from onecard.comm.groups import Group
@@ -45,6 +46,9 @@ class Ranks(Group):
 
     def __deepcopy__(self, memo: object) -> Ranks:
         return self
+
+    def __reduce__(self) -> Any:
+        return of_ranks, (self.ranks, self.name)  # what has a group is saved without it
 
     def __repr__(self) -> str:
         return f"Ranks({list(self.ranks)}, name={self.name!r})"

@@ -208,7 +208,7 @@ def _anywhere(words: list[list[bool]], group: Ranks, device: torch.device) -> li
     with recorded.unrecorded():  # the same in every replay
         mine = torch.tensor(words, dtype=torch.uint8, device=device)
         found = plain.all_reduce(mine, group, "max", inplace=True, call="gradients")
-        return words if trace.faking() else [[bool(n) for n in word] for word in found.tolist()]
+        return words if found.is_meta or trace.faking() else [[bool(n) for n in word] for word in found.tolist()]
 
 
 def _used(mine: list[Tensor], group: Ranks) -> list[bool]:

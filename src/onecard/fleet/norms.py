@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.comm import plain
+from onecard import recorded
+from onecard.comm import plain, trace
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import gradients
 from onecard.fleet.parameters import held
+from onecard.fleet.strategy import FleetError
 from onecard.tensor import DistTensor
 
 
@@ -46,19 +47,33 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of the gradient of the whole model, each parameter counted once, whatever is cut or copied.
 
     Every rank of the world calls it. Sums what is still to be summed.
+
+    Raises:
+        FleetError: an order that is not positive.
     """
+    if norm_type <= 0:
+        raise FleetError(f"grad_norm: norm_type is {norm_type}; want a positive number, or inf")
     chosen = [p for p in parameters]
     gradients.sync(chosen)
     mine = [part for p in chosen for part in _owned(p) if part.numel()]
     device = next((p.device for p in chosen), torch.device("cpu"))
     world = of_ranks(name="world")
-    if norm_type == math.inf:
-        largest = torch.stack([p.abs().max().float() for p in mine]).max() if mine else torch.zeros((), device=device)
-        return plain.all_reduce(largest, world, "max", call="grad_norm")
-    total = torch.zeros((), device=device, dtype=torch.float32)
-    if mine:
-        total = torch.nn.utils.get_total_norm(mine, norm_type).float() ** norm_type
-    return plain.all_reduce(total, world, call="grad_norm") ** (1.0 / norm_type)
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in chosen)
+    local = _local_norm(mine, norm_type) if mine else torch.zeros((), device=device, dtype=torch.float64)
+    # Each rank's apart, in float64 and over the largest: the sum of their powers would be infinite before the norm is.
+    norms = plain.all_gather(local.reshape(1), world, call="grad_norm")
+    largest = norms.max()
+    total = torch.linalg.vector_norm(norms / largest.clamp(min=1e-300), norm_type) * largest
+    return total.to(torch.float64 if wide else torch.float32)
+
+
+def _local_norm(mine: list[Tensor], norm_type: float) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(mine, norm_type).to(torch.float64)
+    # In their own dtype, which is 20 times as fast; its squares may be infinite where its norm is not.
+    if norm.device.type == "cpu" and recorded.recorder is None and not trace.faking() and not norm.isfinite():
+        each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float64)) for g in mine]
+        return torch.linalg.vector_norm(torch.stack(each), norm_type)
+    return norm
 
 
 def clip_grad_norm_(

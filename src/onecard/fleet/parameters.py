@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,23 +72,59 @@ class Held:
         return [(at, run.length) for at, run in zip(starts, self.runs, strict=False) if run.owned]
 
 
-def hold(parameter: Tensor, what: Held) -> None:
-    """Note what a parameter is a part of."""
+def hold(parameter: Tensor, what: Held | str) -> None:
+    """Note what a parameter is a part of; a name where that is not known."""
     setattr(parameter, _NAME, what)
-    if (what.sums or what.copies) and not isinstance(parameter, DistTensor):
+    if not isinstance(what, str) and (what.sums or what.copies) and not isinstance(parameter, DistTensor):
         pending.watch(parameter)
 
 
 def hold_alike(parameter: Tensor, other: Tensor) -> None:
     """Note that a parameter is a part of what another one is a part of, if that was marked."""
-    what = getattr(other, _NAME, None)
+    what = marked(other)
     if what is not None:
         hold(parameter, what)
 
 
+def marked(parameter: Any) -> Held | str | None:
+    """What is noted of a parameter, a name where it is not known; None if nothing is noted."""
+    return getattr(parameter, _NAME, None)
+
+
 def held(parameter: Tensor) -> Held:
-    """What a parameter is a part of; one that nobody marked is whole."""
-    return getattr(parameter, _NAME, None) or Held(tuple(parameter.shape))
+    """What a parameter is a part of; one that nobody marked is whole.
+
+    Raises:
+        FleetError: it belongs to a layer that is cut, which does not know it.
+    """
+    what = getattr(parameter, _NAME, None)
+    if isinstance(what, str):
+        raise FleetError(
+            f"{what} is a parameter that this layer, which is cut, does not know: is it a part, or the same on all ranks? "
+            "fleet.mark(layer.name, layer.group, dim) says that it is this rank's part; layer.register_part(name, parameter, "
+            "fleet.Held(tuple(parameter.shape))) that it is whole. weight_norm and spectral_norm make such ones, of a part's norm"
+        )
+    return what or Held(tuple(parameter.shape))
+
+
+def fit(what: Held | str, parameter: Tensor, name: str) -> Held | str:
+    """What a parameter is that takes the place of another one.
+
+    Raises:
+        FleetError: it has not the shape of this rank's part.
+    """
+    if isinstance(what, str) or isinstance(parameter, nn.parameter.UninitializedParameter):
+        return what
+    if what.dim < 0:
+        return replace(what, shape=tuple(parameter.shape))
+    wanted = list(what.shape)
+    wanted[what.dim] = sum(run.length for run in what.runs)
+    if wanted != list(parameter.shape):
+        raise FleetError(
+            f"{name} is this rank's part {wanted} of {list(what.shape)}, and was given {list(parameter.shape)}: "
+            "fleet.held(layer.weight).boxes() says which part that is; a layer of another size takes the place of the whole layer"
+        )
+    return what
 
 
 def mark(
@@ -141,21 +178,48 @@ def part_sizes(n: int, parts: int, unit: int = 1) -> list[int]:
 
 
 class Parallel(nn.Module):
-    """A module some of whose parameters are parts. A copy of it remembers what they are."""
+    """A module some of whose parameters are parts: it knows by their names what they are, whichever tensors they are."""
 
     def register_part(self, name: str, parameter: Tensor | None, what: Held | None = None) -> None:
         """Add a parameter that is a part."""
+        if parameter is not None:
+            self.__dict__.setdefault("_held", {})[name] = what or Held(tuple(parameter.shape))
         self.register_parameter(name, parameter)  # type: ignore[arg-type]
-        if parameter is not None and what is not None:
-            hold(parameter, what)
-            self.__dict__.setdefault("_held", {})[name] = what
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; what takes the place of a part is that part."""
+        what = self.__dict__.get("_held", {}).get(name)
+        where = f"{type(self).__name__}.{name}"
+        if param is not None and what is not None:
+            hold(param, fit(what, param, where))
+        elif param is not None and self._is_cut() and (marked(param) is None or self._gone(param)):
+            hold(param, where)
+        super().register_parameter(name, param)
+
+    def _gone(self, param: nn.Parameter) -> bool:
+        """Whether a part that is registered by another name has no longer its own: something is computed of it."""
+        names = [n for n, what in self.__dict__.get("_held", {}).items() if what is marked(param)]
+        return bool(names) and all(self._parameters.get(n) is None for n in names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parametrizations" and self._is_cut():
+            raise FleetError(
+                f"{type(self).__name__} is cut, and torch.nn.utils.parametrize (weight_norm, spectral_norm, ...) would see "
+                "this rank's part of the weight. By marks it sees the whole: oc.shard_layer; or parametrize layers that are whole"
+            )
+        super().__setattr__(name, value)
+
+    def _is_cut(self) -> bool:
+        group = self.__dict__.get("group")
+        return group is not None and group.size > 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> Parallel:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, what in self.__dict__.get("_held", {}).items():
-            hold(made._parameters[name], what)  # type: ignore[arg-type]
+            if made._parameters.get(name) is not None:
+                hold(made._parameters[name], what)  # type: ignore[arg-type]
         return made
 
 

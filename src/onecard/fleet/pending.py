@@ -30,6 +30,10 @@ class Family:
 
     def __init__(self, members: Iterable[Tensor] = ()) -> None:
         self.backwards = 0  # how often backward has added to any
+        self.become(members)
+
+    def become(self, members: Iterable[Tensor]) -> None:
+        """The model has other parameters now."""
         self._members = [weakref.ref(p) for p in members]
 
     def members(self) -> list[Tensor]:
@@ -45,6 +49,9 @@ class Family:
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
 
 
 class Summed:
@@ -114,8 +121,11 @@ def watch(p: Tensor, family: Family | None = None) -> Summed:
     if state.family is None:
         state.family = Family([p])
         state.summand = state.uneven = read(p) is not None
+        state.known = -1 if state.summand else 0
         _hook(p)
-    state.family = family or state.family
+    if family is not None and family is not state.family:
+        state.known = -1 if state.is_unknown() else family.backwards
+        state.family = family
     return state
 
 

@@ -86,6 +86,7 @@ class PipelineParallel(DistributedModel):
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._runner.device))
         if not self.module.training:
             self.module.train()
+        self._begin()
         loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, self._weights(labels, sizes), scale)
         if loss is None:
             raise FleetError("the loss did not reach this rank")

@@ -92,8 +92,8 @@ AllGatherOp, ReduceScatterOp = _Operator(all_gather), _Operator(reduce_scatter)
 def mark_as_sequence_parallel_parameter(parameter: Tensor, group: Ranks | None = None) -> Tensor:
     """Say that a parameter which every rank holds (of a norm, a bias) sees only this rank's part of the sequence.
 
-    Its gradient is then summed over the ranks before an optimizer or a clipping reads it. A copy.deepcopy of the parameter
-    is not marked.
+    Its gradient is then summed over the ranks before anybody reads it. A ``copy.deepcopy``, and what takes the parameter's
+    place in its module, is marked alike.
     """
     return sum_over(parameter, _mp(group))
 

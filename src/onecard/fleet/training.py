@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from onecard import recorded
-from onecard.comm import plain
+from onecard.comm import sparse_check
 from onecard.comm.ranks import Ranks
 from onecard.errors import RecordingError
-from onecard.fleet import gradients, pending, topology
+from onecard.fleet import carried, gradients, pending, topology
+from onecard.fleet.carried import Places, declare
+from onecard.fleet.copies import compare, equalise
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
@@ -28,6 +30,7 @@ _hooked: list[Any] = []
 def install() -> None:
     """Have every torch optimizer sum the gradients of fleet's parameters before it reads them; once a process."""
     pending.install()
+    carried.install()
     if not _hooked:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -59,6 +62,46 @@ class DistributedModel(nn.Module):
         super().__init__()
         self.module, self._data = module, data
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
+        self._places: Places | None = None
+        self._family: pending.Family | None = None
+        self._number, self._compared = sparse_check.serial(), 0
+        self._adopt()
+        module.register_forward_pre_hook(self._begin, prepend=True)
+
+    def _begin(self, *_: Any) -> None:
+        """Before a forward that is trained: parameters that have come since are those of the fleet program, too."""
+        if not torch.is_grad_enabled() or not self.module.training:
+            return
+        with recorded.unrecorded():
+            if self._places is None or not self._places.same():
+                self._adopt()
+            backwards = 0 if self._family is None else self._family.backwards
+            if backwards != self._compared:  # once for all microbatches of a step
+                self._compared = backwards
+                compare(self._number, self.module)
+
+    def _adopt(self) -> None:
+        """Say what the parameters are, and give the copies of those that are new one value."""
+        parameters = [*self.module.parameters()]
+        self._family = self._family or pending.Family()
+        self._family.become(parameters)
+        declare(self.module)
+        for p in parameters:
+            gradients.share_data(p, self._data, self._family)
+        values = [*parameters, *self.module.buffers()]
+        equalise(values if self._places is None else self._places.new(values))
+        self._places = Places(self.module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As on one card: model.head = nn.Linear(...) exchanges the model's head.
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if isinstance(value, nn.Module | nn.Parameter) and inner is not None and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": None, "_family": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model, under autocast if the strategy says amp."""
@@ -127,17 +170,13 @@ def distributed_model(model: nn.Module) -> DistributedModel:
 
     hcg, strategy = get_hybrid_communicate_group(), topology.strategy()
     _check_stages(model, hcg, strategy)
-    strange = [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
+    strange = [name for name, p in model.named_parameters() if isinstance(p, DistTensor)]
     if strange:
         raise FleetError(
             f"fleet.distributed_model: {strange[0]} is no plain local parameter, as this level has. A model with placements is "
             "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
     _check_norms(model)
-    family = pending.Family(model.parameters())
-    for p in model.parameters():
-        gradients.share_data(p, hcg.data(), family)
-    equalise(model)
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
     if isinstance(model, PipelineLayer):
@@ -173,26 +212,6 @@ def _check_norms(model: nn.Module) -> None:
             "on each rank, its gradient will lack the others' part: fleet.mark_as_sequence_parallel_parameter(parameter)",
             stacklevel=3,
         )
-
-
-@torch.no_grad()
-def equalise(model: nn.Module) -> None:
-    """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
-    hcg = get_hybrid_communicate_group()
-    kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
-    for p in [*model.parameters(), *model.buffers()]:
-        cut = held(p).group
-        axes = [axis for axis, n in hcg.degrees.items() if n > 1 and axis != "pp"]
-        copies = [a for a in axes if cut is None or not set(hcg.group(a).ranks) <= set(cut.ranks)]
-        if copies and p.numel() and not p.is_meta:
-            group = hcg.group(*copies)
-            kinds.setdefault(group.ranks, (group, []))[1].append(p)
-    for group, mine in kinds.values():
-        for bucket in gradients._buckets(mine):
-            flat = torch.cat([p.detach().reshape(-1) for p in bucket])
-            plain.broadcast(flat, group, 0, call="distributed_model")
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.detach().copy_(part.view(p.shape))
 
 
 def distributed_optimizer(
