@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_the_schedule() -> None:
     due = [next_check(2)]
     while due[-1] < 5000:
         due.append(next_check(due[-1]))
-    assert due[:8] == [3, 4, 8, 16, 32, 64, 128, 256] and max(b - a for a, b in zip(due, due[1:], strict=False)) == 512
+    assert due[:8] == [3, 4, 8, 16, 32, 64, 128, 256] and max(b - a for a, b in pairwise(due)) == 512
 
 
 def test_another_tensor_is_told() -> None:

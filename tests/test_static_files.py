@@ -19,6 +19,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.graph import saved
 from onecard.testing import run_ranks
 
 
@@ -88,10 +89,19 @@ def test_a_recording_says_what_does_not_fit() -> None:
                 loaded(torch.ones(3))
             with pytest.raises(RecordingError, match="is not given model"):
                 loaded.bind(net=model)
-            with pytest.raises(RecordingError, match="has no"):
+            with pytest.raises(RecordingError, match=r"the class of model was .*Linear.* and is .*ReLU"):
                 loaded.bind(model=nn.ReLU())
             other = nn.Linear(3, 2)
             assert torch.equal(loaded.bind(model=other)(torch.ones(3)), other(torch.ones(3)))
+
+
+def changed(path: Path, change: Any) -> None:
+    """Write a file again with another graph, and the checksum that belongs to it."""
+    with safe_open(str(path), "pt") as file:
+        head = json.loads(file.metadata()["recording"])
+        tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    change(head)
+    saved.write(path, json.dumps(head), tensors)
 
 
 def test_a_file_holds_no_pickle_and_no_other_function() -> None:
@@ -101,12 +111,23 @@ def test_a_file_holds_no_pickle_and_no_other_function() -> None:
         recording.save(path)
         with pytest.raises(pickle.UnpicklingError):
             pickle.loads(path.read_bytes())
-        with safe_open(str(path), "pt") as file:
-            head = json.loads(file.metadata()["recording"])
-        for target, error in (("op aten.from_file.default", "not loaded"), ("call os:system", "os:system")):
-            head["graph"][1][2] = target
-            save_file({"none": torch.zeros(0)}, str(path), {"recording": json.dumps(head)})
-            with pytest.raises((RecordingError, KeyError), match=error):
+        for target, error in (
+            ("op aten.from_file.default", "it takes a text, filename"),
+            ("op aten.add.__class__", "has no operator"),
+            ("op aten.add.Tensor.__call__", "no name of an operator"),
+            ("op aten.__class__.default", "no operator on tensors"),
+            ("op import_module.__call__.__call__", r"trust=\[\"import_module\"\]"),
+            ("op profiler._record_function_enter.default", "is not loaded"),
+            ("call os:system", "no function 'os:system'"),
+            ("own eval", "no function 'eval'"),
+            ("__builtins__ eval", "no kind of function"),
+        ):
+
+            def calls(head: Any, target: str = target) -> None:
+                head["graph"][1][2] = target
+
+            changed(path, calls)
+            with pytest.raises(RecordingError, match=error):
                 oc.load_recording(path)
         save_file({"x": torch.zeros(1)}, str(path))
         with pytest.raises(RecordingError, match="is no recording"):

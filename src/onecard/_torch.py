@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 from torch.utils._pytree import (  # tensors within lists, tuples, dicts
+    SUPPORTED_NODES,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -37,8 +38,8 @@ from torch.utils._pytree import (  # tensors within lists, tuples, dicts
 )
 
 __all__ = [
-    "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "Work",
-    "no_dispatch", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
+    "SUPPORTED_NODES", "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
+    "Work", "no_dispatch", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 
 missing: list[str] = []
@@ -84,6 +85,7 @@ def _take(path: str, instead: Any) -> Any:
 disabled_torch_function = torch._C._disabled_torch_function_impl
 # Whether autocast is on for any kind of device; torch's documented functions ask of one.
 any_autocast = torch._C._is_any_autocast_enabled
+schemas_of = torch._C._jit_get_schemas_for_operator  # which overloads an operator has: graph/file/calls.py
 # A key that no tensor of torch's has marks a DistTensor.
 dispatch_key = torch._C._dispatch_key_parse
 # Operators that a handler calls go to another handler again, although torch has switched that off around it.

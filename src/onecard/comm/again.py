@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,4 +121,25 @@ _START: dict[str, Callable[..., Any]] = {
     "all_to_all_single": _all_to_all,
     "broadcast": _broadcast,
 }
-__all__ = ["Group", "Line", "Started", "message", "one_by_one", "sender", "wait"]
+COLLECTIVES = frozenset(_START)
+
+
+def takes(operator: str, rest: tuple[Any, ...]) -> bool:
+    """Whether a collective may be given these values, besides the tensors and the line.
+
+    Example:
+        >>> takes("all_reduce", ("sum",)), takes("all_reduce", ("os.system",)), takes("broadcast", ())
+        (True, False, False)
+    """
+    wanted = [*inspect.signature(_START[operator]).parameters][2:]
+    return len(rest) == len(wanted) and all(_FITS[name](value) for name, value in zip(wanted, rest, strict=True))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "op": lambda v: type(v) is str and v in forms.REDUCE,
+    "size": lambda v: type(v) is int,
+    "root": lambda v: type(v) is int,
+    "into_sizes": lambda v: all(type(n) is int for n in v),
+    "given_sizes": lambda v: all(type(n) is int for n in v),
+}
+__all__ = ["COLLECTIVES", "Group", "Line", "Started", "message", "one_by_one", "sender", "takes", "wait"]

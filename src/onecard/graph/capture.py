@@ -16,10 +16,12 @@ from onecard._torch import tree_flatten, tree_unflatten
 from onecard.errors import RecordingError
 from onecard.graph import randomness, refusals
 from onecard.graph.above import Above
+from onecard.graph.believed import believed
 from onecard.graph.facts import facts
+from onecard.graph.kinds import modes
 from onecard.graph.numbers import Number, plain
 from onecard.graph.phases import Phases
-from onecard.graph.places import Before, Places, numbers_of
+from onecard.graph.places import Before, Places, is_nameless, numbers_of, still_before
 from onecard.graph.questions import asked
 from onecard.graph.recorder import Recorder
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
@@ -141,9 +143,11 @@ class Capture:
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
+        named = [(name, root) for name, root in places.roots if not is_nameless(name)]
         made = Recording(
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
-            tuple(n for n, _ in places.roots), had, constants,
+            tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
+            around=(torch.is_grad_enabled(), modes()),
         )  # fmt: skip
         self.script = script.of(made)
         return made

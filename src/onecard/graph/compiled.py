@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ from onecard._torch import OpOverload, TorchDispatchMode
 from onecard.comm import again
 from onecard.graph.memory import Memory, effects
 from onecard.graph.segments import Segment, function_of, segments
+from onecard.graph.source import Code, Source
 
 ONCE = 64 * 1024
 """Bytes up to which a tensor that is the same at each call is kept."""
 
 _INFIX = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//", operator.mod: "%",
-    operator.pow: "**", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
-    operator.ne: "!=",
+    operator.add: "{} + {}", operator.sub: "{} - {}", operator.mul: "{} * {}", operator.truediv: "{} / {}",
+    operator.floordiv: "{} // {}", operator.mod: "{} % {}", operator.pow: "{} ** {}", operator.lt: "{} < {}",
+    operator.le: "{} <= {}", operator.gt: "{} > {}", operator.ge: "{} >= {}", operator.eq: "{} == {}", operator.ne: "{} != {}",
 }  # fmt: skip
 
 
@@ -54,11 +55,9 @@ def compiled(graph: fx.Graph, backend: str = "eager") -> Callable[..., tuple[Any
         opened = opened if run is None else node is not run[0].nodes[-1]
         if not opened:
             if names := [writer.name(n) for n in gone if n not in hidden]:
-                writer.lines.append(f"    del {', '.join(names)}")
+                writer.lines.append(writer.code("del {}", writer.joined(", ", names)))
             gone = []
-    text = f"def run({', '.join(writer.inputs)}):\n" + "\n".join(writer.lines)
-    exec(compile(text, "<recording>", "exec"), writer.names)
-    return writer.names["run"]
+    return writer.function(writer.joined(", ", writer.inputs), writer.lines)
 
 
 def _runs(graph: fx.Graph, once: dict[fx.Node, None]) -> dict[fx.Node, tuple[Segment, Any]]:
@@ -92,11 +91,10 @@ def _compute(nodes: dict[fx.Node, None], writer: _Writer) -> None:
     """What these nodes give, as names that the function reads."""
     for node in nodes:
         writer.node(node)
-    names = ", ".join(writer.name(n) for n in nodes)
-    text = "def once():\n" + "\n".join(writer.lines) + f"\n    return ({names},)"
-    exec(compile(text, "<recording>", "exec"), writer.names)
+    names = writer.joined("", (writer.code("{}, ", writer.name(n)) for n in nodes))
+    once = writer.function(writer.code(""), [*writer.lines, writer.code("return ({})", names)])
     with below():
-        values = writer.names.pop("once")()
+        values = once()
     writer.names.update({writer.name(n): v for n, v in zip(nodes, values, strict=True)})
     writer.lines.clear()
 
@@ -119,68 +117,81 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-class _Writer:
-    """The text of a function, and the objects that it names."""
+class _Writer(Source):
+    """The lines of a function, and the names of nodes in it."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
-        self.inputs: list[str] = []
-        self._known: dict[Any, str] = {}
+        super().__init__()
+        self.lines: list[Code] = []
+        self.inputs: list[Code] = []
+        self._of: dict[fx.Node, Code] = {}
 
-    def name(self, node: fx.Node) -> str:
-        return f"v_{node.name}"
-
-    def object(self, value: Any, key: Any = None) -> str:
-        """A name for an object."""
-        key = id(value) if key is None else key
-        if key not in self._known:
-            self._known[key] = name = f"g{len(self._known)}"
-            self.names[name] = value
-        return self._known[key]
+    def name(self, node: fx.Node) -> Code:
+        if node not in self._of:
+            self._of[node] = self.variable()
+        return self._of[node]
 
     def node(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self.inputs.append(self.name(node))
         elif node.op == "output":
-            self.lines.append(f"    return {self.value(tuple(node.args[0]))}")  # type: ignore[arg-type]
+            results: Any = node.args[0]
+            self.lines.append(self.code("return ({})", self._all(tuple(results))))
         else:
-            self.lines.append(f"    {self.name(node)} = {self.call(node)}")
+            self.lines.append(self.code("{} = {}", self.name(node), self.call(node)))
 
     def run(self, segment: Segment, function: Callable[..., Any]) -> None:
         """A line for nodes that are one function, and those for names of what it gives."""
-        results = "".join(f"{self.name(n)}, " for n in segment.outputs)
-        self.lines.append(f"    {results}= {self.object(function)}({', '.join(map(self.name, segment.inputs))})")
+        results, given = self._all(segment.outputs), self._all(segment.inputs)
+        self.lines.append(self.code("{}= {}({})", results, self.slot(function), given))
         for node in segment.views:
             self.node(node)
 
-    def call(self, node: fx.Node) -> str:
+    def call(self, node: fx.Node) -> Code:
         target: Any = node.target
         given = [self.value(a) for a in node.args]
         if target in _INFIX:
-            return f"{given[0]} {_INFIX[target]} {given[1]}"
+            return self.code(_INFIX[target], *given)
         if target is operator.getitem:
-            return f"{given[0]}[{given[1]}]"
+            return self.code("{}[{}]", *given)
         if target is again.message:
             send = again.sender(*node.args[2:], **node.kwargs)  # type: ignore[arg-type]
-            return f"{self.object(send)}({given[0]}, {given[1]})"
-        named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+            return self.code("{}({}, {})", self.slot(send), *given[:2])
         function = called(node) if isinstance(target, OpOverload) else target
-        return f"{self.object(function)}({', '.join(given + named)})"
+        positional = self.joined("", (self.code("{}, ", value) for value in given))
+        named = self._named(dict(node.kwargs)) if node.kwargs else self.code("")
+        return self.code("{}({}{})", self.slot(function), positional, named)
 
-    def value(self, value: Any) -> str:
-        kind = type(value)
+    def _named(self, values: dict[str, Any]) -> Code:
+        """Arguments by name; the names are values, too."""
+        if not any(map(_nodes, values.values())):
+            return self.code("**{}", self.slot({k: _plain(v) for k, v in values.items()}))
+        pairs = (self.code("{}: {}", self.slot(k), self.value(v)) for k, v in values.items())
+        return self.code("**{{{}}}", self.joined(", ", pairs))
+
+    def value(self, value: Any) -> Code:
         if isinstance(value, fx.Node):
             return self.name(value)
-        if isinstance(value, list):
-            return f"[{', '.join(map(self.value, value))}]"
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return f"({''.join(self.value(v) + ', ' for v in value)})"
-        if kind in (int, bool, str) or value is None:
-            return repr(value)
-        if kind is float and value == value and abs(value) != float("inf"):
-            return repr(value)
-        return self.object(value)
+        if not _nodes(value):
+            return self.slot(_plain(value))
+        return self.code("[{}]" if isinstance(value, list) else "({})", self._all(value))
+
+    def _all(self, values: Sequence[Any]) -> Code:
+        return self.joined("", (self.code("{}, ", self.value(v)) for v in values))
+
+
+def _nodes(value: Any) -> bool:
+    """Whether there are nodes in a list or tuple."""
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return any(map(_nodes, value))
+    return isinstance(value, fx.Node)
+
+
+def _plain(value: Any) -> Any:
+    """A constant with lists of Python in place of those of FX."""
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 # -- torch's functions -----------------------------------------------------------------------------------------------------

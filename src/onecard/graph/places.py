@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
@@ -118,9 +120,23 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in numbers and isinstance(v, STILL)}
 
 
+SETTLED = (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    types.FunctionType, types.BuiltinFunctionType, type,
+)  # fmt: skip
+"""So of values of these types that torch's own modules hold, and of tuples: strides of a convolution, an activation."""
+
+
 def values_of(module: nn.Module) -> dict[str, Any]:
     """The plain values that a module holds itself."""
-    return {k: v for k, v in vars(module).items() if isinstance(v, STILL) and not k.startswith("_")}
+    kinds = (*STILL, *SETTLED) if type(module).__module__.startswith("torch.") else STILL
+    return {k: v for k, v in vars(module).items() if not k.startswith("_") and _is_plain(v, kinds)}
+
+
+def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
+    if type(value) is tuple:
+        return all(_is_plain(v, kinds) for v in value)
+    return isinstance(value, kinds)
 
 
 def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, Any]:
@@ -235,15 +251,42 @@ def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
         return _torch.gradient(at(rest[0], roots, leaves))
     root = roots[rest[0]]
     if kind in ("parameter", "buffer"):
-        path, _, name = rest[1].rpartition(".")
-        return getattr(root.get_submodule(path), name)
+        module, name = module_at(root, rest[1])
+        return (module._parameters if kind == "parameter" else module._buffers)[name]
     if kind == "member":
-        return root.param_groups[rest[1]]["params"][rest[2]]
+        return optimizer_at(root).param_groups[rest[1]]["params"][rest[2]]
     if kind == "state":
-        return root.state[root.param_groups[rest[1]]["params"][rest[2]]][rest[3]]
+        return root.state[optimizer_at(root).param_groups[rest[1]]["params"][rest[2]]][rest[3]]
     if kind == "group":
-        value = root.param_groups[rest[1]][rest[2]]
+        value = optimizer_at(root).param_groups[rest[1]][rest[2]]
         return value if rest[3] is None else value[rest[3]]
+    if kind != "object":
+        raise KeyError(kind)
+    return root
+
+
+def module_at(root: Any, name: str) -> tuple[nn.Module, str]:
+    """The module of a parameter or buffer, and its last name. The way there leads through modules only, never attributes.
+
+    Raises:
+        KeyError: there is no such module.
+    """
+    *path, last = name.split(".")
+    for part in path:
+        root = root._modules[part] if isinstance(root, nn.Module) else None
+    if not isinstance(root, nn.Module):
+        raise KeyError(name)
+    return root, last
+
+
+def optimizer_at(root: Any) -> Optimizer:
+    """A root that is an optimizer.
+
+    Raises:
+        KeyError: it is none.
+    """
+    if not isinstance(root, Optimizer):
+        raise KeyError("optimizer")
     return root
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from onecard._torch import tree_flatten
 from onecard.cost import MACHINE, Machine
-from onecard.errors import RecordingError
+from onecard.errors import OnecardError, RecordingError
 from onecard.graph.compiled import compiled
 from onecard.tensor.spec import Spec
 
@@ -88,6 +88,8 @@ class Recording:
         constants: tensors made of Python values.
         arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
         backend: who computes between the messages: "eager", torch's kernels one by one, or "inductor".
+        beliefs: what modules and optimizers were, as data: ``bind`` asks for it.
+        around: whether gradients were enabled, and torch's modes; ``file``: which it was read from.
 
     Example:
         >>> import onecard, torch
@@ -112,6 +114,9 @@ class Recording:
     arguments: tuple[tuple[str, Any], ...] = ()
     call: Any = None
     backend: str = "eager"
+    beliefs: tuple[tuple[str, Any], ...] = ()
+    around: tuple[bool, Any] | None = None
+    file: str = ""
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 
@@ -138,6 +143,7 @@ class Recording:
         return Recording(
             self.name, graph, self.inputs, self.results, self.tree, self.effects, self.questions, self.answers, self.roots,
             self.gradients, self.constants, self.arguments, self.call, self.backend,
+            self.beliefs, self.around, self.file,
         )  # fmt: skip
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,10 +158,26 @@ class Recording:
             raise RecordingError(
                 f"{self.name}: bind it first: recording.bind({', '.join(f'{r}={r}' for r in self.roots if r)})"
             )
-        result = self.bound.replay(args, kwargs)
-        if result is MISS and tree == self.call and (made := self.bound.again()) is not None:
-            result = made.replay(args, kwargs)
-            self.bound = self.bound if result is MISS else made
+        try:
+            result = self.bound.replay(args, kwargs)
+            if result is MISS and tree == self.call and (made := self.bound.again()) is not None:
+                result = made.replay(args, kwargs)
+                self.bound = self.bound if result is MISS else made
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            MemoryError,
+        ) as fault:
+            if not self.file or isinstance(fault, OnecardError):
+                raise
+            said = str(fault).strip()[:300]
+            raise RecordingError(
+                f"{self.name}: {self.file} calls what cannot be: {said}. Record the step again"
+            ) from fault
         if result is not MISS:
             return result
         why = (
@@ -169,8 +191,10 @@ class Recording:
         """The same recording on these objects: modules, optimizers and tensors by their names in ``roots``.
 
         Raises:
-            RecordingError: one is missing, or has not what the recording reads.
+            RecordingError: one is missing, has not what the recording reads, or is not what it was (another mode, other dropout,
+                another activation, other options of an optimizer).
         """
+        from onecard.graph.believed import believed, difference
         from onecard.graph.bound import Bound
 
         self._check_replays()
@@ -181,7 +205,14 @@ class Recording:
         made = self.with_graph(self.graph)
         try:
             held = [roots.get(name) for name in self.roots]
-            made.bound = Bound(made, held, [kind for _, kind in self.arguments])
+            named = [(name, root) for name, root in zip(self.roots, held, strict=True) if name]
+            if said := difference(self.beliefs, believed(named)):
+                raise RecordingError(
+                    f"{self.name}: what it is bound to is another program than the one that was recorded: {said}. Make it as it "
+                    "was, or record the step anew"
+                )
+            facts = {} if self.around is None else dict(zip(("grad", "modes"), self.around, strict=True))
+            made.bound = Bound(made, held, [kind for _, kind in self.arguments], facts)
         except (KeyError, AttributeError, IndexError) as fault:
             raise RecordingError(
                 f"{self.name}: what it is bound to has no {fault}. Optimizers have their states after a first step, or when a "
