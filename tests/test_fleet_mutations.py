@@ -33,10 +33,10 @@ def sums_twice() -> Plant:
     """The gradient of a replicated parameter under sequence parallelism is summed twice."""
     reduce = gradients._reduce
 
-    def wrong(grads: list[Any], group: Any, op: str) -> None:
-        reduce(grads, group, op)
+    def wrong(grads: list[Any], group: Any, op: str, *call: str) -> None:
+        reduce(grads, group, op, *call)
         if op == "sum":
-            reduce(grads, group, op)
+            reduce(grads, group, op, *call)
 
     return gradients, "_reduce", wrong
 

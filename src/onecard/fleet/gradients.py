@@ -216,15 +216,15 @@ def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
     return [there for (there,) in _anywhere([[p.grad is not None] for p in mine], group, mine[0].device)]
 
 
-def _reduce(grads: list[Any], group: Ranks, op: str) -> None:
+def _reduce(grads: list[Any], group: Ranks, op: str, call: str = "gradients") -> None:
     if group.size == 1:
         return
     for bucket in _buckets(grads):
         if len(bucket) == 1 and bucket[0].is_contiguous():
-            plain.all_reduce(bucket[0], group, op, inplace=True, call="gradients")
+            plain.all_reduce(bucket[0], group, op, inplace=True, call=call)
             continue
         flat = torch.cat([g.reshape(-1) for g in bucket])
-        plain.all_reduce(flat, group, op, inplace=True, call="gradients")
+        plain.all_reduce(flat, group, op, inplace=True, call=call)
         for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             g.copy_(part.view(g.shape))
 

@@ -16,6 +16,7 @@ from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, pending
 from onecard.fleet.sharding import AXIS, _exchange, _summand, _twin
 from onecard.fleet.strategy import FleetError
+from onecard.fleet.whole import divided
 from onecard.parallel.optimizer import keep_laid_out
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1
 from onecard.tensor import DistTensor
@@ -33,6 +34,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, line: Ranks, clips: bool) -> None:
         self._clips = clips
+        divided[optimizer] = "sharding_degree"
         self._mesh = of_ranks(line.ranks, AXIS).mesh()
         self._twins: dict[Any, Any] = {}
         self._stage = ShardingStage1(AXIS, self._mesh, overlap=False)

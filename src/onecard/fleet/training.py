@@ -14,7 +14,7 @@ from onecard import recorded
 from onecard.comm import sparse_check
 from onecard.comm.ranks import Ranks
 from onecard.errors import RecordingError
-from onecard.fleet import carried, gradients, pending, topology
+from onecard.fleet import carried, gradients, pending, topology, whole
 from onecard.fleet.carried import Places, declare
 from onecard.fleet.copies import compare, equalise
 from onecard.fleet.parameters import Parallel, held
@@ -35,24 +35,38 @@ def install() -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
-        _hooked.append(register_optimizer_step_post_hook(lambda opt, *_: pending.stepped(gradients.of_optimizer(opt))))
+        _hooked.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
     mine = gradients.of_optimizer(optimizer)
+    if not gradients.of_fleet(mine):
+        return None
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if given is None:
-        gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums], step=True)
-        return None
-    if not callable(given) or not gradients.of_fleet(mine):
+        _sum(mine)
+        whole.begin(optimizer)
         return None
 
     def closure() -> Any:
         """An optimizer that compares losses (LBFGS) must see one card's, or ranks decide otherwise than each other."""
-        return gradients.mean_loss(given(), mine)
+        whole.end(optimizer)  # the program sees parts
+        loss = gradients.mean_loss(given(), mine)
+        gradients.sync([p for p in mine if not isinstance(p, DistTensor)])
+        whole.begin(optimizer)
+        return loss
 
     return args[:1], {**kwargs, "closure": closure}
+
+
+def _sum(mine: list[Any]) -> None:
+    # Of distributed parameters those that have summands beyond the ranks over which ZeRO averages.
+    gradients.sync([p for p in mine if not isinstance(p, DistTensor) or held(p).sums], step=True)
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    whole.end(optimizer)
+    pending.stepped(gradients.of_optimizer(optimizer))
 
 
 class DistributedModel(nn.Module):
