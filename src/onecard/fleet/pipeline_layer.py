@@ -34,13 +34,13 @@ class PipelineLayer(nn.Module):
         layers: ``LayerDesc``, ``SharedLayerDesc``, modules, functions; each is given what the one before returns.
         num_stages: ``pp_degree``, if given.
         topology: the grid; that of ``fleet.init`` if left out.
-        loss_fn: (what the last layer returns, labels) -> the mean loss of a microbatch.
+        loss_fn: (what the last layer returns, labels) -> the loss of a microbatch, one number: a mean, over whatever the labels
+            say (ignored labels, masks, weights of classes), or a sum.
         seg_method: "uniform"; "layer:Name": equally many layers whose class has that name; "parameters"; "time": by the
             measured time of each layer, with ``example_input``, a microbatch; or bounds, as [0, 3, 6].
         recompute_interval: so many layers at a time keep their input alone, and run again in backward; 0: none.
         num_virtual_pipeline_stages: stages for each rank, for the schedules that have several.
-        loss_weight: labels of a microbatch -> what its loss is a mean over; samples if left out. For
-            ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` ignored labels and weights of classes are counted as they are.
+        loss_weight: labels of a microbatch -> what its loss is a mean over, where that cannot be seen.
 
     Raises:
         FleetError: fewer layers than stages, a stage without parameters, a method that there is not.
@@ -259,7 +259,10 @@ def _bound(desc: SharedLayerDesc) -> Any:
 
 def _called(loss_fn: Any) -> Any:
     """A loss given as its class is made, as Paddle's users do."""
-    return loss_fn() if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module) else loss_fn
+    made = loss_fn() if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module) else loss_fn
+    if isinstance(made, nn.Module) and getattr(made, "reduction", "") == "none":
+        raise FleetError("loss_fn has reduction='none'; want 'mean' or 'sum', one number for a microbatch")
+    return made
 
 
 def _planned(ranks: int, chunks: int | None) -> Callable[[int], Schedule]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onecard.comm import plain
 from onecard.comm.ranks import Ranks
@@ -179,38 +179,21 @@ class PipelineParallel(DistributedModel):
 
     def _weights(self, labels: Any, sizes: list[int]) -> list[Any] | None:
         module = self._layers[0]
-        if module.num_stages - 1 not in module.stages:
+        if module.num_stages - 1 not in module.stages or module.loss_weight is None:
             return None
-        return loss_weights(module.loss_fn, module.loss_weight, split(labels, sizes, "the labels"))
+        return loss_weights(module.loss_weight, split(labels, sizes, "the labels"))
 
 
-def loss_weights(loss_fn: Any, counted: Callable[[Any], Any] | None, parts: Sequence[Any]) -> list[float] | None:
-    """What each microbatch's loss weighs in that of the batch; None: as many as its samples.
+def loss_weights(counted: Callable[[Any], Any] | None, parts: Sequence[Any]) -> list[float] | None:
+    """What each microbatch's loss weighs in that of the batch, if the user says it.
 
     Example:
         >>> labels = [torch.tensor([1, -100]), torch.tensor([0, 1])]
-        >>> [round(w, 3) for w in loss_weights(nn.CrossEntropyLoss(), None, labels)]
+        >>> [round(w, 3) for w in loss_weights(lambda y: (y != -100).sum(), labels)]
         [0.333, 0.667]
     """
-    reduction = getattr(loss_fn, "reduction", "mean") if isinstance(loss_fn, nn.Module) else "mean"
-    if reduction == "sum":
-        return [1.0] * len(parts)
-    if reduction != "mean":
-        raise FleetError(f"loss_fn has reduction={reduction!r}; want 'mean' or 'sum', one number for a microbatch")
-    if counted is None:
-        classes = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
-        if not classes or not all(isinstance(y, Tensor) and not y.is_floating_point() for y in parts):
-            return None
-        counted = partial(_counted_labels, loss_fn)
-    counts = [float(counted(part)) for part in parts]
+    counts = [] if counted is None else [float(counted(part)) for part in parts]
     return [count / sum(counts) for count in counts] if any(counts) else None
-
-
-def _counted_labels(loss_fn: Any, labels: Tensor) -> Tensor:
-    valid = labels != loss_fn.ignore_index
-    if loss_fn.weight is None:
-        return valid.sum()
-    return loss_fn.weight.to(labels.device)[labels[valid]].sum()
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecard import recorded
 from onecard.comm import world
 from onecard.comm.transfer import sends_under_way
 from onecard.errors import ScheduleError
 from onecard.mesh import ProcessMesh
+from onecard.pipeline import shares
 from onecard.pipeline.action import Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.modes import plan
 from onecard.pipeline.packets import batch_size, split
+from onecard.pipeline.stage import one_number
 from onecard.tensor.dist_tensor import DistTensor
 
 
@@ -32,23 +35,27 @@ def step_by_marks(
     schedule: Any = "1F1B",
     microbatches: int = 4,
     stages: Sequence[ProcessMesh] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
 ) -> Tensor:
     """In place of ``loss = loss_fn(model(inputs), targets); loss.backward()``: the same numbers, in microbatches.
 
     Args:
         model: with parameters on several meshes, and ``oc.reshard`` between them.
-        loss_fn: a mean over the samples that it is given.
+        loss_fn: (what the model returns, labels) -> one number, a sum or a mean: over samples, or over what its labels say
+            counts (ignored labels, masks, weights of classes).
         inputs, targets: the whole batch, plain tensors; the program marks them as it does without a schedule.
         schedule: a name of ``pipeline.modes.MODES``, a Schedule, or a function (ranks, microbatches) -> Schedule, with one stage
             for each mesh and whole backwards: naive, F-then-B, 1F1B, Eager1F1B, or one's own.
         microbatches: how many; sizes as equal as can be.
         stages: the meshes, first stage first; those of the parameters, in their order, if left out.
+        loss_weight: labels of a microbatch -> what its loss is a mean over, where that cannot be seen.
 
     Returns:
         The loss of the batch, where the last stage has it (``oc.unshard(loss)`` on every rank).
 
     Raises:
-        ScheduleError: a schedule that does not fit the meshes, or one that halves backwards or gives a mesh several stages.
+        ScheduleError: a schedule that does not fit the meshes, or one that halves backwards or gives a mesh several stages; a
+            loss of which nobody can see what it is a mean over.
     """
     meshes = list(stages) if stages is not None else _meshes(model)
     chosen = plan(schedule, len(meshes))(microbatches)
@@ -61,21 +68,31 @@ def step_by_marks(
         )
     count = chosen.num_microbatches
     sizes = [size // count + (i < size % count) for i in range(count)]
-    parts = list(zip(split(inputs, sizes, "the inputs"), split(targets, sizes, "the targets"), strict=True))
-    under_way: dict[int, Tensor] = {}
+    xs, ys = split(inputs, sizes, "the inputs"), split(targets, sizes, "the targets")
+    weights = None if loss_weight is None else [loss_weight(y) / loss_weight(targets) for y in ys]
+    under_way: dict[int, Tensor | None] = {}
     total: Tensor | None = None
     with torch.enable_grad(), sends_under_way():
         for kind, _, i in row:
             if kind == "F":
-                x, y = parts[i]
-                under_way[i] = loss_fn(model(x), y) * (sizes[i] / size)
-            else:
-                loss = under_way.pop(i)
+                out = model(xs[i])
+                if weights is None:
+                    weights = shares.shares_of(loss_fn).of(out, i, ys, targets, sizes)
+                under_way[i] = _weighted(loss_fn, out, ys[i], weights[i])
+            elif (loss := under_way.pop(i)) is not None:
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
     if total is None:
         raise ScheduleError(f"{chosen.name}: nothing to do on rank {world.get_rank()}")
     return total
+
+
+def _weighted(loss_fn: Callable[[Any, Any], Any], out: Any, labels: Any, weight: Any) -> Tensor | None:
+    """A microbatch's part of the loss; None of one that has no part in it, on all ranks alike."""
+    if isinstance(weight, Tensor) and recorded.recorder is not None:  # a replay has other labels
+        loss = one_number(loss_fn(out, labels))
+        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight
+    return one_number(loss_fn(out, labels)) * float(weight) if weight else None
 
 
 def _meshes(model: nn.Module) -> list[ProcessMesh]:

@@ -16,6 +16,7 @@ from onecard.errors import CommunicationError, ScheduleError
 from onecard.pipeline.action import Action, Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.meter import Meter
+from onecard.pipeline.shares import Shares
 from onecard.pipeline.stage import Stage
 from onecard.pipeline.step import Step
 from onecard.pipeline.timing import Timeline
@@ -32,7 +33,8 @@ class Runner:
     Args:
         stages: this rank's stages by number: modules, or functions of one value. What one returns, the next is given:
             tensors, or tuples, lists and dicts of them, so that also what only a later stage needs can be handed on.
-        loss_fn: (what the last stage returns, its part of the targets) -> one number, a mean over the microbatch.
+        loss_fn: (what the last stage returns, its part of the targets) -> one number, a sum over the microbatch's rows or a
+            mean: over samples, or over what is counted by its targets (labels that are not ignored, masks, weights).
         group: the ranks of the pipeline, in the schedule's order; all if left out.
         around: makes the context of each forward, such as ``torch.autocast``.
         timeout: seconds that a message may take; that of the process group (``ONECARD_TIMEOUT``) if left out.
@@ -65,6 +67,7 @@ class Runner:
         """Where one is set, what each stage keeps for its backward is counted."""
         self.spans: list[tuple[int, Action, float, float]] = []
         """When each computation of the last step began and ended, in seconds of this host's clock."""
+        self.shares = None if loss_fn is None else Shares(loss_fn)
         self.stages = {number: Stage(run, loss_fn, around, halves) for number, run in stages.items()}
         self._proved: list[Schedule] = []
         self._failed = ""
@@ -86,12 +89,12 @@ class Runner:
             inputs: of the whole batch, given on every rank: the first stage reads them, all others their shapes.
             targets: of the whole batch, for the loss.
             sizes: of the microbatches; as equal as can be if left out.
-            weights: of each microbatch's loss in the mean; its part of the batch if left out.
+            weights: of each microbatch's loss in that of the batch; by what the loss is seen to divide by if left out.
             scale: what the gradients are multiplied with.
             share: whether every rank gets the loss; else the one with the last stage only, and None elsewhere.
 
         Returns:
-            The weighted mean of the microbatches' losses: for means over samples, the loss of the batch.
+            The loss of the batch.
 
         Raises:
             ScheduleError: a schedule that cannot run, or that these stages do not fit; a batch that does not divide.

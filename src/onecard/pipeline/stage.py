@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,13 +59,22 @@ class Stage:
         return made, [_kept(x) for x in outputs]
 
     def forward_loss(
-        self, microbatch: int, form: Form, tensors: Sequence[Tensor], target: Any, weight: Any, scale: Any
+        self,
+        microbatch: int,
+        form: Form,
+        tensors: Sequence[Tensor],
+        target: Any,
+        weigh: Callable[[Any], Any],
+        scale: Any,
     ) -> Tensor:
-        """F of the last stage: its loss. ``weight`` and ``scale``: what it is multiplied with before its backward."""
+        """F of the last stage: its loss. ``weigh`` and ``scale``: what it is multiplied with before its backward, the first as a
+        function of what the stage returns."""
         inputs = self._enter(form, tensors)
-        # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
-        loss = self._run(form.join(_given(inputs)), target, bool(weight))
-        loss = _one_number(loss) if weight else torch.zeros(())
+        with nullcontext() if self.around is None else self.around():
+            value = self.run(form.join(_given(inputs)))
+            weight = weigh(value)
+            # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
+            loss = one_number(self.loss(value, target)) if weight and self.loss is not None else torch.zeros(())
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
@@ -78,15 +87,9 @@ class Stage:
         made, outputs = Form.of(self._run(form.join(self._enter(form, tensors))))
         return made.join([_kept(x) for x in outputs])
 
-    def _run(self, value: Any, target: Any = None, with_loss: bool = False) -> Any:
-        if self.around is None:
-            return self._apply(value, target, with_loss)
-        with self.around():
-            return self._apply(value, target, with_loss)
-
-    def _apply(self, value: Any, target: Any, with_loss: bool) -> Any:
-        made = self.run(value)
-        return self.loss(made, target) if with_loss and self.loss is not None else made
+    def _run(self, value: Any) -> Any:
+        with nullcontext() if self.around is None else self.around():
+            return self.run(value)
 
     def _enter(self, form: Form, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What was received, as leaves of this stage's graph; the stage computes with ``_given`` of them."""
@@ -160,7 +163,7 @@ def _there(flight: _Flight, grads: Grads) -> tuple[list[Any], list[Tensor]]:
     return [edge for edge, grad in found if grad is not None], [grad for _, grad in found if grad is not None]
 
 
-def _one_number(loss: Any) -> Tensor:
+def one_number(loss: Any) -> Tensor:
     """The loss; the words for what is none."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,8 @@ class Step:
             raise ScheduleError(
                 "a step needs a loss: Runner(stages, loss_fn=...), and targets on the last stage's rank"
             )
-        self.weights = [n / size for n in self.sizes] if weights is None else list(weights)
+        self.whole = targets
+        self.weights: list[Any] | None = None if weights is None else list(weights)
         if runner.meter:
             runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
         self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
@@ -129,10 +131,16 @@ class Step:
             self.outputs[i] = mine.forward_output(form, tensors)
         else:
             target = self.targets[i] if self.targets is not None else None
-            loss = mine.forward_loss(i, form, tensors, target, self.weights[i], self.scale)
+            loss = mine.forward_loss(i, form, tensors, target, partial(self._weight_of, i), self.scale)
             self.losses[i] = loss.reshape(())
             if len(self.losses) == len(self.sizes) and self.word.at_once:
                 self.word.send(self._mean())
+
+    def _weight_of(self, i: int, value: Any) -> Any:
+        """What a microbatch's loss weighs; found out when the first value is there."""
+        if self.weights is None and self.runner.shares is not None and self.targets is not None:
+            self.weights = self.runner.shares.of(value, i, self.targets, self.whole, self.sizes)
+        return self.weights[i] if self.weights is not None else self.sizes[i] / sum(self.sizes)
 
     def _backward(self, position: int, action: Action) -> None:
         kind, stage, i = action
@@ -153,8 +161,9 @@ class Step:
         self.runner.spans.append((self.runner.group.index, action, begin, time.perf_counter()))
 
     def _mean(self) -> Tensor:
-        total = torch.stack([self.losses[i].double() * w for i, w in enumerate(self.weights)]).sum()
-        return total.to(next((self.losses[i].dtype for i, w in enumerate(self.weights) if w), torch.float32))
+        weights = self.weights or []
+        total = torch.stack([self.losses[i].double() * w for i, w in enumerate(weights)]).sum()
+        return total.to(next((self.losses[i].dtype for i, w in enumerate(weights) if w), torch.float32))
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,258 @@
+"""What microbatches' losses weigh in that of the batch, by what the loss divides by: one card's loss, or words before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fleet_programs import close
+from pipeline_programs import OneCard, begin, compare
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard import fleet, pipeline
+from onecard.errors import ScheduleError
+from onecard.pipeline.shares import Shares
+from onecard.testing import run_ranks
+
+CLASSES = 7
+WEIGHT = torch.linspace(0.2, 2, CLASSES)
+Loss = Callable[[Any, Any], Any]
+
+
+def ce(out: Tensor, y: Tensor, **more: Any) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), **more)
+
+
+def counted(y: Tensor) -> Tensor:
+    return (y != -100).float()
+
+
+def by_hand(out: Tensor, y: Tensor) -> Tensor:
+    return (F.cross_entropy(out.transpose(1, 2), y, reduction="none") * counted(y)).sum() / counted(y).sum()
+
+
+def spread(out: Tensor, y: Tensor) -> Tensor:
+    """The divisor is hidden in a tensor of weights."""
+    return (ce(out, y, reduction="none") * (counted(y) / counted(y).sum()).flatten()).sum()
+
+
+def chosen(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[y != -100], y[y != -100])
+
+
+def by_sequence(out: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(out.transpose(1, 2), y, reduction="none") * counted(y)
+    return (each.sum(1) / counted(y).sum(1).clamp(min=1)).mean()
+
+
+def at_least_one(out: Tensor, y: Tensor) -> Tensor:
+    return ce(out, y, reduction="sum") / counted(y).sum().clamp(min=1)
+
+
+MEANS: dict[str, Loss] = {
+    "ignored labels": ce,
+    "2d": lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
+    "the next token's": lambda out, y: ce(out[:, :-1].reshape(-1, 1, CLASSES), y[:, 1:]),
+    "weights of classes": lambda out, y: ce(out, y, weight=WEIGHT),
+    "smoothed": lambda out, y: ce(out, y, label_smoothing=0.1),
+    "smoothed, with weights": lambda out, y: ce(out, y, label_smoothing=0.1, weight=WEIGHT),
+    "negative log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "a mask by hand": by_hand,
+    "weights that add up to one": spread,
+    "rows that are chosen": chosen,
+    "by sequence": by_sequence,
+    "at least one": at_least_one,
+    "a product": lambda out, y: ce(out, y, reduction="sum") * counted(y).sum().reciprocal(),
+    "twice": lambda out, y: ce(out, y, reduction="sum") / counted(y).sum() / 2,
+    "in float32": lambda out, y: ce(out.float(), y),
+    "a sum": lambda out, y: ce(out, y, reduction="sum"),
+    "a sum over samples": lambda out, y: ce(out, y, reduction="sum") / len(y),
+    "a mean": lambda out, y: out.square().mean(),
+    "a module": nn.CrossEntropyLoss(),
+}
+
+
+def batch(ignored: bool = True) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    out, y = torch.randn(8, 4, CLASSES, generator=generator), torch.randint(CLASSES, (8, 4), generator=generator)
+    if ignored:
+        y[torch.rand(8, 4, generator=generator) < 0.4] = -100
+        y[2:4] = -100  # a microbatch that has none
+    return out, y
+
+
+def weights(loss: Loss, out: Tensor, y: Tensor, known: Shares | None = None) -> list[Any]:
+    return (known or Shares(loss)).of(out[:2], 0, y.split(2), y, [2] * 4)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_loss_of_the_batch_follows_from_those_of_its_parts(name: str) -> None:
+    given = MEANS[name]
+    loss: Loss = (lambda out, y: ce(out, y)) if name == "a module" else given
+    shares = Shares(given if name != "a module" else lambda out, y: given(out.flatten(0, 1), y.flatten()))
+    for ignored in (False, True, False):  # what was found out on labels that tell nothing holds for others
+        out, y = batch(ignored)
+        parts = zip(weights(loss, out, y, shares), out.split(2), y.split(2), strict=True)
+        made = sum(w * loss(a, b) for w, a, b in parts if w)
+        close(torch.as_tensor(made), loss(out, y), name)
+
+
+def roots(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().mean().sqrt()
+
+
+def rows_compared(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(out.flatten(1), dim=1)
+    return (z @ z.T).logsumexp(1).mean()
+
+
+OTHERS: dict[str, tuple[Loss, str]] = {
+    "read": (lambda out, y: ce(out, y, reduction="sum") / int((y != -100).sum()), "read from the labels in Python"),
+    "two means": (lambda out, y: ce(out, y) + out.square().mean(), "but by several"),
+    "a root": (roots, "it takes a root"),
+    "rows compared": (rows_compared, "compares rows"),
+    "of the output": (lambda out, y: out.sum() / out.abs().sum(), "computed from what the model returns"),
+    "labels of its own": (lambda out, y: ce(out, torch.zeros_like(out[..., 0]).long()), "not those that it is given"),
+    "so many rows": (lambda out, y: F.cross_entropy(out.view(8, CLASSES), y.view(8)), "cannot be called with"),
+    "a tuple": (lambda out, y: (ce(out, y), 1), r"your_loss\(out, labels\)\[0\]"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_be_seen_is_refused_with_what_to_give(name: str) -> None:
+    loss, words = OTHERS[name]
+    with pytest.raises(ScheduleError, match=words) as caught:
+        weights(loss, *batch())
+    assert "loss_weight=" in str(caught.value) or name == "a tuple"
+
+
+def test_two_means_that_agree_by_chance_are_told_when_they_do_not() -> None:
+    shares = Shares(OTHERS["two means"][0])
+    assert weights(shares.loss_fn, *batch(ignored=False), shares) == [0.25] * 4
+    with pytest.raises(ScheduleError, match="but by several"):
+        weights(shares.loss_fn, *batch(), shares)
+
+
+def test_finding_out_leaves_nothing_behind() -> None:
+    """Random numbers, buffers; and it is done once."""
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.rate = 0, 0.0
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean.lerp_(out.mean().to(self.mean.dtype), 0.5)
+            return ce(F.dropout(out, self.rate), y)
+
+    for rate in (0.0, 0.5):
+        noted = Noted()
+        noted.rate, shares, before = rate, Shares(noted), torch.get_rng_state()
+        assert weights(noted, *batch(ignored=False), shares) == [0.25] * 4
+        if rate:  # of what is drawn nothing can be seen, and for these labels it matters
+            with pytest.raises(ScheduleError, match="it draws random numbers"):
+                weights(noted, *batch(), shares)
+        else:
+            found = [weights(noted, *batch(), shares) for _ in range(3)]
+            assert found[0] == found[2] != [0.25] * 4
+        assert noted.calls <= 20, noted.calls
+        assert torch.equal(before, torch.get_rng_state()) and noted.mean == 0
+
+
+# On ranks
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def descs() -> list[Any]:
+    return [
+        fleet.LayerDesc(Tokens),
+        fleet.LayerDesc(nn.Linear, 8, 8),
+        nn.Tanh(),
+        fleet.LayerDesc(nn.Linear, 8, CLASSES),
+    ]
+
+
+def by_layers(names: list[str]) -> None:
+    for name in names:
+        begin("1F1B", 4, 2, pp=2)
+        torch.manual_seed(0)
+        single = OneCard(descs())
+        torch.manual_seed(0)
+        mine = fleet.PipelineLayer(descs(), loss_fn=MEANS[name])
+        model = fleet.distributed_model(mine)
+        for ignored in (False, True):
+            y = batch(ignored)[1]
+            x = torch.arange(32).view(8, 4) % CLASSES
+            loss = model.forward_backward_pipeline([x, y])
+            expected = MEANS[name](single(x), y)
+            expected.backward()
+            close(loss, expected.detach(), name)
+            compare(mine, single, f"{name}, ignored: {ignored}", gradients=True)
+            close(model.eval_batch([x, y]), expected.detach(), f"{name}, in evaluation")
+
+
+class Marked(nn.Module):
+    """Two stages by marks; no meshes: one card."""
+
+    def __init__(self, meshes: list[oc.ProcessMesh]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.meshes, self.first, self.second = meshes, Tokens(), nn.Linear(8, CLASSES)
+        for part, mesh in zip((self.first, self.second), meshes, strict=False):
+            oc.shard_layer(part, mesh)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.second(self._on(self.first(self._on(ids, 0)).tanh(), 1))
+
+    def _on(self, x: Tensor, stage: int) -> Tensor:
+        return oc.reshard(x, self.meshes[stage], [oc.Shard(0)]) if self.meshes else x
+
+
+def by_marks(names: list[str], size: int) -> None:
+    meshes = [oc.ProcessMesh(range(size * i, size * (i + 1)), ["dp"]) for i in range(2)]
+    for name in names:
+        loss_fn, net, single, twin = MEANS[name], Marked(meshes), Marked([]), Marked(meshes)
+
+        def step(x: Tensor, y: Tensor, twin: nn.Module = twin, loss_fn: Loss = loss_fn) -> Tensor:
+            twin.zero_grad()
+            return pipeline.step_by_marks(twin, loss_fn, x, y)
+
+        static = oc.to_static(step)
+        for ignored in (False, True, True):
+            y = batch(ignored)[1]
+            x = torch.arange(32).view(8, 4) % CLASSES
+            net.zero_grad()
+            single.zero_grad()
+            loss = pipeline.step_by_marks(net, lambda out, y, loss_fn=loss_fn: loss_fn(out, y), x, y)
+            expected = loss_fn(single(x), y)
+            expected.backward()
+            close(oc.unshard(loss), expected.detach(), name)
+            close(oc.unshard(static(x, y)), expected.detach(), f"{name}, recorded")
+            for p, q, r in zip(net.parameters(), twin.parameters(), single.parameters(), strict=True):
+                close(oc.unshard(p.grad), r.grad, f"{name}, ignored: {ignored}")
+                close(oc.unshard(q.grad), r.grad, f"{name}, recorded, ignored: {ignored}")
+    with pytest.raises(ScheduleError, match="but by several"):
+        pipeline.step_by_marks(net, OTHERS["two means"][0], x, y)
+
+
+def test_pipelines_of_layers() -> None:
+    run_ranks(by_layers, 2, ["ignored labels", "a mask by hand", "2d", "smoothed, with weights", "a sum"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_by_marks(size: int) -> None:
+    run_ranks(by_marks, 2 * size, ["ignored labels", "2d", "a sum"][: 4 - size], size)
