@@ -19,7 +19,7 @@ from onecard.graph.above import Above
 from onecard.graph.believed import believed
 from onecard.graph.facts import facts
 from onecard.graph.kinds import modes
-from onecard.graph.numbers import Number, plain
+from onecard.graph.numbers import Number, followed_by_math, given_back, plain
 from onecard.graph.phases import Phases
 from onecard.graph.places import Before, Places, is_nameless, numbers_of, still_before
 from onecard.graph.questions import asked
@@ -43,6 +43,7 @@ class Capture:
         self.recorder = Recorder(self.before, self.phases, ask)
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
+        self._outer: list[tuple[dict[str, Any], str, Any, Any]] = []  # numbers of optimizers that the step reads itself
         self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}
         self._inputs: dict[fx.Node, tuple[int, Any]] = {}  # what stands behind an input: its identity and itself
 
@@ -61,7 +62,11 @@ class Capture:
         args, kwargs = tree_unflatten(given, tree)
         recorded.recorder = recorder
         try:
+            for _, root in self.given_roots:
+                if isinstance(root, Optimizer):
+                    self._tag(root, self._outer)
             with (
+                followed_by_math(),
                 Above(recorder),
                 _torch.beneath(recorder.below),
                 self.phases.watched(self._begin, self._end),
@@ -81,7 +86,8 @@ class Capture:
         elif type(x) is float:
             node = recorder.input(x)
             self.numbers[node] = ("argument", i)
-            return Number(x, node, recorder)
+            recorder.numbers.append(made := Number(x, node, recorder))
+            return made
         return x
 
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
@@ -89,10 +95,14 @@ class Capture:
     def _begin(self, optimizer: Optimizer) -> None:
         if _torch.in_backward():
             raise refusals.steps_in_backward(type(optimizer).__name__)
+        self._tag(optimizer, self._aside.setdefault(id(optimizer), []))
+
+    def _tag(self, optimizer: Optimizer, aside: list[tuple[dict[str, Any], str, Any, Any]]) -> None:
+        """Put followed numbers in place of an optimizer's; ``aside`` notes what they stand for."""
         for g, group in enumerate(optimizer.param_groups):
             for key, value in numbers_of(group).items():
                 made = self._number(optimizer, g, key, value)
-                self._aside.setdefault(id(optimizer), []).append((group, key, value, made))
+                aside.append((group, key, value, made))
                 group[key] = made
 
     def _number(self, optimizer: Optimizer, g: int, key: str, value: Any) -> Any:
@@ -108,6 +118,7 @@ class Capture:
             node = self.recorder.input(value)
             self.numbers[node] = ("group", optimizer, g, key, i)
             self._tagged[place] = Number(value, node, self.recorder)
+            self.recorder.numbers.append(self._tagged[place])
         return self._tagged[place]
 
     def _end(self, optimizer: Optimizer) -> None:
@@ -120,6 +131,13 @@ class Capture:
         for entries in self._aside.values():
             for group, key, value, _ in entries:
                 group[key] = value
+        for group, key, value, made in self._outer:  # what the step has set itself stays, and is refused
+            group[key] = plain(group[key]) if group.get(key) is not made else value
+
+    def settle(self) -> None:
+        """After it all: numbers that the program has kept become the floats that they are."""
+        self._tagged, self._outer, self._aside = {}, [], {}
+        given_back(self.recorder.numbers)
 
     # -- afterwards ------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,16 @@ A ``Number`` computes like the float that it is, and writes each operation into 
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import operator
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -156,6 +161,48 @@ def _define() -> None:
 
 
 _define()
+
+
+_NAMES = "sqrt exp log log2 log10 log1p expm1 sin cos tan asin acos atan atan2 sinh cosh tanh pow fabs fmod hypot"
+MATH: tuple[Callable[..., float], ...] = tuple(getattr(math, name) for name in _NAMES.split())
+"""Functions of C that are followed while a step is recorded, if they are called as ``math.sqrt``."""
+
+
+@contextmanager
+def followed_by_math() -> Iterator[None]:
+    """Inside, functions of the module ``math`` that are given a followed number give one."""
+    with ExitStack() as stack:
+        for function in MATH:
+            stack.enter_context(patch.object(math, function.__name__, _followed(function)))
+        yield
+
+
+def _followed(function: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        tag = next((x for x in args if isinstance(x, Number)), None)
+        if tag is None:
+            return function(*args)
+        return tag.writer.number(function(*map(_value, args)), function, tuple(map(_node, args)))
+
+    return run
+
+
+def given_back(numbers: list[Number]) -> None:
+    """What the program has kept of these numbers (in a log, a scheduler, an attribute) becomes the floats that they are."""
+    ours = max(sys.getrefcount(n) for n in [Number(0.0, None, None)])  # of a number that nobody else has
+    kept = [n for n in numbers if sys.getrefcount(n) > ours]
+    for holder in gc.get_referrers(*kept) if kept else ():
+        if holder is numbers or holder is kept:
+            continue
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if isinstance(value, Number)]:
+                holder[key] = holder[key].value
+        elif isinstance(holder, list):
+            holder[:] = [x.value if isinstance(x, Number) else x for x in holder]
+        elif hasattr(holder, "__dict__") and not isinstance(holder, Number | type):
+            for key in [key for key, value in vars(holder).items() if isinstance(value, Number)]:
+                setattr(holder, key, vars(holder)[key].value)
 
 
 def plain(value: Any) -> Any:

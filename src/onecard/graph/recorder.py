@@ -67,6 +67,7 @@ class Recorder:
         self.leaves: dict[int, Tensor] = {}
         self.calls = 0  # of torch's functions, under way
         self.tags: list[Number] = []
+        self.numbers: list[Number] = []  # all that were made
         self.known: set[float] = set()  # other floats in that call
         self.matched: set[int] = set()
         self.foreign = False  # it turned a float into another one
@@ -334,7 +335,8 @@ class Recorder:
             return value
         node = self._put(function, args, {})
         node.meta["data"] = False
-        return Number(value, node, self)
+        self.numbers.append(made := Number(value, node, self))
+        return made
 
     def condition(self, function: Callable[..., bool], args: tuple[Any, ...], outcome: bool) -> bool:
         """Note the answer to a question."""

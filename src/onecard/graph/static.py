@@ -311,6 +311,7 @@ def _recorded(
         recording = capture.recording(_name(fn), result)
         seen.settle({id(x) for x in capture.recorder.outside.values()})
     finally:
+        capture.settle()
         if undo is not None:
             undo.back()
     _check_backward(recording)
