@@ -115,8 +115,12 @@ class Capture:
             return value
         place = (id(optimizer), g, key, i)
         if place not in self._tagged:
-            node = self.recorder.input(value)
-            self.numbers[node] = ("group", optimizer, g, key, i)
+
+            def node() -> fx.Node:
+                made = self.recorder.input(value)
+                self.numbers[made] = ("group", optimizer, g, key, i)
+                return made
+
             self._tagged[place] = Number(value, node, self.recorder)
             self.recorder.numbers.append(self._tagged[place])
         return self._tagged[place]

@@ -42,18 +42,25 @@ class Number(float):
 
     Attributes:
         value: what it is in the step that is recorded.
-        node: where it comes from; ``writer``: who writes operations and conditions down.
+        node: where it comes from, made when it is first asked for; ``writer``: who writes operations and conditions down.
     """
 
-    __slots__ = ("node", "value", "writer")
+    __slots__ = ("_node", "value", "writer")
     value: float
-    node: Any
+    _node: Any
     writer: Any
 
     def __new__(cls, value: float, node: Any, writer: Any) -> Number:
         self = float.__new__(cls, POISON)
-        self.value, self.node, self.writer = value, node, writer
+        self.value, self._node, self.writer = value, node, writer
         return self
+
+    @property
+    def node(self) -> Any:
+        """Its node in the graph."""
+        if callable(self._node):
+            self._node = self._node()
+        return self._node
 
     def _fixed(self) -> float:
         """The value for what cannot be followed: from now on a condition."""

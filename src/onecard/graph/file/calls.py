@@ -19,6 +19,7 @@ from onecard._torch import OpOverload, OpOverloadPacket, schemas_of
 from onecard.comm import again
 from onecard.errors import RecordingError
 from onecard.graph.file.values import PYTHON, all_of, one_of, whole
+from onecard.graph.numbers import MATH
 from onecard.graph.reads import chosen_by, item
 
 NAMESPACES = frozenset({"aten", "prims"})
@@ -29,7 +30,12 @@ _OURS: dict[str, Callable[..., Any]] = {
     "message": again.message,
     "wait": again.wait,
 }
-_TABLES: dict[str, dict[str, Callable[..., Any]]] = {"python": PYTHON, "own": _OURS, "call": recorded.functions}
+_TABLES: dict[str, dict[str, Callable[..., Any]]] = {
+    "python": PYTHON,
+    "own": _OURS,
+    "call": recorded.functions,
+    "math": {f.__name__: f for f in MATH},
+}
 
 # What an operator of a file may be given. Storages, streams, objects of TorchScript are none of it.
 _TYPES = re.compile(
