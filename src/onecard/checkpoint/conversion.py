@@ -117,7 +117,7 @@ def _sources(tensors: Tensors) -> dict[str, Source]:
     found = sources_of(held)
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            found[name] = Source(name, x.dtype, x.shape, None, torch.empty(0))
+            found[name] = Source(name, x.dtype, x.shape)
     return {name: found[name] for name in sorted(found)}
 
 

@@ -213,13 +213,14 @@ def check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) -> 
                 f"{piece.file}, bytes {file.header:,} to {file.size:,}"
             )
     held, wanted = sum(volume(p.box) for p in entry.pieces), prod(entry.shape)
-    if held != wanted or _overlap([p.box for p in entry.pieces]):
+    if held != wanted or overlap([p.box for p in entry.pieces]):
         raise CheckpointError(
             f"{where}: its pieces are not all of it, each element once ({held:,} of {wanted:,} elements)"
         )
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of some boxes have an element in common."""
     if len(boxes) < 2 or not boxes[0]:
         return len(boxes) > 1
     at = np.array(boxes, dtype=np.int64)

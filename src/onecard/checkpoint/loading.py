@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.boxes import Box, volume, whole
+from onecard.boxes import Box, volume
 from onecard.checkpoint import changes as changing
 from onecard.checkpoint import folder, foreign, saving, sharing, tree
 from onecard.checkpoint.changes import Change, nearest
 from onecard.checkpoint.index import NAME, Index, name_of, read_index
 from onecard.checkpoint.objects import Names, keys_of
-from onecard.checkpoint.pieces import held_box
+from onecard.checkpoint.pieces import in_whole, local_holdings
 from onecard.checkpoint.reading import Reader
 from onecard.checkpoint.sharing import Filled
-from onecard.checkpoint.targets import Walk
+from onecard.checkpoint.targets import Walk, Want
 from onecard.checkpoint.virtual import Virtual
-from onecard.comm import world
 from onecard.comm.meeting import meet
 from onecard.errors import CheckpointError
 from onecard.tensor import DistTensor, from_dtensor, reshard
@@ -33,6 +33,7 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
     """Fill a state; the state. Every rank of the world calls it."""
     saving.finish()
     walk, result, error, digest, links = None, None, "", "", False
+    elsewhere: list[str] = []
     try:
         _check_words(
             missing=(missing, "error", "keep"),
@@ -48,13 +49,14 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
             result = walk.made(node, "")
         else:
             result = walk.value(state, index.state, "")
-        error = _complaints(walk, index, missing, unexpected, dtype)
+        left, elsewhere = walk.left_over(index.state) if unexpected == "error" else ([], [])
+        error = _complaints(walk, index, missing, left, dtype)
         if not error:
             with Reader(index.folder, index.files, links) as reader:
                 sharing.check(_memory(walk), reader)
     except Exception as fault:
         error = saving.in_words(fault)
-    _meet(path, digest, _same, error)
+    _meet(path, [digest, elsewhere], partial(_agree, walk), error)
     assert walk is not None
     error = ""
     try:
@@ -94,7 +96,7 @@ def open_any(path: Path) -> Index:
     )
 
 
-def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: str) -> str:
+def _complaints(walk: Walk, index: Index, missing: str, left: Sequence[str], dtype: str) -> str:
     """All that does not fit, in words."""
     found = []
     lacking = walk.lacking() if missing == "error" else []
@@ -104,17 +106,12 @@ def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: 
             f"{index.folder} does not have {_counted(len(lacking))}: {', '.join(named)}. Names that differ are told by "
             "changes=[onecard.checkpoint.Rename(old, new)]; missing='keep' leaves what is there"
         )
-    left = walk.left_over(index.state) if unexpected == "error" else []
     if left:
-        named, tensors = [f"{name!r}" for name in left[:_SHOWN]], sum(name in walk.tensors for name in left)
-        found.append(
-            f"{index.folder} has {_counted(tensors, len(left) - tensors)} without a place in the state: {', '.join(named)}; "
-            "unexpected='ignore' leaves them out"
-        )
-    for name, target in walk.wants:
-        saved = walk.tensors[name]
-        if tuple(target.shape) != saved.shape:
-            found.append(f"{name!r} is {list(saved.shape)} in {index.folder}, {list(target.shape)} in the state")
+        found.append(_unexpected(walk, str(index.folder), left))
+    for want in walk.wants:
+        name, target, saved = want.name, want.target, walk.tensors[want.name]
+        if want.shape != saved.shape:
+            found.append(f"{name!r} is {list(saved.shape)} in {index.folder}, {list(want.shape)} in the state")
         elif target.dtype != saved.dtype and dtype == "same":
             found.append(
                 f"{name!r} is {name_of(saved.dtype)} in {index.folder}, {name_of(target.dtype)} in the state; "
@@ -124,6 +121,14 @@ def _complaints(walk: Walk, index: Index, missing: str, unexpected: str, dtype: 
             found.append(f"{name!r} has no memory to load into (meta): module.to_empty(device=...) first")
     more = [] if len(found) <= _SHOWN else [f"and {len(found) - _SHOWN} more"]
     return "\n".join(found[:_SHOWN] + more)
+
+
+def _unexpected(walk: Walk, where: str, left: Sequence[str]) -> str:
+    named, tensors = [f"{name!r}" for name in left[:_SHOWN]], sum(name in walk.tensors for name in left)
+    return (
+        f"{where} has {_counted(tensors, len(left) - tensors)} without a place in the state: {', '.join(named)}; "
+        "unexpected='ignore' leaves them out"
+    )
 
 
 def _counted(tensors: int, values: int = 0) -> str:
@@ -139,32 +144,35 @@ def _check_words(**given: tuple[str, str, str]) -> None:
 
 def _read(walk: Walk, reader: Reader) -> None:
     """Fill what is wanted, in the order of the files."""
-    todo: dict[Any, tuple[str, Virtual, Box, Tensor]] = {}
+    todo: dict[Any, Filled] = {}
     after = []
     with torch.no_grad():
-        for name, target in walk.wants:
-            found = walk.tensors[name]
-            box, local, act = _place(target)
+        for want in walk.wants:
+            found = walk.tensors[want.name]
+            holdings, act = _places(want)
             if act is not None:
                 after.append(act)
-            if box is not None and volume(box):
-                todo[keys_of(local)[-1], found.views] = (name, found, box, local)  # tied weights are read once
-        for name, found, box, local in sorted(todo.values(), key=lambda t: _where(t[1])):
-            reader.read(name, found, box, local)
+            for box, local in holdings:
+                if volume(box):
+                    # tied weights are read once
+                    todo[keys_of(local)[-1], box, found.views] = Filled(want.name, found, box, local)
+        for item in sorted(todo.values(), key=lambda each: _where(each.saved)):
+            reader.read(item.name, item.saved, item.box, item.local)
         for act in after:
             act()
 
 
 def _memory(walk: Walk) -> list[Filled]:
     """What is read into memory that may be another's too."""
-    found, me = [], world.get_rank()
-    for name, x in walk.wants:
-        if isinstance(x, DistTensor):
-            layout = x._spec.layout
-            if not layout.merged and not layout.pending and me in layout.mesh:
-                found.append(Filled(name, walk.tensors[name], held_box(layout, x.shape, me), x._local.detach()))
-        elif not isinstance(x, torch.distributed.tensor.DTensor):
-            found.append(Filled(name, walk.tensors[name], whole(x.shape), x.detach()))
+    found = []
+    for want in walk.wants:
+        x = want.target
+        if isinstance(x, torch.distributed.tensor.DTensor) or (
+            isinstance(x, DistTensor) and (x._spec.layout.merged or x._spec.layout.pending)
+        ):
+            continue
+        for box, local in in_whole(local_holdings(x), want.part):
+            found.append(Filled(want.name, walk.tensors[want.name], box, local.detach()))
     return found
 
 
@@ -173,27 +181,32 @@ def _where(found: Virtual) -> tuple[str, int]:
     return (first.file, first.offset) if first is not None else ("", 0)
 
 
-def _place(target: Any) -> tuple[Box | None, Tensor, Any]:
-    """What of a tensor this rank holds (None: nothing), where, and what to do afterwards. All ranks call it in one order."""
-    x = target
+def _places(want: Want) -> tuple[Sequence[tuple[Box, Tensor]], Any]:
+    """What of a saved tensor this rank wants, and where; and what to do afterwards. All ranks call it in one order."""
+    x = want.target
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)
     if not isinstance(x, DistTensor):
-        return whole(x.shape), x.detach(), None
+        return in_whole(local_holdings(x), want.part), None
     x.reduce_partial()
     x._refresh()
-    layout, me = x._spec.layout, world.get_rank()
+    layout = x._spec.layout
     if layout.merged:  # read in one piece, and laid out afterwards
-        plain = layout.in_one_piece()
-        new: Any = reshard(x, x.mesh, list(plain.placements))
-        return held_box(plain, x.shape, me) if me in layout.mesh else None, new._local, lambda: x.copy_(new)
-    return held_box(layout, x.shape, me) if me in layout.mesh else None, x._local, None
+        new: Any = reshard(x, x.mesh, list(layout.in_one_piece().placements))
+        return in_whole(local_holdings(new), want.part), lambda: x.copy_(new)
+    return in_whole(local_holdings(x), want.part), None
 
 
-def _same(digests: Sequence[str]) -> None:
-    if len(set(digests)) > 1:
-        rank = next(r for r, d in enumerate(digests) if d != digests[0])
-        raise CheckpointError(f"rank 0 reads {digests[0]}, rank {rank} reads {digests[rank]}: all ranks load the same")
+def _agree(walk: Walk | None, words: Sequence[Any]) -> None:
+    """All read the same, and what one rank has no place for is another's."""
+    rank = next((r for r, (digest, _) in enumerate(words) if digest != words[0][0]), None)
+    if rank is not None:
+        raise CheckpointError(
+            f"rank 0 reads {words[0][0]}, rank {rank} reads {words[rank][0]}: all ranks load the same"
+        )
+    left = [name for name in words[0][1] if all(name in others for _, others in words[1:])]
+    if left and walk is not None:
+        raise CheckpointError(_unexpected(walk, "the checkpoint", left))
 
 
 def _meet(path: Path, word: Any, decide: Any, error: str) -> Any:

@@ -14,7 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onecard.checkpoint.portions import (
+    LAST,
+    Entry,
+    Portion,
+    Spread,
+    SpreadNames,
+    entries,
+    entries_of,
+    has_stages,
+    parameters,
+    part_of,
+    unfolded,
+)
 from onecard.checkpoint.tree import join
+from onecard.parallel.resume import is_like
 from onecard.tensor import DistTensor
 
 # What is in a module's state dict and is no parameter; the names of torch's own layers.
@@ -29,14 +43,27 @@ class Names:
     """
 
     def __init__(self, state: Any) -> None:
-        self.modules = list(_modules(state, ""))
-        self._named: dict[Any, list[tuple[str, str]]] = {}  # by itself or by its memory: (place, name) in each module
-        self._alive: list[Any] = []  # or an id might be given to another object
+        self.modules = list(_modules(state, ""))  # which are kept: or an id might be given to another object
+        self._named: dict[
+            Any, list[tuple[str, Entry]]
+        ] = {}  # by itself or by its memory: (place, entry) in each module
         for place, params in self.modules:
-            for name, param in params:
-                for key in keys_of(param):
-                    self._named.setdefault(key, []).append((place, name))
-                self._alive.append(param)
+            for entry in params:
+                for key in keys_of(entry.value):
+                    self._named.setdefault(key, []).append((place, entry))
+
+    def entry(self, param: Tensor) -> Entry:
+        """A parameter as the module that has it; by itself, if none does."""
+        found = self._found(param)
+        return found[0][1] if found else Entry("", param, part_of(param))
+
+    def entries_of(self, names: Sequence[str]) -> list[Entry | None]:
+        """The parameters of the first module that has all of some names."""
+        for _, params in self.modules:
+            inside = {entry.name: entry for entry in params}
+            if all(name in inside for name in names):
+                return [inside[name] for name in names]
+        return [None] * len(names)
 
     def of_optimizer(self, optimizer: Optimizer, saved: Sequence[Sequence[Any]] = ()) -> list[str]:
         """A name for each parameter of an optimizer, in its order.
@@ -44,7 +71,7 @@ class Names:
         ``saved``: the names of each group in a checkpoint, which may know them by others: those that fit best.
         """
         groups = optimizer.param_groups
-        found = [self._places(p) for group in groups for p in group["params"]]
+        found = [[(place, e.name) for place, e in self._found(p)] for group in groups for p in group["params"]]
         counts = [str(i) for i in range(len(found))]
         given = _given_names(groups) or counts
         firsts = [names[0] if names else ("", given[i]) for i, names in enumerate(found)]
@@ -61,14 +88,14 @@ class Names:
         counts, schemes = [str(i) for i in range(sum(sizes))], [_given_names(groups)]
         # Made of module.parameters(), as most are: one group, in the order of the module.
         for _, params in self.modules if len(groups) == 1 else ():
-            distinct = list({keys_of(p)[-1]: name for name, p in reversed(params)}.values())[::-1]
-            if len(distinct) == len(counts) and _fits(state["state"], [dict(params)[n] for n in distinct]):
-                schemes.append(distinct)
+            distinct = list({keys_of(entry.value)[-1]: entry for entry in reversed(params)}.values())[::-1]
+            if len(distinct) == len(counts) and _fits(state["state"], [entry.value for entry in distinct]):
+                schemes.append([entry.name for entry in distinct])
         if not schemes[0] and not saved and len({tuple(names) for names in schemes[1:]}) > 1:
             return counts  # those of several modules would do
         return _fitting(schemes, counts, sizes, saved)
 
-    def _places(self, param: Tensor) -> list[tuple[str, str]]:
+    def _found(self, param: Tensor) -> list[tuple[str, Entry]]:
         return next((self._named[key] for key in keys_of(param) if key in self._named), [])
 
 
@@ -120,14 +147,13 @@ def _fits(states: Mapping[Any, Any], params: list[Tensor]) -> bool:
     return True
 
 
-def _modules(state: Any, place: str) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
-    """(place, named parameters) of the modules in a state, and of dicts of tensors, which may be their state dicts."""
+def _modules(state: Any, place: str) -> Iterator[tuple[str, list[Entry]]]:
+    """(place, parameters) of the modules in a state, and of dicts of tensors, which may be their state dicts."""
     if isinstance(state, nn.Module):
-        yield place, list(state.named_parameters(remove_duplicate=False))
+        yield place, parameters(state)
     elif isinstance(state, Mapping):
-        tensors = [(str(k), v) for k, v in state.items() if isinstance(v, Tensor) and not _BUFFER.search(str(k))]
-        if tensors and all(isinstance(k, str) for k in state):
-            yield place, tensors
+        if any(isinstance(value, Tensor) for value in state.values()) and all(isinstance(key, str) for key in state):
+            yield place, [e for e in entries_of(state) if isinstance(e.value, Tensor) and not _BUFFER.search(e.name)]
         for key, value in state.items():
             yield from _modules(value, join(place, key))
     elif isinstance(state, list | tuple):
@@ -154,14 +180,19 @@ def has_state(value: Any) -> bool:
 def unfold(value: Any, names: Names) -> Any:
     """A state with its objects as plain dicts, lists, tensors and numbers."""
     if isinstance(value, nn.Module):
-        return dict(value.state_dict(keep_vars=True))  # without: a copy, where `detach` has to gather
+        return unfolded(entries(value))
     if isinstance(value, Optimizer):
-        return by_name(value.state_dict(), names.of_optimizer(value))
+        params = [names.entry(p) for group in value.param_groups for p in group["params"]]
+        return _with_parts(by_name(value.state_dict(), names.of_optimizer(value)), params)
     if isinstance(value, torch.Generator):
         return {"generator": value.get_state()}
     if is_optimizer_state(value):
-        return by_name(value, names.of_state_dict(value))
+        found = names.of_state_dict(value)
+        return _with_parts(by_name(value, found), names.entries_of(found))
     if isinstance(value, dict) and type(value).__name__ != "Counter":
+        noted = entries_of(value) if any(isinstance(item, Tensor) for item in value.values()) else []
+        if any(entry.staged or entry.part is not None for entry in noted):
+            return unfolded(noted)
         return {key: unfold(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         items = [unfold(item, names) for item in value]
@@ -169,6 +200,33 @@ def unfold(value: Any, names: Names) -> Any:
     if not isinstance(value, Tensor | dict) and has_state(value):
         return unfold(value.state_dict(), names)
     return value
+
+
+def _with_parts(state: dict[str, Any], params: Sequence[Entry | None]) -> dict[str, Any]:
+    """An optimizer's state by names, whose tensors are parts as their parameters are."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    entry_of = dict(zip(names, params, strict=True))
+    if not any(entry is not None and (entry.staged or entry.part is not None) for entry in params):
+        return state
+    states = {name: _portions(each, entry_of.get(name)) for name, each in state["state"].items()}
+    if not has_stages(entry for entry in params if entry is not None):
+        return {**state, "state": states}
+    order = {name: LAST if entry is None else entry.order for name, entry in entry_of.items()}
+    groups = [{**g, "params": SpreadNames((n, order[n]) for n in g["params"])} for g in state["param_groups"]]
+    spread = Spread((name, each, order.get(name, LAST)) for name, each in states.items())
+    return {**state, "state": spread, "param_groups": groups}
+
+
+def _portions(state: Any, entry: Entry | None) -> Any:
+    """A parameter's states: those of its shape are parts as it is."""
+    if entry is None or not isinstance(state, Mapping):
+        return state
+    made = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            part = entry.part if is_like(entry.value, key, value) else None
+            made[key] = Portion(value, part) if part is not None or entry.staged else value
+    return made
 
 
 def by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

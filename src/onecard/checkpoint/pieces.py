@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.boxes import Box, split, volume, whole
+from onecard.boxes import Box, meet, split, view, volume, whole
 from onecard.checkpoint.crc import crc32
-from onecard.checkpoint.index import name_of
+from onecard.checkpoint.index import DTYPES, name_of
+from onecard.checkpoint.merging import holders
 from onecard.checkpoint.objects import keys_of
+from onecard.checkpoint.portions import Part, Portion
+from onecard.comm import world
 from onecard.errors import CheckpointError
 from onecard.layout import Layout
 from onecard.tensor import DistTensor, from_dtensor, reshard
@@ -28,20 +31,45 @@ _SAMPLE = 256  # elements of a plain tensor that ranks compare
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A tensor of a state as this rank has it. ``layout`` is None for a plain one, of which every rank has all."""
+    """A tensor of a state as this rank has it.
+
+    Attributes:
+        holdings: the boxes of the whole that are here, each with its values.
+        layout: which rank has which box; None for a plain tensor, of which every rank has all.
+        apart: each rank says itself what it has.
+        held: then, what all have said: boxes, and the ranks that hold them.
+        alias: another tensor of the same memory, which is written in its place.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layout: Layout | None
-    local: Tensor
+    holdings: tuple[tuple[Box, Tensor], ...] = ()
+    layout: Layout | None = None
+    apart: bool = False
+    held: tuple[tuple[Box, tuple[int, ...]], ...] = ()
     alias: str | None = None
 
     def words(self) -> str:
         """What all ranks must say alike of it."""
-        where = "plain" if self.layout is None else f"[{self.layout}] on {self.layout.mesh!r}"
+        where = (
+            "in parts" if self.apart else "plain" if self.layout is None else f"[{self.layout}] on {self.layout.mesh!r}"
+        )
         same = f", the same memory as {self.alias!r}" if self.alias else ""
         return f"{name_of(self.dtype)} {list(self.shape)} {where}{same}"
+
+    def own_words(self) -> dict[str, Any]:
+        """What this rank alone can say of it: its boxes, and a sample of each."""
+        boxes = [[list(map(list, box)), sample(part)] for box, part in self.holdings if volume(box)]
+        return {"dtype": name_of(self.dtype), "shape": list(self.shape), "boxes": boxes, "alias": self.alias}
+
+    def values(self, box: Box) -> Tensor:
+        """A box of the whole that is here."""
+        return next(view(part, held, box) for held, part in self.holdings if _within(box, held))
+
+
+def _within(box: Box, held: Box) -> bool:
+    return all(low <= a and b <= high for (a, b), (low, high) in zip(box, held, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +86,59 @@ class Share:
         return volume(self.box) * self.source.dtype.itemsize
 
 
-def sources_of(tensors: dict[str, Tensor]) -> dict[str, Source]:
+def sources_of(tensors: Mapping[str, Tensor | Portion]) -> dict[str, Source]:
     """What this rank has of each tensor. Pending sums are reduced, merged dims laid out in one piece: all ranks call it."""
     found: dict[str, Source] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
-        key = keys_of(x)[-1]
-        found[name] = _source(name, x, first.get(key))
+        if isinstance(x, Portion):
+            key = keys_of(x.tensor)[-1], tuple(box for box, _ in x.part.boxes()) if x.part is not None else None
+            found[name] = _apart(name, x, first.get(key))
+        else:
+            key = keys_of(x)[-1], None
+            found[name] = _source(name, x, first.get(key))
         first.setdefault(key, name)
     return found
+
+
+def _apart(name: str, portion: Portion, alias: str | None) -> Source:
+    here, part = _source(name, portion.tensor, None), portion.part
+    shape = here.shape if part is None else tuple(part.shape)
+    return Source(name, here.dtype, shape, in_whole(here.holdings, part), apart=True, alias=alias)
+
+
+def in_whole(holdings: Sequence[tuple[Box, Tensor]], part: Part | None) -> tuple[tuple[Box, Tensor], ...]:
+    """Boxes of a local tensor as boxes of the whole one that it is a part of."""
+    if part is None:
+        return tuple(holdings)
+    found = []
+    for held, values in holdings:
+        for box, index in part.boxes():
+            here = tuple((i.start, i.stop) for i in index)
+            common = meet(held, here)
+            if common is not None:
+                moved = tuple((a - s + w, b - s + w) for (a, b), (s, _), (w, _) in zip(common, here, box, strict=True))
+                found.append((moved, view(values, held, common)))
+    return tuple(found)
+
+
+def complete(sources: dict[str, Source], words: Mapping[str, Any]) -> dict[str, Source]:
+    """The tensors of all ranks, from what this one has and what all have said."""
+    made = {name: source for name, source in sources.items() if not source.apart}
+    for name, word in words.items():
+        mine = sources[name].holdings if name in sources else ()
+        alias = word["alias"] if word["alias"] in words else None
+        dtype, shape = DTYPES[word["dtype"]], tuple(word["shape"])
+        made[name] = Source(name, dtype, shape, mine, apart=True, held=holders(word), alias=alias)
+    return dict(sorted(made.items()))
+
+
+def local_holdings(x: Any) -> tuple[tuple[Box, Tensor], ...]:
+    """What of a tensor lies here: all of a plain one, a box of a distributed one that is reduced and in one piece."""
+    if not isinstance(x, DistTensor):
+        return ((whole(x.shape), x.detach()),)
+    layout, me = x._spec.layout, world.get_rank()
+    return ((held_box(layout, x.shape, me), x._local),) if me in layout.mesh else ()
 
 
 def _source(name: str, x: Any, alias: str | None) -> Source:
@@ -79,12 +151,12 @@ def _source(name: str, x: Any, alias: str | None) -> Source:
     if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
     if not isinstance(x, DistTensor):
-        return Source(name, x.dtype, tuple(x.shape), None, x.detach(), alias)
+        return Source(name, x.dtype, tuple(x.shape), local_holdings(x), alias=alias)
     x = x.reduce_partial()
     if x._spec.layout.merged:
         x = reshard(x, x.mesh, list(x._spec.layout.in_one_piece().placements))
     x._refresh()
-    return Source(name, x.dtype, tuple(x.shape), x._spec.layout, x._local, alias)
+    return Source(name, x.dtype, tuple(x.shape), local_holdings(x), x._spec.layout, alias=alias)
 
 
 def plan(sources: dict[str, Source], size: int) -> list[Share]:
@@ -94,11 +166,12 @@ def plan(sources: dict[str, Source], size: int) -> list[Share]:
     for source in sources.values():
         if source.alias is not None:
             continue
-        for box, holders in _holders(source.layout, source.shape, size):
+        held = source.held if source.apart else _holders(source.layout, source.shape, size)
+        for box, ranks in held:
             nbytes = volume(box) * source.dtype.itemsize
-            parts = split(box, max(1, min(len(holders), nbytes // SPLIT)))
+            parts = split(box, max(1, min(len(ranks), nbytes // SPLIT)))
             for part in parts:
-                rank = min(holders, key=lambda r: (load[r], r))
+                rank = min(ranks, key=lambda r: (load[r], r))
                 load[rank] += max(1, volume(part) * source.dtype.itemsize)
                 found.append(Share(source, part, rank))
     # As in files that safetensors writes: large elements first, so that each tensor is aligned.
@@ -106,9 +179,9 @@ def plan(sources: dict[str, Source], size: int) -> list[Share]:
 
 
 @lru_cache(maxsize=4096)
-def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> list[tuple[Box, list[int]]]:
+def _holders(layout: Layout | None, shape: tuple[int, ...], size: int) -> Sequence[tuple[Box, Sequence[int]]]:
     if layout is None or not prod(shape):
-        return [(whole(shape), list(range(size)) if layout is None else layout.mesh.process_ids)]
+        return [(whole(shape), range(size) if layout is None else layout.mesh.process_ids)]
     found: dict[Box, list[int]] = {}
     for rank in layout.mesh.process_ids:
         box = box_of(layout, shape, rank)

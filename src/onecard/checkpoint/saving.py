@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import onecard
-from onecard.checkpoint import claim, files, folder, tree
+from onecard.boxes import whole
+from onecard.checkpoint import claim, files, folder, merging, tree
 from onecard.checkpoint.index import Entry, File, Index, Piece, to_bytes
 from onecard.checkpoint.objects import Names, unfold
-from onecard.checkpoint.pieces import Share, Source, plan, sample, sources_of
+from onecard.checkpoint.pieces import Share, Source, complete, plan, sample, sources_of
 from onecard.checkpoint.progress import Progress
 from onecard.checkpoint.writing import Content, Staging, from_memory, write_shares
 from onecard.comm import world
@@ -69,32 +70,35 @@ class Saving:
     def _begin(self, state: Any) -> tuple[Index, list[Share]]:
         """Look through the state, and make the folder ready: the first meeting."""
         index, error = Index(self.path, {}, {}, None, self._step), ""
-        shares: list[Share] = []
         sources: dict[str, Source] = {}
         try:
             index.state, sources = _look_through(state)
-            shares = plan(sources, world.get_world_size())
         except Exception as fault:
             error = in_words(fault)
         if world.get_rank() != 0:
             claim.give_up(self._root)
         said = _description(index.state, sources)
         digest = hashlib.sha256(json.dumps([said, str(self.path), self._step, self._keep]).encode()).hexdigest()
-        answer = self._meet(digest, self._prepare, error)
+        answer = self._meet([digest, _own(index.state, sources)], self._prepare, error)
         if answer is None:  # the ranks do not have the same: say where
             self._meet([str(self.path), self._step, self._keep, said], _differences)
-        index.generation = answer
+        index.generation, together = answer
+        if together is not None:
+            index.state, sources = together["state"], complete(sources, together["tensors"])
+        shares = plan(sources, world.get_world_size())
         index.tensors = {name: Entry(s.dtype, s.shape, ()) for name, s in sources.items()}
         self._aliases = {name: s.alias for name, s in sources.items() if s.alias}
         return index, shares
 
-    def _prepare(self, digests: Sequence[str]) -> int | None:
-        if len(set(digests)) > 1:
+    def _prepare(self, words: Sequence[Any]) -> tuple[int, Any] | None:
+        if len({digest for digest, _ in words}) > 1:
             return None
+        own = [word for _, word in words]
+        together = merging.merge(own) if all(word is not None for word in own) else None
         try:
             files.make_folder(self._root)
             self._claim = claim.take(self._root)
-            return folder.prepare(self.path, self._root)
+            return folder.prepare(self.path, self._root), together
         except OSError as fault:
             raise CheckpointError(in_words(fault)) from fault
 
@@ -167,12 +171,12 @@ def start(state: Any, path: Path, root: Path, step: int | None, keep: int | None
     mine = [share for share in shares if share.rank == world.get_rank()]
     progress = Progress(f"saving {path.name}", sum(share.nbytes for share in mine), live=wait)
     if wait:
-        saving._write(index, shares, from_memory(mine, world.get_rank()), progress)
+        saving._write(index, shares, from_memory(mine), progress)
         return saving
     content, error = None, ""
     try:
         _staging.here[:] = _staging.here or [Staging()]
-        content = _staging.here[0].copy(mine, world.get_rank())
+        content = _staging.here[0].copy(mine)
     except Exception as fault:  # no memory: told at the second meeting, to which everybody comes
         error = in_words(fault)
     _running.here.append(saving)
@@ -191,7 +195,7 @@ def save_alone(path: Path, node: Any, sources: dict[str, Source], content: Calla
     entries = {name: Entry(s.dtype, s.shape, ()) for name, s in sources.items()}
     index = Index(path, {}, entries, node)
     try:
-        index.generation = saving._prepare([""]) or 0
+        index.generation, _ = saving._prepare([("", None)]) or (0, None)
         saving._aliases = {name: s.alias for name, s in sources.items() if s.alias}
         word = write_shares(path / folder.data_name(index.generation, 0, 1), shares, content(shares), lambda n: None)
         saving._commit(index, shares, [word])
@@ -252,10 +256,23 @@ def _description(node: Any, sources: dict[str, Source]) -> list[tuple[str, str]]
     """What all ranks must have alike, in words: each tensor, and each other value."""
     if world.get_world_size() == 1:
         return []
-    said = [
-        (name, s.words() + (f" of values {sample(s.local)}" if s.layout is None else "")) for name, s in sources.items()
-    ]
+    said = []
+    everywhere = {name for name, _ in tree.tensors(node)}
+    for name, source in sources.items():
+        if name in everywhere:
+            values = f" of values {sample(source.values(whole(source.shape)))}" if _is_plain(source) else ""
+            said.append((name, source.words() + values))
     return said + sorted((path, json.dumps(value)) for path, value in tree.values(node))
+
+
+def _is_plain(source: Source) -> bool:
+    return source.layout is None and not source.apart
+
+
+def _own(node: Any, sources: dict[str, Source]) -> dict[str, Any] | None:
+    """What this rank alone can say; None if all is said by what all ranks have alike."""
+    words = {name: source.own_words() for name, source in sources.items() if source.apart}
+    return {"state": node, "tensors": words} if words or merging.is_spread(node) else None
 
 
 def _differences(words: Sequence[list[Any]]) -> None:

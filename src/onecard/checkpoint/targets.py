@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from onecard.checkpoint import tree
 from onecard.checkpoint.changes import Change, follow
 from onecard.checkpoint.objects import Names, has_state, is_optimizer_state, keys_of
+from onecard.checkpoint.portions import Entry, Part, entries, entries_of, has_stages
 from onecard.checkpoint.virtual import Virtual
 from onecard.errors import CheckpointError
 from onecard.parallel.resume import place_for
@@ -26,13 +27,26 @@ Done = Callable[[], None]
 _NOTHING: Any = object()
 
 
+class Want(NamedTuple):
+    """A tensor to fill; ``part``: what of the saved one, None for all of it."""
+
+    name: str
+    target: Any
+    part: Part | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the saved tensor."""
+        return tuple(self.target.shape if self.part is None else self.part.shape)
+
+
 @dataclass(slots=True)
 class Walk:
     """One walk over a state.
 
     Attributes:
         tensors: what the checkpoint has, by name.
-        wants: (name, the tensor to fill) in the order of the walk.
+        wants: the tensors to fill, in the order of the walk.
         missing: what the checkpoint does not have, with the tensor that it would fill.
         last: what to do when the tensors are filled.
     """
@@ -40,10 +54,11 @@ class Walk:
     tensors: Mapping[str, Virtual]
     names: Names
     changes: Sequence[Change] = ()
-    wants: list[tuple[str, Any]] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     missing: list[tuple[str, Any]] = field(default_factory=list)
     last: list[Done] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)  # beginnings of names: what is there must have a place in the state
+    stages: list[str] = field(default_factory=list)  # those of them of which other ranks fill the rest
     strays: list[str] = field(default_factory=list)  # parameters that saved optimizers have, and these do not
     flat: bool = False  # the state itself is a dict of tensors, so that nothing may be beside them
     made_of: list[str] = field(default_factory=list)  # places of the saved state that were made anew, all that is below
@@ -92,38 +107,42 @@ class Walk:
                 f"the index says of {path!r} what no checkpoint has: {type(fault).__name__}: {fault}"
             ) from None
 
-    def want(self, name: str, into: Any) -> None:
+    def want(self, name: str, into: Any, part: Part | None = None) -> None:
         """Note a tensor to fill."""
-        self.wants.append((name, into))
+        self.wants.append(Want(name, into, part))
 
     def _lacks(self, path: str, target: Any = None) -> None:
         self.missing.append((path, target))
 
-    def _tensor(self, target: Tensor, node: Any, path: str) -> Any:
+    def _tensor(self, target: Tensor, node: Any, path: str, part: Part | None = None) -> Any:
         name = path if path in self.tensors else tree.tensor_name(node)
         if name is None or name not in self.tensors:
             self._lacks(path, target)
             return target
-        self.want(name, target)
+        self.want(name, target, part)
         return target
 
     def _module(self, target: nn.Module, node: Any, path: str) -> Any:
         below = tree.children(node) or {}
-        others = {}
-        for key, value in target.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
-                self._tensor(value, below.get(key), tree.join(path, key))
-            elif key in below:
-                others[key] = self.made(below[key], tree.join(path, key))
-            else:
-                self._lacks(tree.join(path, key))
-        self._leave(path)
+        found, others = entries(target), {}
+        for entry in found:
+            where = tree.join(path, entry.name)
+            if isinstance(entry.value, Tensor):
+                self._tensor(entry.value, below.get(entry.name), where, entry.part)
+            elif entry.name not in below:
+                self._lacks(where)
+            elif entry.name == entry.key:
+                others[entry.key] = self.made(below[entry.name], where)
+        self._leave(path, has_stages(found))
         if others:
             self.last.append(lambda: _load_extra(target, others))
         return target
 
     def _dict(self, target: dict[Any, Any], node: Any, path: str) -> Any:
         below = tree.children(node) or {}
+        noted = entries_of(target) if any(isinstance(value, Tensor) for value in target.values()) else []
+        if any(entry.staged or entry.part is not None for entry in noted):
+            return self._noted(target, noted, below, path)
         for key, value in list(target.items()):
             made = self.value(value, below.get(key, _NOTHING), tree.join(path, key))
             if made is not value:
@@ -132,6 +151,18 @@ class Walk:
             self._leave(path)
         elif any(isinstance(value, Tensor) for value in target.values()):
             self.flat = True
+        return target
+
+    def _noted(self, target: dict[Any, Any], noted: list[Entry], below: Mapping[Any, Any], path: str) -> Any:
+        """A state dict of a module of which each rank has a part."""
+        for entry in noted:
+            where = tree.join(path, entry.name)
+            if isinstance(entry.value, Tensor):
+                self._tensor(entry.value, below.get(entry.name), where, entry.part)
+            elif entry.name == entry.key:
+                made = self.value(entry.value, below.get(entry.name, _NOTHING), where)
+                self.last.append(partial(target.__setitem__, entry.key, made))
+        self._leave(path, has_stages(noted))
         return target
 
     def _list(self, target: Any, node: Any, path: str) -> Any:
@@ -151,14 +182,19 @@ class Walk:
             self.last.append(lambda: load(made))
         return target
 
-    def _leave(self, path: str) -> None:
-        """What the checkpoint has below a path and nobody has asked for is left over."""
-        self.scopes.append(f"{path}." if path else "")
+    def _leave(self, path: str, stages: bool = False) -> None:
+        """What the checkpoint has below a path and nobody has asked for is left over; of ``stages``, if no rank has."""
+        (self.stages if stages else self.scopes).append(f"{path}." if path else "")
 
-    def left_over(self, node: Any) -> list[str]:
-        """Tensors and other values of the saved state that have no place in what is filled, though their neighbours have."""
-        wanted = {name for name, _ in self.wants}
-        scopes, made = tuple(self.scopes), {*self.made_of}
+    def left_over(self, node: Any) -> tuple[list[str], list[str]]:
+        """What of the saved state has no place in what is filled, though its neighbours have; and what may have one elsewhere."""
+        found = self._left_over(node)
+        stages = tuple(self.stages)
+        return [n for n in found if not n.startswith(stages)], [n for n in found if n.startswith(stages)]
+
+    def _left_over(self, node: Any) -> list[str]:
+        wanted = {want.name for want in self.wants}
+        scopes, made = (*self.scopes, *self.stages), {*self.made_of}
         parts = tuple(f"{key}." for key, item in (tree.children(node) or {}).items() if tree.children(item) is not None)
 
         def asked(name: str) -> bool:
@@ -173,7 +209,7 @@ class Walk:
 
     def lacking(self) -> list[str]:
         """Names that the checkpoint does not have, but for those of memory that is filled under another name."""
-        filled = {keys_of(target)[-1] for _, target in self.wants}
+        filled = {keys_of(want.target)[-1] for want in self.wants}
         return [name for name, target in self.missing if target is None or keys_of(target)[-1] not in filled]
 
     # -- optimizers
@@ -194,7 +230,7 @@ class Walk:
                 states[number] = state
         groups = self._groups(own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
         more = {k: self.made(v, tree.join(path, k)) for k, v in below.items() if k not in ("state", "param_groups")}
-        self._leave(path)
+        self._leave(path, has_stages(self.names.entry(p) for p in params))
         self.last.append(lambda: target.load_state_dict({**own, **more, "state": states, "param_groups": groups}))
         return target
 
@@ -214,8 +250,13 @@ class Walk:
                 made[key] = self.made(item, name)
                 continue
             found = self.tensors[name]
-            made[key] = place_for(optimizer, key, param, there.get(key), found.shape, found.dtype)
-            self.want(name, made[key])
+            part = self.names.entry(param).part
+            if part is None or found.shape != tuple(part.shape):
+                made[key] = place_for(optimizer, key, param, there.get(key), found.shape, found.dtype)
+                self.want(name, made[key])
+            else:
+                made[key] = place_for(optimizer, key, param, there.get(key), param.shape, found.dtype)
+                self.want(name, made[key], part)
         return made
 
     def _groups(self, own: list[Any], names: Mapping[int, str], node: Any, path: str) -> list[Any]:
@@ -247,12 +288,14 @@ class Walk:
         if node is _NOTHING or tree.children(node) is None:
             return self._dict(target, node, path)
         names = self.names.of_state_dict(target, _group_names(node, path, self.changes))
+        params = dict(zip(names, self.names.entries_of(names), strict=True))
         numbers = [n for group in target["param_groups"] for n in group["params"]]
         below = tree.children(node) or {}
         saved = _by_text(below.get("state"))
         for number, name in zip(numbers, names, strict=True):
             if name in saved:
-                state = self._in_place(target["state"].get(number, {}), saved[name], tree.join(path, f"state.{name}"))
+                where = tree.join(path, f"state.{name}")
+                state = self._in_place(target["state"].get(number, {}), saved[name], where, params[name])
                 self.last.append(partial(target["state"].__setitem__, number, state))
         groups = self._groups(
             target["param_groups"], dict(zip(numbers, names, strict=True)), below.get("param_groups"), path
@@ -260,24 +303,27 @@ class Walk:
         for key in below:
             if key not in ("state", "param_groups"):
                 self.last.append(partial(target.__setitem__, key, self.made(below[key], tree.join(path, key))))
-        self._leave(path)
+        self._leave(path, has_stages(entry for entry in params.values() if entry is not None))
         self.last.append(lambda: target.__setitem__("param_groups", groups))
         return target
 
-    def _in_place(self, there: Any, node: Any, path: str) -> Any:
+    def _in_place(self, there: Any, node: Any, path: str, param: Entry | None) -> Any:
         """A parameter's states, as the checkpoint has them: in the memory of those that are there."""
         below = tree.children(node)
         if below is None or not isinstance(there, Mapping):
             return self.made(node, path)
-        return {
-            key: (self.value if isinstance(there.get(key), Tensor) else self._anew)(
-                there.get(key), item, tree.join(path, key)
-            )
-            for key, item in below.items()
-        }
-
-    def _anew(self, target: Any, node: Any, path: str) -> Any:
-        return self.made(node, path)
+        made = {}
+        for key, item in below.items():
+            where, mine = tree.join(path, key), there.get(key)
+            part = param.part if param is not None else None
+            cut = part is not None and where in self.tensors and self.tensors[where].shape == tuple(part.shape)
+            if cut and mine is None:
+                mine = torch.empty(param.value.shape, dtype=self.tensors[where].dtype)  # type: ignore[union-attr]
+            if isinstance(mine, Tensor):
+                made[key] = self._tensor(mine, item, where, part if cut else None)
+            else:
+                made[key] = self.made(item, where)
+        return made
 
 
 def _state_of(stray: str) -> str:

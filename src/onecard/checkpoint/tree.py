@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from onecard.checkpoint.index import DTYPES
+from onecard.checkpoint.portions import Portion, Spread, SpreadNames, encoded
 from onecard.errors import CheckpointError
 
 KIND = "$"  # the key that marks what JSON has no word for
-Take = Callable[[str, Tensor], None]
+Take = Callable[[str, Any], None]
 Give = Callable[[str], Any]
 
 _ADVICE = (
@@ -32,9 +33,13 @@ def encode(value: Any, path: str, take: Take) -> Any:
         tensor w
         {'a': {'$': 'tuple', 'items': [1, {'$': 'float', 'value': 'inf'}]}, 'w': {'$': 'tensor', 'name': 'w'}}
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Portion):
         take(path, value)
         return {KIND: "tensor", "name": path}
+    if isinstance(value, Spread):
+        return {KIND: "spread", "items": list(encoded(value, lambda key, item: encode(item, join(path, key), take)))}
+    if isinstance(value, SpreadNames):
+        return {KIND: "spread names", "items": [list(item) for item in zip(value, value.order, strict=True)]}
     if value is None or isinstance(value, bool | str | int) or (type(value) is float and math.isfinite(value)):
         return value if type(value) in (type(None), bool, str, int, float) else _base(value)
     if isinstance(value, dict):
@@ -135,13 +140,30 @@ def values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         >>> list(values({"a": [1, {"$": "tensor", "name": "a.1"}], "b": {}}))
         [('a.0', 1), ('b', {})]
     """
+    for where, item in _leaves(node, path):
+        if tensor_name(item) is None and not is_spread(item):
+            yield where, item
+
+
+def tensors(node: Any) -> Iterator[tuple[str, Any]]:
+    """The names of the tensors that all ranks have."""
+    for _, item in _leaves(node, ""):
+        name = tensor_name(item)
+        if name is not None:
+            yield name, item
+
+
+def is_spread(node: Any) -> bool:
+    """Whether a node is a rank's part of what no rank has all of."""
+    return isinstance(node, dict) and node.get(KIND) in ("spread", "spread names")
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     below = children(node)
     if not below:
-        if tensor_name(node) is None:
-            yield path, node
-        return
-    for key, item in below.items():
-        yield from values(item, join(path, key))
+        yield path, node
+    for key, item in (below or {}).items():
+        yield from _leaves(item, join(path, key))
 
 
 def tensor_name(node: Any) -> str | None:

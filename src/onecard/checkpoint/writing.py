@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.boxes import view
 from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.files import Output
 from onecard.checkpoint.index import BLOCK, CODES
-from onecard.checkpoint.pieces import Share, chunks, held_box, memory
+from onecard.checkpoint.pieces import Share, chunks, memory
 
 Content = Callable[[int], Iterable[Tensor]]  # the bytes of the i-th share, in stretches
 
@@ -92,14 +91,9 @@ def _write(file: Output, stretches: Iterable[Tensor], told: Callable[[int], None
     return "".join(f"{s:08x}" for s in sums)
 
 
-def from_memory(shares: Sequence[Share], rank: int) -> Content:
+def from_memory(shares: Sequence[Share]) -> Content:
     """The bytes of shares where the tensors are."""
-    return lambda i: _stretches(shares[i], rank)
-
-
-def _stretches(share: Share, rank: int) -> Iterator[Tensor]:
-    source = share.source
-    yield from chunks(view(source.local, held_box(source.layout, source.shape, rank), share.box))
+    return lambda i: chunks(shares[i].source.values(shares[i].box))
 
 
 class Staging:
@@ -108,7 +102,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def copy(self, shares: Sequence[Share], rank: int) -> Content:
+    def copy(self, shares: Sequence[Share]) -> Content:
         """Copy shares, and give their bytes from the copy."""
         sizes = [share.nbytes for share in shares]
         if self._memory is None or self._memory.numel() < sum(sizes):
@@ -116,13 +110,11 @@ class Staging:
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=_on_gpu(shares))
         copies = self._memory[: sum(sizes)].split(sizes) if sizes else ()
         for share, place in zip(shares, copies, strict=True):
-            _fill(place, share, rank)
+            _fill(place, share.source.values(share.box))
         return lambda i: (copies[i],)
 
 
-def _fill(place: Tensor, share: Share, rank: int) -> None:
-    source = share.source
-    part = view(source.local, held_box(source.layout, source.shape, rank), share.box)
+def _fill(place: Tensor, part: Tensor) -> None:
     part = part.resolve_conj().resolve_neg() if part.is_conj() or part.is_neg() else part
     if place.storage_offset() % part.dtype.itemsize == 0 and part.numel():
         place.view(part.dtype).view(part.shape).copy_(part)
@@ -134,4 +126,4 @@ def _fill(place: Tensor, share: Share, rank: int) -> None:
 
 
 def _on_gpu(shares: Sequence[Share]) -> bool:
-    return any(share.source.local.device.type == "cuda" for share in shares)
+    return any(part.device.type == "cuda" for share in shares for _, part in share.source.holdings)

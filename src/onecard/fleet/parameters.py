@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from onecard.boxes import Box, cut, slices, whole
 from onecard.comm.ranks import Ranks
 from onecard.fleet import pending
+from onecard.fleet.state_notes import note
 from onecard.fleet.strategy import FleetError
 from onecard.tensor import DistTensor
 
@@ -212,6 +213,12 @@ class Parallel(nn.Module):
     def _is_cut(self) -> bool:
         group = self.__dict__.get("group")
         return group is not None and group.size > 1
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note(destination).parts.update(
+            {prefix + name: held(p) for name, p in self._parameters.items() if p is not None}
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Parallel:
         made = self.__class__.__new__(self.__class__)

@@ -19,6 +19,7 @@ from onecard.fleet import random_turns, segments, topology
 from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
 from onecard.fleet.parameters import sum_over
 from onecard.fleet.recomputing import recompute
+from onecard.fleet.state_notes import note
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import HybridCommunicateGroup, get_hybrid_communicate_group
 from onecard.pipeline import Schedule, modes
@@ -204,6 +205,17 @@ class PipelineLayer(nn.Module):
 
     def _shared_descs(self) -> list[SharedLayerDesc]:
         return [desc for desc in self.descs if isinstance(desc, SharedLayerDesc)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.group.size > 1:
+            note(destination).stages.append((prefix, [self._alike(desc, i) for i, desc in enumerate(self.descs)]))
+
+    def _alike(self, desc: Any, index: int) -> list[int]:
+        """The layers that are one with a layer."""
+        if not isinstance(desc, SharedLayerDesc):
+            return [index]
+        return [i for i, other in enumerate(self.descs) if isinstance(other, SharedLayerDesc) and other.key == desc.key]
 
     # -- running -----------------------------------------------------------------------------------------------------
 

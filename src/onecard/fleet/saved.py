@@ -1,0 +1,64 @@
+"""What a checkpoint asks of fleet's models: which tensors are parts, and which layers of a pipeline are on other ranks.
+
+A state dict carries notes of it, so that ``{"model": model.state_dict()}`` is saved as ``{"model": model}`` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from onecard.checkpoint import portions
+from onecard.fleet.parameters import Held, held
+from onecard.fleet.state_notes import Noted, noted
+
+
+def cut_of(parameter: Tensor) -> Held | None:
+    """What a parameter is a part of; None if this rank has all of it."""
+    what = held(parameter)
+    return None if _is_whole(what) else what
+
+
+def _is_whole(what: Held) -> bool:
+    if what.dim < 0:
+        return True
+    at = 0
+    for run in what.runs:
+        if run.start != at:
+            return False
+        at += run.length
+    return at == what.shape[what.dim]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The notes of a state dict, for a checkpoint."""
+
+    noted: Noted
+    parts: Mapping[str, Held] = field(default_factory=dict)
+
+    def names(self, key: str) -> list[tuple[str, int]] | None:
+        """The names that one card has for a name of a pipeline's layer, each with its place in the list of layers.
+
+        Example:
+            >>> Notes(Noted(stages=[("", [[0, 2], [1], [0, 2]])])).names("2.weight")
+            [('0.weight', 0), ('2.weight', 2)]
+        """
+        for prefix, alike in self.noted.stages:
+            number, dot, rest = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and dot and number.isdecimal() and int(number) < len(alike):
+                return [(f"{prefix}{i}.{rest}", i) for i in alike[int(number)]]
+        return None
+
+
+def _notes(state: Mapping[str, Any]) -> Notes | None:
+    found = noted(state)
+    if found is None:
+        return None
+    return Notes(found, {name: what for name, what in found.parts.items() if not _is_whole(what)})
+
+
+portions.known.append(portions.Knowledge(cut_of, _notes))
