@@ -85,7 +85,7 @@ class Names:
         """A name for each parameter of an optimizer's state dict; its count, where nothing says more."""
         groups = state["param_groups"]
         sizes = [len(group["params"]) for group in groups]
-        counts, schemes = [str(i) for i in range(sum(sizes))], [_given_names(groups)]
+        counts, schemes = [str(i) for i in range(sum(sizes))], [self._first_names(_given_names(groups))]
         # Made of module.parameters(), as most are: one group, in the order of the module.
         for _, params in self.modules if len(groups) == 1 else ():
             distinct = list({keys_of(entry.value)[-1]: entry for entry in reversed(params)}.values())[::-1]
@@ -94,6 +94,14 @@ class Names:
         if not schemes[0] and not saved and len({tuple(names) for names in schemes[1:]}) > 1:
             return counts  # those of several modules would do
         return _fitting(schemes, counts, sizes, saved)
+
+    def _first_names(self, names: list[str]) -> list[str]:
+        """Names of tied parameters as those that they have first, which another stage may have."""
+        known = [
+            self.entry(e.value).name if e is not None else name
+            for name, e in zip(names, self.entries_of(names), strict=True)
+        ]
+        return known if len(set(known)) == len(names) else names
 
     def _found(self, param: Tensor) -> list[tuple[str, Entry]]:
         return next((self._named[key] for key in keys_of(param) if key in self._named), [])

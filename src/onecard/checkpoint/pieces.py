@@ -91,6 +91,8 @@ def sources_of(tensors: Mapping[str, Tensor | Portion]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
+        if isinstance(x, DistTensor) and x.mesh.size < world.get_world_size():
+            x = Portion(x, None)  # others may have it on a mesh of their own, as ZeRO beside cut layers does
         if isinstance(x, Portion):
             key = keys_of(x.tensor)[-1], tuple(box for box, _ in x.part.boxes()) if x.part is not None else None
             found[name] = _apart(name, x, first.get(key))
