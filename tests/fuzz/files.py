@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ WORDS = frozenset(re.findall(r"\w+", """
     def made return if is not or and for in try except with else None True del as type len all map tuple values get cell_contents
     KeyError AttributeError IndexError MISS run below out leaves args kwargs tree flatten tree_unflatten spent wrap t x Tensor
     DistTensor shape stride dtype device requires_grad grad state param_groups _local _spec _memory is_ is_like default_dtype
-    _backward_hooks _post_accumulate_grad_hooks any_autocast modes is_grad_enabled is_inference differs present float v g
+    _backward_hooks _post_accumulate_grad_hooks any_autocast modes is_grad_enabled is_inference differs present float
+    with_hint v g
 """))  # fmt: skip
 """All words of the functions that a recording is made of; all else in them is a numbered slot, or a sign."""
 _SLOT = re.compile(r"[gv]\d+")
@@ -265,8 +267,8 @@ class Watch:
             "socket.",
             "shutil.",
         )
-        more = ("ctypes.dlopen", "pickle.", "marshal.loads", "code.__new__")
-        return f"{event} {args}" if event.startswith((*bad, *more)) else ""
+        more = ("ctypes.dlopen", "pickle.", "code.__new__")
+        return f"{event} {args}"[:300] if event.startswith((*bad, *more)) else ""
 
 
 def outcome(base: Base, path: Path, watch: Watch) -> str:
@@ -284,7 +286,7 @@ def outcome(base: Base, path: Path, watch: Watch) -> str:
     except OnecardError:
         found = "refused"
     except BaseException as fault:
-        found = f"{type(fault).__name__}: {str(fault)[:200]}"
+        found = f"{type(fault).__name__}: {str(fault)[:200]} at {traceback.extract_tb(fault.__traceback__)[-1]}"
     finally:
         watch.on = False
         signal.alarm(0)

@@ -19,6 +19,7 @@ _READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _PRINTS = {Tensor.__repr__, Tensor.__format__}
 _LITERAL = (bool, int, float, complex, Tensor)
+_FORWARD_ONLY = {torch.batch_norm, torch.nn.functional.batch_norm}  # their backward operators take no momentum
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
 
 
@@ -54,16 +55,31 @@ class Above(TorchFunctionMode):
             raise refusals.swapped()
         tags = [*numbers_in(args), *numbers_in(kwargs)]
         if not tags:
-            return self._read(func, func(*args, **kwargs))
+            return self._plainly(func, args, kwargs)
         if func in _FROM_PYTHON and isinstance(args[0], Number):
             options = {"dtype": torch.get_default_dtype(), **kwargs}
             return self._tagged(torch.full, ((), args[0]), options, tags)
         return self._read(func, self._tagged(func, args, kwargs, tags))
 
+    def _plainly(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call without ``Number``s. What torch reads of tensors for an operator that takes numbers is followed there."""
+        recorder = self.recorder
+        values = tree_leaves((args, kwargs))
+        recorder.tags, recorder.matched, recorder.foreign = [], set(), False
+        recorder.known = {0.0, 1.0, -1.0, *(x for x in values if type(x) is float)}
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            tags, recorder.tags = recorder.tags, []
+        if not recorder.foreign and not _differentiates(values):
+            followed = {id(tag.node) for tag in tags if id(tag) in recorder.matched}
+            recorder.reads = [(value, node) for value, node in recorder.reads if id(node) not in followed]
+        return self._read(func, result)
+
     def _tagged(self, func: Any, args: Any, kwargs: Any, tags: list[Number]) -> Any:
         recorder = self.recorder
         values = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in values):
+        if func not in _FORWARD_ONLY and _differentiates(values):
             # The backward operators take the number from autograd, where nobody can follow it.
             for tag in tags:
                 float(tag)
@@ -91,3 +107,8 @@ class Above(TorchFunctionMode):
         for value, node in reads:
             recorder.condition(operator.eq, (node, value), True)
         return result
+
+
+def _differentiates(values: Any) -> bool:
+    """Whether autograd keeps something of a call on these."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)

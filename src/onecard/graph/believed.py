@@ -59,12 +59,20 @@ def difference(was: Beliefs, now: Beliefs) -> str:
         'model.p was 0.1 and is 0.5'
     """
     here, there = dict(now), dict(was)
-    for words, value in was:
-        if words not in here:
-            return f"{words} was {value!r} and is not there"
-        if here[words] != value or type(here[words]) is not type(value):
-            return f"{words} was {value!r} and is {here[words]!r}"
-    return next((f"{words} is {value!r}, which was not there" for words, value in now if words not in there), "")
+    for words, value in now:
+        if words not in there:
+            return f"{words} is {value!r}, which was not there"
+        if (said := _compared(there[words], value)) is not None:
+            return words + said
+    return next((f"{words} was {value!r} and is not there" for words, value in was if words not in here), "")
+
+
+def _compared(was: Any, now: Any) -> str | None:
+    """Of two lists the first entry that differs."""
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now) > 1:
+        found = ((i, _compared(a, b)) for i, (a, b) in enumerate(zip(was, now, strict=True)))
+        return next((f"[{i}]{said}" for i, said in found if said is not None), None)
+    return None if was == now and type(was) is type(now) else f" was {was!r} and is {now!r}"
 
 
 def _called(value: Any) -> str:

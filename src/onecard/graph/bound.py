@@ -63,12 +63,12 @@ class Bound:
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=False)):
             now = kind_of(leaf)
             if not is_same(now, kind[:-1]):
-                return f"argument {names[i]!r} was {in_words(kind)} and is {in_words(now)}{ADVICE.get(now[0], '')}"
+                return f"argument {names[i]!r} was {in_words(kind, now)} and is {in_words(now, kind)}{ADVICE.get(now[0], '')}"
         try:
             said = self._writer.why()(leaves)
         except (KeyError, AttributeError, IndexError) as fault:
             said = f"{fault} is gone"
-        return f"what differs: {said}" if isinstance(said, str) else ""
+        return f"what differs: {said if isinstance(said, str) else _FORM}"
 
     def again(self) -> Bound | None:
         """Bound anew, to the tensors that are now in the places: states that were loaded. All else must be as it was."""
@@ -78,6 +78,9 @@ class Bound:
             return None
         made.checks = self.checks
         return made if self.seen is None else made.reading(self.seen)
+
+
+_FORM = "how the arguments are put together: other keys or another order in a dict, another list or tuple"
 
 
 class _Writer(Fits):

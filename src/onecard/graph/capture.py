@@ -28,6 +28,7 @@ from onecard.graph.recording import Effect, Input, Output, Recording, Where
 from onecard.graph.refilled import renew
 from onecard.graph.script import Script
 from onecard.graph.undo import Undo
+from onecard.modules.recordable import recordable
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -71,6 +72,7 @@ class Capture:
                 _torch.beneath(recorder.below),
                 self.phases.watched(self._begin, self._end),
                 randomness.seen(),
+                recordable(),
             ):
                 result = fn(*args, **kwargs)
             recorder.random.end()

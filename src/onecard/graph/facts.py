@@ -25,3 +25,10 @@ def takes_gradients(x: Tensor) -> bool:
 def facts(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device of a tensor."""
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+
+def as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results without data; of those that a mask among the arguments does not want, kernels make none."""
+    masks = (a for a in args if isinstance(a, list) and len(a) == len(result) and all(type(w) is bool for w in a))
+    mask = next(masks, None)
+    return result if mask is None else tuple(x if wanted else None for x, wanted in zip(result, mask, strict=True))

@@ -134,10 +134,8 @@ class Fits(Source):
 
     def _argument(self, leaf: Code, kind: Any) -> None:
         if kind[0] is DistTensor:
-            check = [
-                self.code("type({}) is not DistTensor", leaf),
-                self.code("{}._spec is not {}", leaf, self.slot(kind[1])),
-            ]
+            spec, other = self.slot(kind[1]), "{}._spec is not {} and {}._spec.with_hint(()) is not {}"
+            check = [self.code("type({}) is not DistTensor", leaf), self.code(other, leaf, spec, leaf, spec)]
         elif kind[0] is Tensor:
             asked = ("{}.shape != {}", "{}.stride() != {}", "{}.dtype is not {}", "{}.device != {}")
             check = [self.code("type({}) is not Tensor", leaf)]
@@ -258,7 +256,7 @@ class Fits(Source):
         place = self.place(known.where)
         if known.kind == "generator":
             return place
-        if known.kind == "argument" and known.spec in (None, self.kinds[known.where[1]][1]):  # it was looked at
+        if known.kind == "argument" and self._looked_at(known):  # it was looked at
             return place if known.spec is None else self.code("{}._local", place)
         name = self.variable()
         self.lines.append((self.code("{} = {}", name, place),) * 2)
@@ -280,6 +278,10 @@ class Fits(Source):
             raise KeyError(known.name)
         self._is_the_one(name, known)
         return name
+
+    def _looked_at(self, known: Input) -> bool:
+        """Whether an argument is what the input is made of, as a look at it has shown."""
+        return known.spec is None or known.spec.with_hint(()) is self.kinds[known.where[1]][1]
 
     def _is_the_one(self, name: Code, known: Input) -> None:
         now = at(known.where, self.roots, ())

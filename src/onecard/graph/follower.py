@@ -20,6 +20,7 @@ from onecard.graph.places import at
 from onecard.graph.recording import Output
 from onecard.graph.script import Entry, Ref, Script
 from onecard.graph.writes import arguments_written
+from onecard.modules.recordable import recordable
 from onecard.random import Key
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -71,7 +72,7 @@ class Follower:
         """Run the step as it is; what it returns."""
         recorded.recorder = self
         try:
-            with _torch.beneath(self.mode), randomness.seen():
+            with _torch.beneath(self.mode), randomness.seen(), recordable():
                 result = call()
         finally:
             recorded.recorder = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,16 @@ def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((*kind_of(x), first.setdefault(id(x), i)) for i, x in enumerate(leaves))
 
 
-def in_words(kind: Any) -> str:
-    """A kind for people."""
+def in_words(kind: Any, other: Any = None) -> str:
+    """A kind for people; where it looks like ``other``, with what tells them apart."""
+    words = _in_words(kind)
+    if other is None or _in_words(other) != words or kind[0] not in (Tensor, DistTensor):
+        return words
+    more = [what for what, differs in _finer(kind, other) if differs]
+    return f"{words} {', '.join(more)}".rstrip()
+
+
+def _in_words(kind: Any) -> str:
     if kind[0] is DistTensor:
         return repr(kind[1])
     if kind[0] is Tensor:
@@ -34,10 +42,22 @@ def in_words(kind: Any) -> str:
     return "a float" if kind[0] is float else repr(kind[2])
 
 
+def _finer(kind: Any, other: Any) -> Iterator[tuple[str, bool]]:
+    """What the words for a tensor leave out, and whether another has it otherwise."""
+    now, then = (k[1] if k[0] is DistTensor else None for k in (kind, other))
+    stride, device, wants = (now.stride, now.device, kind[2]) if now else (kind[2], kind[4], kind[5])
+    strides, devices, wanted = (then.stride, then.device, other[2]) if then else (other[2], other[4], other[5])
+    yield f"with strides {list(stride)}", tuple(stride) != tuple(strides)
+    yield f"on {device}", device != devices
+    yield "with requires_grad" if wants else "without requires_grad", wants is not wanted
+    if now is not None and then is not None:
+        yield f"that is {now.alias or 'its own'}", now.alias != then.alias
+
+
 def kind_of(x: Any) -> Any:
     """What of an argument a recording depends on."""
     if isinstance(x, DistTensor):
-        return (DistTensor, x._spec, x.requires_grad)
+        return (DistTensor, x._spec.with_hint(()), x.requires_grad)  # a step hints on a batch, which then comes again
     if isinstance(x, Tensor):
         return (Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
     return (float,) if type(x) is float else (None, type(x), x)

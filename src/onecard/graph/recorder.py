@@ -22,7 +22,7 @@ from onecard.comm.groups import line_of
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
 from onecard.graph import reads, refusals
-from onecard.graph.facts import facts, takes_gradients
+from onecard.graph.facts import as_the_kernel_gives, facts, takes_gradients
 from onecard.graph.nodes import called
 from onecard.graph.numbers import Number, poisoned
 from onecard.graph.phases import Phases
@@ -175,7 +175,7 @@ class Recorder:
             func = aten.clone.default
             result = result.view_as(result) if result is args[0] else result
         if faked.here and isinstance(result, tuple):
-            result = _as_the_kernel_gives(args, result)
+            result = as_the_kernel_gives(args, result)
         self._add(func, args, kwargs, result, given)
         return result
 
@@ -210,6 +210,8 @@ class Recorder:
         made = self._put(reads.VALUES[func], given, named)
         made.meta["data"] = data
         self.reads.append((value, made))
+        if type(value) is float and not data and self.calls and value not in self.known:
+            self.tags = [*self.tags, Number(value, made, self)]  # a tensor, for an operator that takes a number
         return value
 
     def _add(self, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> fx.Node:
@@ -370,10 +372,3 @@ class _Below(TorchDispatchMode):
         if not recorder.listens:
             return func(*args, **(kwargs or {}))
         return recorder.operator(func, args, kwargs or {})
-
-
-def _as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Results without data; of those that a mask among the arguments does not want, kernels make none."""
-    masks = (a for a in args if isinstance(a, list) and len(a) == len(result) and all(type(w) is bool for w in a))
-    mask = next(masks, None)
-    return result if mask is None else tuple(x if wanted else None for x, wanted in zip(result, mask, strict=True))

@@ -8,15 +8,18 @@ the place of a nested tensor goes the padded one, which knows its padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from onecard._torch import DispatchKeySet
+from onecard import _torch
+from onecard._torch import DispatchKey, DispatchKeySet
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
@@ -110,19 +113,82 @@ def _from_mask(keyset: DispatchKeySet, t: Tensor, mask: Tensor, mask_check: bool
 
 
 def _left_aligned(keyset: DispatchKeySet, t: Tensor, mask: Tensor) -> bool:
+    return bool(_is_left_aligned(mask))
+
+
+def _is_left_aligned(mask: Tensor) -> Tensor:
     lengths = mask.sum(1, keepdim=True)
-    return bool((mask == (torch.arange(mask.shape[1], device=mask.device) < lengths)).all())
+    return (mask == (torch.arange(mask.shape[1], device=mask.device) < lengths)).all()
 
 
 def _to_padded(keyset: DispatchKeySet, x: Tensor, padding: float, output_size: Any = None) -> Tensor:
     where = getattr(x, "_padding", None)
     if where is None:
         return onward(aten.to_padded_tensor.default, keyset, x, padding, output_size)
+    return _filled(x, where, padding, output_size)
+
+
+def _filled(x: Tensor, where: Tensor, padding: float, output_size: Any) -> Tensor:
     x = x.masked_fill(where[..., None], padding)
     missing = 0 if output_size is None else output_size[1] - x.shape[1]
     return F.pad(x, (0, 0, 0, missing), value=padding) if missing else x
 
 
+# -- while a step is recorded ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recordable() -> Iterator[None]:
+    """Inside, modules in evaluation take the fast path as ever, though a mode looks on, and without nested tensors.
+
+    torch asks whether the padding is at the end of each row; an encoder that has some elsewhere gives no zeros there. A recording
+    holds both cases: zeros where padding is, if all of it is at the end.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.overrides, "has_torch_function", _overrides))
+        for owner, name, made in (
+            (torch, "_nested_tensor_from_mask_left_aligned", lambda was: lambda t, mask: True),
+            (torch, "_nested_tensor_from_mask", lambda was: _padded_from_mask),
+            (torch, "_transformer_encoder_layer_fwd", _layer_of_padded),
+            (Tensor, "to_padded_tensor", _padded_again),
+        ):
+            stack.enter_context(patch.object(owner, name, made(getattr(owner, name))))
+        yield
+
+
+def _overrides(values: Any) -> bool:
+    """``torch.overrides.has_torch_function`` but for modes."""
+    found = (getattr(type(x), "__torch_function__", _torch.disabled_torch_function) for x in values)
+    return any(getattr(f, "__func__", f) not in (_torch.disabled_torch_function, _PLAIN) for f in found)
+
+
+def _padded_from_mask(t: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
+    made: Any = _from_mask(_NO_KEYS, t, mask, mask_check)
+    made._ends = made._padding & _is_left_aligned(mask)
+    return made
+
+
+def _layer_of_padded(was: Callable[..., Any]) -> Callable[..., Any]:
+    def run(src: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(src, "_ends", None) is None:
+            return was(src, *args, **kwargs)
+        made: Any = _encoder_layer(_NO_KEYS, src, *args, **kwargs)
+        made._ends = src._ends
+        return made
+
+    return run
+
+
+def _padded_again(was: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Any, padding: float, output_size: Any = None) -> Any:
+        where = getattr(x, "_ends", None)
+        return was(x, padding, output_size) if where is None else _filled(x, where, padding, output_size)
+
+    return run
+
+
+_PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_NO_KEYS = DispatchKeySet(DispatchKey.CPU)  # nothing goes on from here
 whole(aten._native_multi_head_attention.default)(_attention)
 whole(aten._transformer_encoder_layer_fwd.default)(_encoder_layer)
 whole(aten._nested_tensor_from_mask.default)(_from_mask)
