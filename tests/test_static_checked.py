@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ import onecard as oc
 from onecard.comm import sparse_check, world
 from onecard.errors import RecordingError
 from onecard.graph.rechecked import next_check
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 
 X = torch.arange(6.0).reshape(2, 3)
 TOLD = "does not do what was recorded"
@@ -218,6 +219,34 @@ def test_a_rank_that_finds_something_tells_the_others() -> None:
     assert found == others == [12.0] * 11
     assert [i for i, _ in told] == [i for i, _ in told_there] == [8]
     assert "another rank" in told[0][1] and "aten.div" in told_there[0][1]
+
+
+def flag_on_one_rank() -> None:
+    """A flag that is true on rank 1 alone: it records, while rank 0 replays."""
+    world.TIMEOUT = timedelta(seconds=2)
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    weight = oc.shard_tensor(torch.ones(3), mesh, [oc.Replicate()]).requires_grad_()
+    model = nn.Dropout(0.0)
+
+    def step(x: Tensor) -> Tensor:
+        weight.grad = None
+        (model(x) * weight).sum().backward()
+        return oc.unshard(weight.grad).sum()
+
+    static = oc.to_static(step)
+    x = oc.shard_tensor(torch.ones(4, 3), mesh, [oc.Shard(0)])
+    for i in range(1, 8):
+        model.train(i < 6 or world.get_rank() == 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="step is recorded anew")
+            static(x)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_records_while_the_others_replay_says_so(backend: str) -> None:
+    with pytest.raises(RankError) as fault:
+        run_ranks(flag_on_one_rank, 2, backend=backend, timeout=60)
+    assert "step fits no recording on rank 1" in str(fault.value) and "training" in str(fault.value)
 
 
 OWN = {

@@ -20,6 +20,7 @@ from onecard.comm.state import Kept
 
 _meetings: Kept[Counter[str]] = Kept(Counter)
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two looks into the store
+_SLOW = 5.0  # seconds after which a rank that waits says for whom
 _MARGIN = 5.0  # seconds that the others wait longer than the first rank, which knows who is missing
 
 Decide = Callable[[Sequence[Any]], Any]
@@ -61,6 +62,25 @@ def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "", ou
         return _after(outcome, _missing([0], what), None)
     error, answer = json.loads(store.get(f"{here}/answer"))
     return error, answer
+
+
+def come(channel: str, ranks: Sequence[int], slow: Callable[[list[int]], None]) -> list[int]:
+    """Wait until these ranks have come to the same place, as often as this one; those that have not in time.
+
+    Args:
+        channel: the place; ``slow``: is told once, after some seconds, who is still missing.
+    """
+    me, store = world.get_rank(), attempt.store()
+    _meetings.here[channel] += 1
+    here = f"come/{channel}/{_meetings.here[channel]}"
+    store.set(f"{here}/{me}", "")
+    until, missing = time.monotonic() + world.TIMEOUT.total_seconds(), [rank for rank in ranks if rank != me]
+    while missing and _wait(store, f"{here}/{missing[0]}", min(_SLOW, until - time.monotonic())):
+        missing = [rank for rank in missing if not store.check([f"{here}/{rank}"])]
+    if missing and time.monotonic() < until:
+        slow(missing)
+        missing = [rank for rank in missing if not _wait(store, f"{here}/{rank}", until - time.monotonic())]
+    return missing
 
 
 def _after(outcome: str, error: str, answer: Any) -> tuple[str, Any]:

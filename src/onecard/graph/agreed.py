@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from onecard.comm import collectives, record, trace
+from onecard.comm import collectives, record, sparse_check, trace
 from onecard.comm.groups import Group, group
+from onecard.comm.meeting import come
 from onecard.comm.pretend import pretending
+from onecard.comm.world import get_rank
 from onecard.errors import RecordingError
 from onecard.graph.order import line_up
 
@@ -54,6 +57,31 @@ def anybody(lines: Sequence[Group], found: bool) -> bool:
             theirs: Any = collectives.all_gather(torch.tensor([found]), line, 0, [1] * line.size)
             found = bool(theirs.any())
     return found
+
+
+def all_record(name: str, lines: Sequence[Group], why: str) -> None:
+    """Wait until the ranks that this one exchanges messages with have come to record the step anew as well.
+
+    Raises:
+        CommunicationError: they have not: they replay, so that each would wait for messages that the other does not send.
+    """
+    ranks = sorted({rank for line in lines for rank in line.ranks})
+    if len(ranks) < 2 or pretending() or trace.faking():
+        return
+    words = (
+        f"{name} fits no recording on rank {get_rank()} ({why or 'nothing is known to differ'}), but it does on rank(s)"
+    )
+
+    def slow(missing: list[int]) -> None:
+        warnings.warn(
+            f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
+        )
+
+    if missing := come(f"record/{name}", ranks, slow):
+        sparse_check.stop(
+            f"{words} {missing}: a rank that replays and one that records send different messages. What a step depends on has to "
+            "be the same on all ranks: make the flag an argument that is equal everywhere, or torch.where(flag, a, b)"
+        )
 
 
 def _words(name: str, stage: str, ranks: Sequence[int], codes: list[int], count: int) -> str:

@@ -18,7 +18,7 @@ from onecard.comm import check
 from onecard.comm.state import faked
 from onecard.errors import RecordingError
 from onecard.graph import half, microbatches, refusals
-from onecard.graph.agreed import check_agreed
+from onecard.graph.agreed import all_record, check_agreed
 from onecard.graph.bound import Bound, kinds_of
 from onecard.graph.capture import Capture
 from onecard.graph.microbatches import Microbatches, Rows
@@ -229,6 +229,9 @@ class Static:
             if made is not None and result is not MISS:
                 self._bound[i] = made
                 return result
+        if self._bound:
+            lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
+            all_record(_name(self.fn), [*lines.values()], self._changed(leaves, names))
         if len(self._bound) >= self.limit:
             if not self._full:
                 self._full = True
