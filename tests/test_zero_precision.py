@@ -10,7 +10,6 @@ from test_zero import STAGES, Net, batches, train
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.errors import LayoutError
 from onecard.testing import assert_close, run_ranks
 
 R, S = oc.Replicate(), oc.Shard
@@ -111,14 +110,6 @@ def test_master_weights_and_offload():
 
 def test_hybrid_sharding():
     run_ranks(hybrid, 4, timeout=120)
-
-
-def test_words():
-    mesh = oc.ProcessMesh([0], ["dp"])
-    weight = nn.Parameter(oc.shard_tensor(torch.ones(2), mesh, [R]))
-    optimizer = oc.shard_optimizer(torch.optim.SGD([weight], 0.1), oc.ShardingStage1("dp", mesh, offload=True))
-    with pytest.raises(LayoutError, match="makes gradients while the optimizer holds master weights: call closure"):
-        optimizer.step(lambda: weight.sum())
 
 
 def bytes_of(stage: int | None, ranks: int) -> float:

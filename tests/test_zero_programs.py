@@ -10,7 +10,7 @@ import pytest
 from fuzz.zero import Program, Step, difference, draw, search, work
 
 from onecard import fleet
-from onecard.fleet import sharding
+from onecard.fleet import sharded_model
 from onecard.parallel.blocks import Piece
 from onecard.parallel.reducer import Reducer
 from onecard.tensor import buckets
@@ -35,19 +35,19 @@ def accumulated_is_lost() -> None:
 
 def frozen_for_good() -> None:
     """A parameter that is frozen when the model is made parallel gets no hook."""
-    was = sharding.hook
+    was = sharded_model.hook
 
     def hook(param: object, before: object, after: object) -> None:
         if param.requires_grad:  # type: ignore[attr-defined]
             was(param, before, after)  # type: ignore[arg-type]
 
-    sharding.hook = hook  # type: ignore[assignment]
+    sharded_model.hook = hook  # type: ignore[assignment]
 
 
 def writes_are_lost() -> None:
     """What the program writes to a parameter that is whole does not reach the part."""
     was = Piece.forget
-    Piece.forget = lambda self, written=False: was(self)  # type: ignore[method-assign]
+    Piece.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
 
 
 def one(step: Step, how: dict[str, Any]) -> Program:

@@ -54,6 +54,8 @@ ATTRIBUTES = {
     "torch.Tensor._is_view": "whether a write must reach another tensor: tensor/dispatch/scalar.py, tensor/aliasing/setitem.py",
     "torch.Tensor._make_subclass": "a tensor of deferred_init: tensor/deferred/init.py",
     "torch.Tensor._make_wrapper_subclass": "a DistTensor: tensor/dist_tensor.py",
+    "torch.Tensor._backward_hooks": "hooks that are to see another gradient: fleet/local_parameter.py",
+    "torch.Tensor._post_accumulate_grad_hooks": "hooks that are called later: fleet/local_parameter.py",
     "torch.Tensor._nnz": "how many elements a sparse tensor has: comm/shm/sparse.py",
     "torch.Tensor._nested_tensor_size": "a batch of sequences in evaluation: modules/transformer.py",
     "torch.UntypedStorage._cdata": "which memory a tensor has: tensor/aliasing/memory.py, tensor/deferred/calls.py",
@@ -139,17 +141,11 @@ def in_backward() -> bool:
 _engine: Callable[..., Any] | None = _take("torch.autograd:_engine_run_backward", None)
 
 
-def around_backward(inside: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """Each backward pass runs in a context of its own."""
+def engine_by(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
+    """Inside, each backward pass is a call of ``make(engine)``."""
     if _engine is None:
         return nullcontext()
-    engine = _engine
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with inside():
-            return engine(*args, **kwargs)
-
-    return patch.object(torch.autograd, "_engine_run_backward", run)
+    return patch.object(torch.autograd, "_engine_run_backward", make(torch.autograd._engine_run_backward))
 
 
 @contextmanager

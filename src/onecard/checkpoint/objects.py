@@ -28,6 +28,7 @@ from onecard.checkpoint.portions import (
     unfolded,
 )
 from onecard.checkpoint.tree import join
+from onecard.comm.sparse_check import is_plain
 from onecard.parallel.resume import is_like
 from onecard.tensor import DistTensor
 
@@ -121,7 +122,7 @@ def _fitting(
 def keys_of(x: Tensor) -> list[Any]:
     """What tells a tensor from others: itself, and its memory (a state dict has other tensors over the same)."""
     local = x._local if isinstance(x, DistTensor) else x
-    if local.device.type == "meta" or type(local) not in (Tensor, nn.Parameter):
+    if local.device.type == "meta" or not is_plain(local):
         return [id(x)]
     layout = x._spec.layout if isinstance(x, DistTensor) else None
     memory = (

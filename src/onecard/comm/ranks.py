@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from onecard.comm import groups, world
 from onecard.comm.groups import Group
 from onecard.comm.state import Kept
@@ -89,6 +91,15 @@ def of_ranks(ranks: Sequence[int] | None = None, name: str = "group") -> Ranks:
         groups.forget_at_exit()
         _made.here[wanted, name] = found
     return found
+
+
+def as_ranks(group: Any) -> Ranks:
+    """A group of ours, also of one that ``torch.distributed.new_group`` made."""
+    if isinstance(group, Ranks):
+        return group
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return of_ranks(torch.distributed.get_process_group_ranks(group))
+    raise CommunicationError(f"want a group of ranks, not {type(group).__name__}: onecard.new_group([0, 1])")
 
 
 def _check(ranks: tuple[int, ...], size: int) -> None:

@@ -126,9 +126,14 @@ class Subject:
     cure: str
 
 
+def is_plain(x: Any) -> bool:
+    """Whether a tensor is one of torch's own kind, or a parameter that differs in its gradient only."""
+    return type(x) in (Tensor, torch.nn.Parameter) or getattr(type(x), "is_local_parameter", False)
+
+
 def comparable(tensor: Tensor) -> bool:
     """Whether a tensor has values, now: not one that is only traced or rehearsed with."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta" and not _traced(tensor)
+    return is_plain(tensor) and tensor.device.type != "meta" and not _traced(tensor)
 
 
 def _traced(tensor: Tensor) -> bool:

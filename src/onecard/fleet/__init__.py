@@ -29,7 +29,8 @@ from onecard.fleet.recomputing import recompute
 from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.scaling import GradScaler, distributed_scaler
 from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
-from onecard.fleet.sharding import GroupShardedModel, group_sharded_parallel, save_group_sharded_model
+from onecard.fleet.sharded_model import GroupShardedModel
+from onecard.fleet.sharding import group_sharded_parallel, save_group_sharded_model
 from onecard.fleet.splitting import split_parameters
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.tokens import token_mean

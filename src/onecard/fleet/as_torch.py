@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from onecard import _torch
-from onecard.fleet import gradients, norms
+from onecard.fleet import gradients, norms, sharded_model
+from onecard.fleet.twins import trained
 
 _done: list[str] = []
 
@@ -24,6 +25,7 @@ def install() -> None:
         _done.append("clip")
         _torch.within(torch.nn.utils.clip_grad_norm_, _norm)
         _torch.within(torch.nn.utils.clip_grad_value_, _value)
+        sharded_model.install()
 
 
 def _norm(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,8 +60,8 @@ def _value(torchs: Callable[..., Any]) -> Callable[..., Any]:
 def _listed(parameters: Any) -> Any:
     """Something that can be looked at twice; what is empty stays what it is, for torch's own warning."""
     if isinstance(parameters, Tensor):
-        return [parameters]
-    listed = list(parameters)
+        return [trained(parameters)]
+    listed = [*map(trained, parameters)]
     return listed or (x for x in listed)
 
 

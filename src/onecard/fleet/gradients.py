@@ -56,7 +56,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     ``step``: an optimizer is about to step, which may sum along an axis itself. All ranks call it at the same place, with the
     same parameters. Who reads ``p.grad`` does it for the whole model; an optimizer's ``step``, and clipping, do for theirs.
     """
-    given = [p for p in parameters if p.requires_grad and has_sums(p)]
+    given = [p for p in map(twins.trained, parameters) if p.requires_grad and has_sums(p)]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if twins.twin_of(p) is None]
     states = {p: pending.watch(p) for p in chosen}

@@ -14,6 +14,7 @@ from onecard.comm.ranks import of_ranks
 from onecard.fleet import gradients
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
+from onecard.fleet.twins import trained
 from onecard.tensor import DistTensor
 
 
@@ -53,7 +54,7 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     if norm_type <= 0:
         raise FleetError(f"grad_norm: norm_type is {norm_type}; want a positive number, or inf")
-    chosen = [p for p in parameters]
+    chosen = [*map(trained, parameters)]
     gradients.sync(chosen)
     mine = [part for p in chosen for part in _owned(p) if part.numel()]
     device = next((p.device for p in chosen), torch.device("cpu"))
@@ -87,7 +88,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: it is not finite, and ``error_if_nonfinite``.
     """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    chosen = [*map(trained, [parameters] if isinstance(parameters, Tensor) else parameters)]
     if any(isinstance(p, DistTensor) for p in chosen) and not gradients.of_fleet(
         chosen
     ):  # torch's norm is that of the whole

@@ -14,9 +14,12 @@ from torch.optim import Optimizer
 
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, pending
-from onecard.fleet.sharding import AXIS, _exchange, _summand, _twin
+from onecard.fleet.local_parameter import twin_parameter
+from onecard.fleet.sharding import AXIS
 from onecard.fleet.strategy import FleetError
+from onecard.fleet.twins import summand
 from onecard.fleet.whole import divided
+from onecard.parallel.master import exchange_all
 from onecard.parallel.optimizer import keep_laid_out
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1
 from onecard.tensor import DistTensor
@@ -58,7 +61,7 @@ class ShardedOptimizer:
             twin.grad = None
             grad = pending.read(p)  # what is still to be summed along the axis stays so
             if grad is not None:
-                twin.grad = _whole(twin, grad) if gradients.is_whole(p) else _summand(twin, grad)
+                twin.grad = _whole(twin, grad) if gradients.is_whole(p) else summand(twin, grad)
 
     def _end(self, optimizer: Optimizer) -> None:
         for twin in self._twins.values():
@@ -69,13 +72,13 @@ class ShardedOptimizer:
         for each in optimizer.param_groups:
             for p in each["params"]:
                 if type(p) is nn.Parameter and p not in self._twins:
-                    self._twins[p] = _twin(p, self._mesh)
+                    self._twins[p] = twin_parameter(p, self._mesh)
                     if not self._clips:
                         gradients.leave_to_optimizer(p, AXIS)
-        _exchange(optimizer, self._twins)
+        exchange_all(optimizer, self._twins)
 
     def _hide(self, optimizer: Optimizer) -> None:
-        _exchange(optimizer, {twin: p for p, twin in self._twins.items()})
+        exchange_all(optimizer, {twin: p for p, twin in self._twins.items()})
 
 
 def _whole(twin: Any, grad: Tensor) -> DistTensor:

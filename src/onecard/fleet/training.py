@@ -20,6 +20,7 @@ from onecard.fleet.copies import compare, equalise
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
+from onecard.fleet.sharded_model import before_step
 from onecard.fleet.strategy import DistributedStrategy, FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
@@ -39,6 +40,7 @@ def install() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    before_step(optimizer)
     mine = gradients.of_optimizer(optimizer)
     if not gradients.of_fleet(mine):
         return None

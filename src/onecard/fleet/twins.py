@@ -16,9 +16,13 @@ from torch import Tensor
 from onecard.fleet import pending
 from onecard.fleet.parameters import held, hold_alike
 from onecard.fleet.strategy import FleetError
+from onecard.layout import Layout
 from onecard.tensor import DistTensor
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec
 
 _NAME = "_onecard_twin"
+LOCAL = "_onecard_local"  # of a plain parameter: what it stands for
 
 
 @dataclass(eq=False)
@@ -28,19 +32,21 @@ class Twin:
     Attributes:
         reducer: averages its gradient over its mesh.
         zero: a gradient for a rank that has none, from the parameter.
+        plain: the plain parameter, if it is still there.
         summed: the gradient to which the summands of other ranks were added, as it was then.
         twice: to which backward has added since.
     """
 
     reducer: Any
     zero: Any
+    plain: Any
     summed: tuple[Any, int] | None = None
     twice: bool = False
 
 
 def pair(twin: Any, plain: Tensor, reducer: Any, zero: Any) -> None:
     """Say whose twin a distributed parameter is."""
-    setattr(twin, _NAME, Twin(reducer, zero))
+    setattr(twin, _NAME, Twin(reducer, zero, weakref.ref(plain)))
     pending.leave(plain)
     hold_alike(twin, plain)  # one that is not marked is whole, also where its own memory is given up
 
@@ -48,6 +54,18 @@ def pair(twin: Any, plain: Tensor, reducer: Any, zero: Any) -> None:
 def twin_of(p: Any) -> Twin | None:
     """What a parameter of ``group_sharded_parallel`` stands for; None of others."""
     return getattr(p, _NAME, None) if isinstance(p, DistTensor) else None
+
+
+def trained(p: Any) -> Any:
+    """The twin of a plain parameter that has one; itself otherwise."""
+    local = getattr(p, LOCAL, None)
+    return p if local is None else local.twin
+
+
+def summand(twin: Any, grad: Tensor) -> DistTensor:
+    """A rank's own gradient as a distributed one: the average over the ranks, still to be taken."""
+    layout = Layout.make(twin.mesh, ((),) * twin.dim(), ((0, "avg"),))
+    return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
 
 
 def finish(parameters: Iterable[Any]) -> None:

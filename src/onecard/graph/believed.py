@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onecard.graph.places import SETTLED, numbers_of, options_of, values_of
-from onecard.graph.reach import HOOKS, TENSOR_HOOKS
+from onecard.graph.reach import HOOKS, TENSOR_HOOKS, own_parameters
 
 Beliefs = tuple[tuple[str, Any], ...]
 
@@ -89,7 +89,7 @@ def _of_module(name: str, module: nn.Module, before: dict[Any, Any]) -> dict[str
         f"the modules in {name}": [*module._modules],
     }
     found |= {f"{name}.{k}": told(v) for k, v in before.get((name, "still"), values_of(module)).items()}
-    params = {n: p for n, p in module._parameters.items() if p is not None}
+    params = {n: p for n, p in own_parameters(module).items() if p is not None}
     found[f"requires_grad of the parameters of {name}"] = [[n, p.requires_grad] for n, p in params.items()]
     hooks: list[Any] = [getattr(module, kind) for kind in HOOKS]
     hooks += [getattr(p, kind) for p in params.values() for kind in TENSOR_HOOKS]

@@ -15,8 +15,8 @@ from onecard import _torch
 from onecard._torch import tree_flatten, tree_unflatten
 from onecard.graph.compiled import compiled
 from onecard.graph.kinds import changed, is_like, modes
-from onecard.graph.places import STILL, at, module_at, optimizer_at, options_of, values_of
-from onecard.graph.reach import HOOKS, Reached, differs, present
+from onecard.graph.places import STILL, at, module_at, named_parameters, optimizer_at, options_of, values_of
+from onecard.graph.reach import HOOKS, Reached, differs, own_parameters, present
 from onecard.graph.recording import MISS, Input, Recording, Where
 from onecard.graph.source import Code, Source
 from onecard.graph.spent import spent
@@ -76,7 +76,7 @@ class Fits(Source):
         root = self.roots[rest[0]]
         if kind in ("parameter", "buffer"):
             module, name = module_at(root, rest[1])
-            held = module._parameters if kind == "parameter" else module._buffers
+            held = own_parameters(module) if kind == "parameter" else module._buffers
             return self.code("{}[{}]", self.slot(held), self.slot(name))
         if kind == "group":
             group = self.code("{}[{}]", self.slot(optimizer_at(root).param_groups[rest[1]]), self.slot(rest[2]))
@@ -163,9 +163,9 @@ class Fits(Source):
             self._miss(
                 self.code("tuple({}.values()) != {}", self.slot(module._modules), held), f"the modules in {name}"
             )
-        params = self.slot(module._parameters)
+        params = self.slot(own_parameters(module))
         wants = self._fact(
-            (name, "grads"), [(n, p.requires_grad) for n, p in module._parameters.items() if p is not None]
+            (name, "grads"), [(n, p.requires_grad) for n, p in own_parameters(module).items() if p is not None]
         )
         self._hooks(module, name)
         if wants:
@@ -178,7 +178,10 @@ class Fits(Source):
         own, held = self._fact((name, "forward"), module.__dict__.get("forward")), self.slot(module.__dict__)
         asked = self.code("{}.get({}) is not {}", held, self.slot("forward"), self.slot(own))
         self._miss(asked, f"{name}.forward")
-        params, named = self.slot(module._parameters), [n for n, p in module._parameters.items() if p is not None]
+        params, named = (
+            self.slot(own_parameters(module)),
+            [n for n, p in own_parameters(module).items() if p is not None],
+        )
         hooks = [self.slot(getattr(module, kind)) for kind in HOOKS]
         hooks += [self.code(_HOOK, params, self.slot(n)) for n in named for _HOOK in _HOOKS_OF_TENSORS]
         keys = self.code("({},)", self.joined(", ", (self.code("*({} or ())", h) for h in hooks)))
@@ -225,7 +228,7 @@ class Fits(Source):
     def _parameters(self) -> dict[int, tuple[int, str]]:
         """Where in the modules a parameter is, by its identity."""
         roots = [(r, root) for r, root in enumerate(self.roots) if isinstance(root, nn.Module)]
-        return {id(p): (r, n) for r, root in reversed(roots) for n, p in nn.Module.named_parameters(root)}
+        return {id(p): (r, n) for r, root in reversed(roots) for n, p in named_parameters(root)}
 
     def _gradients(self) -> None:
         """Whether there are gradients before the step, where it matters: one that is dropped unread may as well not be there."""

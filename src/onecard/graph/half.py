@@ -7,7 +7,7 @@ cannot be: which gradient is rounded, and where, is no longer to be seen there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,10 +44,17 @@ def autocast(dtype: torch.dtype | None, leaves: Iterable[Any]) -> Iterator[None]
         torch.clear_autocast_cache()  # as at the end of a program's with block; weights may be other ones afterwards
         return torch.autocast(device, enabled=False)
 
+    def ending(engine: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with without():
+                return engine(*args, **kwargs)
+
+        return backward
+
     with (
         stepping,
         steps(lambda _: stepping.enter_context(without()), lambda _: stepping.close()),
         torch.autocast(device, dtype),
-        _torch.around_backward(without),
+        _torch.engine_by(ending),
     ):
         yield

@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from onecard import _torch
 from onecard.graph import refusals
 from onecard.graph.facts import takes_gradients
+from onecard.graph.reach import own_parameters
 from onecard.graph.recording import Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
@@ -223,10 +224,20 @@ def is_nameless(root: str) -> bool:
     return root.startswith(_NAMELESS)
 
 
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All below a module, by torch's names, also of a wrapper that gives them other ones; each once."""
+    seen = set()
+    for path, module in root.named_modules():
+        for name, x in own_parameters(module).items():
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                yield f"{path}.{name}" if path else name, x
+
+
 def members(r: int, root: Any) -> Iterator[tuple[Where, Tensor]]:
     """The tensors of a module or an optimizer, with their places."""
-    if isinstance(root, nn.Module):  # by torch's names, also of a wrapper that gives them other ones
-        yield from ((("parameter", r, name), x) for name, x in nn.Module.named_parameters(root))
+    if isinstance(root, nn.Module):
+        yield from ((("parameter", r, name), x) for name, x in named_parameters(root))
         yield from ((("buffer", r, name), x) for name, x in nn.Module.named_buffers(root))
     elif isinstance(root, Optimizer):
         for g, group in enumerate(root.param_groups):
@@ -252,7 +263,7 @@ def at(where: Where, roots: Sequence[Any], leaves: Sequence[Any]) -> Any:
     root = roots[rest[0]]
     if kind in ("parameter", "buffer"):
         module, name = module_at(root, rest[1])
-        return (module._parameters if kind == "parameter" else module._buffers)[name]
+        return (own_parameters(module) if kind == "parameter" else module._buffers)[name]
     if kind == "member":
         return optimizer_at(root).param_groups[rest[1]]["params"][rest[2]]
     if kind == "state":

@@ -128,7 +128,7 @@ class Reached:
     def _hooks(self, name: str, module: nn.Module, depth: int) -> None:
         """What the code of its hooks, and of those of its parameters, names."""
         held = [getattr(module, kind) for kind in HOOKS]
-        held += [getattr(p, kind) for p in module._parameters.values() if p is not None for kind in TENSOR_HOOKS]
+        held += [getattr(p, kind) for p in own_parameters(module).values() if p is not None for kind in TENSOR_HOOKS]
         for hook in [hook for hooks in held for hook in (hooks or {}).values()]:
             self.take(f"a hook of {name}", hook, None, None, max(depth, 1))
 
@@ -181,6 +181,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @functools.cache
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters as it has them, where asking for one by name would gather it (``fleet``'s level "p_g_os")."""
+    return getattr(module._parameters, "plain", module._parameters)
+
+
 def _of_every_optimizer() -> frozenset[str]:
     """Made when it is asked for: the first optimizer of a process imports torch's compiler, as long as all else takes."""
     return frozenset(vars(torch.optim.SGD([torch.empty(0)])))

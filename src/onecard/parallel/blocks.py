@@ -9,7 +9,7 @@ Source: FSDP (Zhao et al., arXiv 2304.11277).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,32 @@ from torch import Tensor, nn
 
 from onecard import _torch, recorded
 from onecard._torch import tree_leaves
+from onecard.parallel.block_names import BlockSpec, blocks_of
 from onecard.parallel.reducer import hook
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
 from onecard.tensor.spec import Spec
 
 Policy = bool | Callable[[str, nn.Module], bool]
+
+
+class Hook:
+    """A hook on modules that stays with them: a copy of a module does not have it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call: Callable[..., Any] | None = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._call is None else self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        made = Hook(_nothing)
+        made._call = None
+        return made
+
+
+def _nothing() -> None:
+    pass
 
 
 class Piece:
@@ -40,11 +60,14 @@ class Piece:
         self._facts = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": like.device}
         self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
         self._nbytes = self.whole.untyped_storage().nbytes()
-        self.forget()
+        self._was: Tensor | None = None
+        self.forget(False, False)
 
     def cut(self) -> Cut:
         """How it is cut, with the memory of the whole."""
-        return Cut(self.x, self.whole, self.layout, self.axis, self.dim)
+        # Not the version counter of what autograd keeps: to fill the memory again changes nothing.
+        whole = self.whole if recorded.recorder is not None else self.whole.data
+        return Cut(self.x, whole, self.layout, self.axis, self.dim)
 
     def allocate(self) -> None:
         """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
@@ -69,14 +92,26 @@ class Piece:
         if recorded.recorder is not None:
             recorded.recorder.renamed(self.seen, value)
 
-    def forget(self, written: bool = False) -> None:
-        """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole."""
+    def remember(self) -> None:
+        """The program goes on while the whole is shown: it may write to that, or to the part."""
+        if self.seen is not self.x and recorded.recorder is None:
+            self._was = self.x._local.clone()
+
+    def forget(self, shown: bool, written: bool) -> None:
+        """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole.
+
+        Versions do not say whether: a write to ``p.data`` counts none.
+        """
         if self.seen is self.x:
             if self.x._spec is self.whole_spec:
                 if written:
                     self.part.copy_(self.cut().own())
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
+            if shown and written and recorded.recorder is None:
+                own, part = Cut(self.x, self.seen.data, self.layout, self.axis, self.dim).own(), self.x._local
+                part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
+            self._was = None
             self._give(None)
         self.whole = self._buffer
         self._buffer.untyped_storage().resize_(0)
@@ -89,6 +124,7 @@ class Unit:
         self.name, self.pieces, self.gives_up = name, pieces, gives_up
         self.shown = False
         self.seen_outside = False  # shown while the program itself runs
+        self.stays = False  # read outside of its block by what autograd may keep: whole until the next step
         self.inputs, self.waiting = 0, set[int]()  # gradients that its backward is still to make
         self._end: Callable[[], None] | None = None
 
@@ -113,6 +149,13 @@ class Unit:
             piece.show()
         self.shown = True
 
+    def leave(self) -> None:
+        """The program goes on while the parameters are whole."""
+        if not self.seen_outside:
+            self.seen_outside = True
+            for piece in self.pieces:
+                piece.remember()
+
     def release(self, keep: bool = False) -> None:
         """Parts again. ``keep``: what its backward is still to make stays noted."""
         if self._end is not None:
@@ -120,7 +163,7 @@ class Unit:
             self._end = None
         with torch.no_grad():
             for piece in self.pieces:
-                piece.forget(self.shown and self.seen_outside)
+                piece.forget(self.shown, self.shown and (self.seen_outside or recorded.recorder is None))
         self.shown = self.seen_outside = False
         if not keep:
             self.inputs, self.waiting = 0, set()
@@ -134,41 +177,68 @@ class Blocks:
         pieces: by the parameter that a module sees.
         policy: whether a block gives its parameters up after forward, for all or by (name, module).
         ahead: start gathering the next block's parameters while one computes.
+        blocks: which modules they are; found if left out.
     """
 
-    def __init__(self, model: nn.Module, pieces: dict[Any, Piece], policy: Policy, ahead: bool) -> None:
+    def __init__(
+        self, model: nn.Module, pieces: dict[Any, Piece], policy: Policy, ahead: bool, blocks: BlockSpec = None
+    ) -> None:
         self.ahead = ahead
+        self.twice = False  # a backward has made a graph of its own, which reads what it has read
+        self._unit_of: dict[int, Unit] = {}
         self.units: list[Unit] = []
         self._order: list[Unit] = []  # of the last forward
         self._now: list[Unit] = []
         self._tasks: set[int] = set()
-        for name, module, parameters in blocks_of(model, pieces):
+        for name, module, parameters in blocks_of(model, pieces, blocks):
             gives_up = policy(name, module) if callable(policy) else policy
             unit = Unit(name, [pieces[p] for p in parameters], gives_up)
             for piece in unit.pieces:
                 piece.x._blocks = self
+                self._unit_of[id(piece.seen)] = unit
             self.units.append(unit)
-            module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
-            module.register_forward_hook(self._after(unit), always_call=False)
+            module.register_forward_pre_hook(Hook(self._before(unit)), with_kwargs=True, prepend=True)
+            module.register_forward_hook(Hook(self._after(unit)), always_call=False)
             for i, p in enumerate(parameters):
                 hook(p, None, self._accumulated(unit, i))
-        model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        model.register_forward_hook(lambda *_: self._leave() if torch.is_grad_enabled() else self.release())
+        model.register_forward_pre_hook(Hook(lambda *_: self._begin()), prepend=True)
+        model.register_forward_hook(Hook(lambda *_: self._leave()))
 
     def release(self) -> None:
-        """All are parts."""
+        """All are parts, and nothing is to be read again: a step begins."""
+        self.twice = False
         for unit in self.units:
+            unit.stays = False
             unit.release()
+
+    def want(self, parameter: Any) -> None:
+        """Somebody reaches for a plain parameter by name: whole now, and until the next step if autograd may keep it."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is None or unit.shown:
+            return
+        unit.ready()
+        unit.leave()
+        unit.stays = unit.stays or torch.is_grad_enabled()
 
     def _begin(self) -> None:
         if _torch.graph_task() < 0:
             for unit in self.units:  # shown since a forward without a backward: the program may have written to it
+                again = unit.shown and self._stays(unit)
                 unit.release(keep=True)
+                if again:
+                    unit.ready()
+                    unit.leave()
             self._order, self._now = self._now or self._order, []
 
     def _leave(self) -> None:
         for unit in self.units:
-            unit.seen_outside = unit.seen_outside or unit.shown
+            if unit.shown:
+                unit.leave()
+            if not torch.is_grad_enabled() and not self._stays(unit):
+                unit.release()
+
+    def _stays(self, unit: Unit) -> bool:
+        return self.twice or unit.stays
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def run(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -190,7 +260,8 @@ class Blocks:
             grads = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
             for x in grads if torch.is_grad_enabled() else ():
                 x.register_hook(lambda grad: self._backward(unit))
-            if _torch.graph_task() < 0 and (unit.gives_up or not torch.is_grad_enabled()):
+            gives_up = unit.gives_up or not torch.is_grad_enabled()
+            if _torch.graph_task() < 0 and gives_up and not self._stays(unit):
                 unit.release(keep=True)
 
         return run
@@ -206,6 +277,7 @@ class Blocks:
     def _backward(self, unit: Unit) -> None:
         """The backward of a block begins."""
         task = _torch.graph_task()
+        self.twice = self.twice or torch.is_grad_enabled()
         if task not in self._tasks:
             self._tasks.add(task)
             _torch.queue_callback(lambda: self._finish(task))
@@ -226,43 +298,22 @@ class Blocks:
         self._perhaps_done(unit)
 
     def _perhaps_done(self, unit: Unit) -> None:
-        if not unit.waiting and unit.inputs <= 0 and self._tasks:
+        if not unit.waiting and unit.inputs <= 0 and self._tasks and not self._stays(unit):
             unit.release()
 
     def _finish(self, task: int) -> None:
         self._tasks.discard(task)
-        if not self._tasks:
-            self.release()
+        for unit in self.units if not self._tasks else ():
+            if not self._stays(unit):
+                unit.release()
 
 
-def blocks_of(model: nn.Module, pieces: Iterable[Any]) -> Iterator[tuple[str, nn.Module, list[Any]]]:
-    """The modules below a model that are no mere lists, each with its parameters; what several share is the model's own."""
-    known = {id(p): p for p in pieces}
-    found = [(name, module) for name, module in _children("", model)]
-    owners: dict[int, set[str]] = {}
-    for name, module in found:
-        for p in module.parameters():
-            owners.setdefault(id(p), set()).add(name)
-    taken: set[int] = set()
-    for name, module in found:
-        mine = {id(p): p for p in module.parameters() if id(p) in known and owners[id(p)] == {name}}
-        taken |= set(mine)
-        if mine:
-            yield name, module, [*mine.values()]
-    rest = {id(p): p for p in model.parameters() if id(p) in known and id(p) not in taken}
-    if rest:
-        yield "", model, [*rest.values()]
-
-
-def _children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            yield from _children(path, child)
-        else:
-            yield path, child
-
-
-def of_marks(model: nn.Module, cuts: Iterable[tuple[DistTensor, Spec, Cut]], policy: Policy, ahead: bool) -> Blocks:
+def of_marks(
+    model: nn.Module,
+    cuts: Iterable[tuple[DistTensor, Spec, Cut]],
+    policy: Policy,
+    ahead: bool,
+    blocks: BlockSpec = None,
+) -> Blocks:
     """Blocks of a model whose parameters are distributed tensors: (parameter, its spec without the cut, the cut)."""
-    return Blocks(model, {x: Piece(cut, spec, x) for x, spec, cut in cuts}, policy, ahead)
+    return Blocks(model, {x: Piece(cut, spec, x) for x, spec, cut in cuts}, policy, ahead, blocks)

@@ -2,6 +2,9 @@
 
 During a step the copies stand in the optimizer's groups, so its states are made like them and its arithmetic is theirs;
 before and after it everybody sees the model's own parameters. A copy is a state of its parameter, "master_weight".
+
+What a program writes to a parameter counts: where a parameter is no longer its copy rounded, the copy takes its value before
+the next step. Values are compared, since a write to ``p.data`` counts no version.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Masters:
         for param, master in self._of.items():
             grad = param.grad
             if grad is not None:
+                _follow(master._local, param._local)
                 spec = master._spec
                 master.grad = wrap(grad._local.to(spec.device, spec.dtype), spec.with_layout(grad._spec.layout))
         self._show(optimizer)
@@ -69,14 +73,14 @@ class Masters:
             return
         self._swapped = True
         for param, master in self._of.items():
-            state = optimizer.state.pop(param, None) or {}
+            state = optimizer.state.pop(param, {})
             known = state.pop(KEY, None)
             if isinstance(known, DistTensor) and known._local.data_ptr() != master._local.data_ptr():
                 with torch.no_grad():
                     master.copy_(known)  # it was loaded
             if state:
-                optimizer.state[master] = state
-        self._exchange(optimizer, self._of)
+                optimizer.state[master] = state  # the same dict: an optimizer may hold it while its closure runs
+        exchange(optimizer, self._of)
 
     def _hide(self, optimizer: Optimizer) -> None:
         self._swapped = False
@@ -87,10 +91,28 @@ class Masters:
                 if loaded is not None:
                     with torch.no_grad():
                         master.copy_(loaded)
-                optimizer.state[param] = {**state, KEY: master.detach()}
-        self._exchange(optimizer, {master: param for param, master in self._of.items()})
+                state[KEY] = master.detach()
+                optimizer.state[param] = state
+        exchange(optimizer, {master: param for param, master in self._of.items()})
 
-    @staticmethod
-    def _exchange(optimizer: Optimizer, by: dict[Any, Any]) -> None:
-        for group in optimizer.param_groups:
-            group["params"] = [by.get(p, p) for p in group["params"]]
+
+def exchange(optimizer: Optimizer, by: dict[Any, Any]) -> None:
+    """Put others in the places of an optimizer's parameters, in the lists that it has (LBFGS keeps its own name of one)."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [by.get(p, p) for p in group["params"]]
+
+
+def exchange_all(optimizer: Optimizer, by: dict[Any, Any]) -> None:
+    """Others in the places of an optimizer's parameters, with their states."""
+    exchange(optimizer, by)
+    for p in [p for p in optimizer.state if p in by]:
+        optimizer.state[by[p]] = optimizer.state.pop(p)
+
+
+def _follow(master: Tensor, param: Tensor) -> None:
+    """A copy takes the elements of its parameter that are not its own, rounded."""
+    now = param.to(master.device)
+    if now.dtype == master.dtype:
+        master.copy_(now)
+    else:
+        torch.where(now == master.to(now.dtype), master, now.to(master.dtype), out=master)

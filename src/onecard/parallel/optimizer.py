@@ -15,7 +15,7 @@ from onecard.errors import LayoutError
 from onecard.parallel.layer import replaced
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import is_like, lay_out_loaded, lay_out_states, sharders
-from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of
+from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, params_of, with_closure
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
@@ -78,8 +78,13 @@ def shard_optimizer(
             reduce_gradients(due)
             reduce_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)
 
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            loss = closure()
+            reduce()
+            return loss
+
         reduce()
-        return _with_closure(args, kwargs, reduce)
+        return with_closure(args, kwargs, evaluate)
 
     optimizer.register_step_pre_hook(sum_gradients)
     keep_laid_out(optimizer, None)
@@ -117,20 +122,6 @@ def _check_current(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> 
 # Also of those that no shard_optimizer has seen.
 register_optimizer_step_pre_hook(_check_current)
 register_optimizer_step_pre_hook(lay_out_loaded)
-
-
-def _with_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> tuple[Any, Any]:
-    """Arguments of ``step`` whose closure, if there is one, is followed by ``after``: it makes gradients anew."""
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if given is None:
-        return args, kwargs
-
-    def closure() -> Any:
-        loss = given()
-        after()
-        return loss
-
-    return args[:1], {**kwargs, "closure": closure}
 
 
 def _as_parameter(x: DistTensor) -> Cut | None:

@@ -245,8 +245,8 @@ def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any]
         return
     param.requires_grad_(True)
     if before is not None:
-        param.register_hook(before)
-    param.register_post_accumulate_grad_hook(after)
+        Tensor.register_hook(param, before)  # not what a subclass makes of it for users
+    Tensor.register_post_accumulate_grad_hook(param, after)
     param.requires_grad_(trained)
 
 

@@ -10,7 +10,7 @@ Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); the names are those of ``pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from onecard.errors import LayoutError
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
-from onecard.parallel.blocks import Policy, of_marks
+from onecard.parallel.blocks import BlockSpec, Policy, of_marks
 from onecard.parallel.master import Masters
 from onecard.parallel.reducer import Reducer, reduce_gradients
 from onecard.parallel.resume import lay_out_with
@@ -139,6 +139,8 @@ class ShardingStage3(ShardingStage2):
             block's forward and backward; with ``overlap`` those of the next block while one computes.
         reshard_after_forward: whether a block gives the whole parameters up after its forward: always (True), never, or
             by ``fn(name, block)``. Where it does not, backward needs no all-gather.
+        blocks: which modules they are: modules, their names or classes, as for ``fully_shard``; the model's repeated layers if
+            left out.
 
     Example:
         >>> from onecard import ProcessMesh, shard_layer, shard_optimizer
@@ -152,6 +154,7 @@ class ShardingStage3(ShardingStage2):
 
     model: nn.Module | None = None
     reshard_after_forward: Policy = True
+    blocks: BlockSpec = None
     stage = 3
 
 
@@ -162,10 +165,21 @@ def _best_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 class ShardedUpdate:
-    """Runs an optimizer's step on the parts that this rank updates."""
+    """Runs an optimizer's step on the parts that this rank updates.
 
-    def __init__(self, optimizer: Optimizer, stage: ShardingStage1, zero: Any = None) -> None:
-        self.stage = stage
+    Args:
+        reducer: sums its parameters' gradients; one of its own if left out.
+        joined: what a closure's loss on this rank is as one card's; itself if left out.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        stage: ShardingStage1,
+        reducer: Reducer | None = None,
+        joined: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.stage, self._joined = stage, joined
         self._during: list[tuple[Cut, Spec]] = []  # what is cut while a step runs, and how it was before
         params = [p for p in params_of(optimizer) if isinstance(p, DistTensor)]
         if not params and any(True for _ in params_of(optimizer)):
@@ -183,8 +197,8 @@ class ShardedUpdate:
             for _, _, cut in taken:
                 own_part(cut)  # the rest of the memory is free then
             if stage.model is not None:
-                of_marks(stage.model, taken, stage.reshard_after_forward, overlap)
-        self.reducer = Reducer(params, stage.cut, stage.stage > 1, overlap, zero, stage.reduce_dtype)
+                of_marks(stage.model, taken, stage.reshard_after_forward, overlap, stage.blocks)
+        self.reducer = reducer or Reducer(params, stage.cut, stage.stage > 1, overlap, None, stage.reduce_dtype)
         self._masters: Masters | None = None
         if stage.master_weights or stage.offload:
             cuts = [(p, stage.cut(p)) for p in params]
@@ -195,16 +209,25 @@ class ShardedUpdate:
         cut = self.stage.cut(param)
         return state if cut is None else lay_out_with(state, cut.layout)
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
-        if self._masters is not None and (kwargs.get("closure") or len(args) > 1):
-            raise LayoutError(
-                "step(closure) makes gradients while the optimizer holds master weights: call closure() before step(), or leave "
-                "master_weights and offload out"
-            )
+        self.reducer.before_step()
+        self._take_parts(optimizer)
+        return with_closure(args, kwargs, lambda given: self._evaluate(optimizer, given))
+
+    @torch.no_grad()
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """A closure sees the model as it is: what the optimizer has updated so far is everybody's."""
+        self._end(optimizer, (), {})
+        with torch.enable_grad():
+            loss = closure()
+        self.reducer.finish()
+        self._take_parts(optimizer)
+        return loss if self._joined is None else self._joined(loss)
+
+    def _take_parts(self, optimizer: Optimizer) -> None:
         for blocks in {b for p in params_of(optimizer) if (b := getattr(p, "_blocks", None)) is not None}:
             blocks.release()
-        self.reducer.before_step()
         cuts, others = [], []
         for param in params_of(optimizer):
             cut = self.stage.cut(param) if isinstance(param, DistTensor) and param.grad is not None else None
@@ -247,6 +270,12 @@ def own_part(cut: Cut) -> Cut:
     _take_part(cut)
     cut.x._local = cut.x._local.clone()
     return cut
+
+
+def with_closure(args: Any, kwargs: Any, evaluate: Callable[[Callable[[], Any]], Any]) -> tuple[Any, Any] | None:
+    """Arguments of ``step`` whose closure, if there is one, is called by ``evaluate``; None: there is none."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return None if given is None else (args[:1], {**kwargs, "closure": lambda: evaluate(given)})
 
 
 def overlaps(asked: bool | None, params: Sequence[DistTensor]) -> bool:

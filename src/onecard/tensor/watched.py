@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onecard.comm import check, clock, record, sparse_check, world
 from onecard.comm.sparse_check import Site, Subject
+from onecard.comm.state import Kept
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path
@@ -21,6 +22,10 @@ READ_APART = (
 )
 
 
+apart: Kept[set[ProcessMesh]] = Kept(set)
+"""Meshes whose distributed tensors meet losses that each rank computes of its own samples (``fleet.group_sharded_parallel``)."""
+
+
 class Operands:
     """The plain operands of one kind of call: they count as Replicate, so that every rank must hold the same.
 
@@ -29,18 +34,34 @@ class Operands:
 
     def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
         self.operator, self.paths, self.here = operator, paths, mesh.coordinate() is not None
+        self.apart = mesh in apart.here
         names = ",".join(name for name, _ in paths)
         self.sites = tuple(_site(mesh, f"{operator}/{names}/{'grad' if grad else 'no_grad'}") for grad in (False, True))
 
     def compare(self, at: Callable[[Path], Any]) -> None:
         """Compare them, if it is time to."""
+        if self.apart:
+            for _, path in self.paths:
+                x = at(path)
+                if isinstance(x, Tensor) and x.requires_grad:  # backward goes on with each rank's own
+                    x.register_hook(own_whole)
         site = self.sites[torch.is_grad_enabled()]
         if site.tick():
             world.init()  # a program in which nothing is sent would never meet
             if not self.here:
                 return
             found = [(name, at(path)) for name, path in self.paths]
+            if self.apart:
+                found = [(name, x) for name, x in found if not (isinstance(x, Tensor) and x.requires_grad)]
             sparse_check.equal(site, self.operator, [_plain(n, x) for n, x in found if isinstance(x, Tensor)])
+
+
+def own_whole(x: Tensor) -> Tensor:
+    """A distributed tensor as this rank has it, whole; ranks outside its mesh are not asked."""
+    if not isinstance(x, DistTensor):
+        return x
+    layout = Layout.replicated(x.mesh, x.dim())
+    return (x if x._spec.layout is layout else x.redistribute(layout.placements)).to_local()
 
 
 def _plain(name: str, x: Tensor) -> Subject:
