@@ -250,6 +250,8 @@ def test_reference_lists_every_public_name_once():
         ("from-paddle", "paddle.distributed"),
         ("from-torch", "torch.distributed.tensor"),
         ("from-torch", "torch.distributed"),
+        ("from-torch", "deepspeed"),
+        ("from-torch", "megatron.core"),
     ],
 )
 def test_pages_show_the_table_of_names_elsewhere(page, library):

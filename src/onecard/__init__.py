@@ -32,6 +32,15 @@ from onecard.fleet.collective import (
     send,
     wait,
 )
+from onecard.fleet.exchanges import (
+    P2POp,
+    alltoall_single,
+    batch_isend_irecv,
+    broadcast_object_list,
+    get_backend,
+    is_initialized,
+    scatter_object_list,
+)
 from onecard.fleet.splitting import split
 from onecard.fleet.tokens import token_mean
 from onecard.graph import Recording, Static, load_recording, record, to_static
@@ -81,5 +90,6 @@ __all__ = [
     "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unshard",
     "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
     "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
-    "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
+    "P2POp", "alltoall_single", "batch_isend_irecv", "broadcast_object_list", "get_backend", "is_initialized",
+    "scatter_object_list", "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip

@@ -76,6 +76,9 @@ FSDP = {
     "ZeroRedundancyOptimizer": _STAGE_1,
     "MixedPrecisionPolicy": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
     "MixedPrecision": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
+    "auto_wrap_policy": "nothing: with `model=model` of `oc.ShardingStage3` blocks are found in the model",
+    "ignored_params": "nothing: what is in no optimizer of a stage stays as it is",
+    "register_fsdp_forward_method": "nothing: a parameter is gathered where an operator reads it, in any method",
     "CPUOffloadPolicy": "`offload=True` of a stage: the optimizer's states",
     "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them; stages 2 and 3 of ZeRO sum in each",
     "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
@@ -87,7 +90,33 @@ FSDP = {
     "compile": "not there yet: leave `torch.compile` out",
 }  # fmt: skip
 
-ALL = {"paddle.distributed": PADDLE, "torch.distributed.tensor": DTENSOR, "torch.distributed": FSDP}
+DEEPSPEED = {
+    "GatheredParameters": "`p.full_tensor()` reads the whole parameter; `with torch.no_grad(): p.copy_(whole)` writes it, on all "
+    "ranks alike",
+    "register_external_parameter": "nothing: a parameter that is read outside its module is gathered there",
+    "zero_to_fp32": "`oc.checkpoint.convert`, or `oc.checkpoint.load` into one card's model",
+    "initialize": _STAGE_3,
+    "PipelineModule": "`fleet.PipelineLayer`; by marks `pipeline.step_by_marks`",
+    "TiedLayerSpec": "`fleet.SharedLayerDesc`",
+    "LayerSpec": "`fleet.LayerDesc`",
+}
+MEGATRON = {
+    "copy_to_tensor_model_parallel_region": "`oc.fleet.mappings.copy_to(x)`",
+    "reduce_from_tensor_model_parallel_region": "`oc.fleet.mappings.reduce_from(x)`",
+    "scatter_to_tensor_model_parallel_region": "`oc.fleet.mappings.scatter_to(x)`",
+    "gather_from_tensor_model_parallel_region": "`oc.fleet.mappings.gather_from(x)`",
+    "scatter_to_sequence_parallel_region": "`oc.fleet.utils.sequence_parallel_utils.scatter(x)`",
+    "gather_from_sequence_parallel_region": "`oc.fleet.utils.sequence_parallel_utils.all_gather(x)` before a layer that is cut, "
+    "else `gather(x)`",
+    "reduce_scatter_to_sequence_parallel_region": "`oc.fleet.utils.sequence_parallel_utils.reduce_scatter(x)`",
+    "vocab_parallel_cross_entropy": "`oc.fleet.meta_parallel.ParallelCrossEntropy()(logits, labels)`",
+    "initialize_model_parallel": "`oc.fleet.init(strategy=...)` with `hybrid_configs`",
+}
+
+ALL = {
+    "paddle.distributed": PADDLE, "torch.distributed.tensor": DTENSOR,
+    "torch.distributed": FSDP, "deepspeed": DEEPSPEED, "megatron.core": MEGATRON,
+}  # fmt: skip
 
 
 def refuse(name: str) -> NoReturn:

@@ -350,6 +350,11 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     return value if group.index == index else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
+def backend_of(group: Group) -> str:
+    """What carries a group's messages; "none" where it has none to send."""
+    return "none" if group.process_group is None else str(dist.get_backend(group.process_group))
+
+
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     pg = group.process_group

@@ -90,6 +90,11 @@ def init() -> None:
 waiting: Kept[list[Callable[[], None]]] = Kept(list)
 
 
+def has_met() -> bool:
+    """Whether the ranks have met."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def _join() -> None:
     place = device()
     if place.type == "cuda":

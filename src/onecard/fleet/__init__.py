@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from onecard.comm import world
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import as_torch, meta_parallel, names, recomputing, saved, scaling, training, utils
+from onecard.fleet import as_torch, mappings, meta_parallel, names, recomputing, saved, scaling, training, utils
 from onecard.fleet.context import ring_attention, ulysses_attention
 from onecard.fleet.gradients import sync
 from onecard.fleet.initial import (
@@ -42,7 +42,7 @@ __all__ = [
     "Held", "HybridCommunicateGroup", "KaimingUniform", "LayerDesc", "Normal", "ParamAttr", "PipelineLayer", "PipelineParallel",
     "Run", "SharedLayerDesc", "Uniform", "XavierNormal", "XavierUniform", "barrier_worker", "clip_grad_norm_",
     "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts", "dropout", "get_hybrid_communicate_group",
-    "get_rng_state_tracker", "grad_norm", "group_sharded_parallel", "held", "init", "is_first_worker", "mark",
+    "get_rng_state_tracker", "grad_norm", "group_sharded_parallel", "held", "init", "is_first_worker", "mappings", "mark",
     "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
     "recomputing", "ring_attention", "saved", "save_group_sharded_model", "split_parameters", "sum_over", "sync", "token_mean",
     "training", "ulysses_attention",

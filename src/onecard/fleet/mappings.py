@@ -21,23 +21,34 @@ from onecard.fleet.parameters import part_sizes
 Function = torch.autograd.Function
 
 
-def copy_to(x: Tensor, group: Ranks) -> Tensor:
+def _mp(group: Ranks | None) -> Ranks:
+    """A group; without one the ranks along mp, as in Megatron, whose functions have no group."""
+    from onecard.fleet.topology import get_hybrid_communicate_group
+
+    return get_hybrid_communicate_group().group("mp") if group is None else group
+
+
+def copy_to(x: Tensor, group: Ranks | None = None) -> Tensor:
     """The value, for use by layers that are cut; its gradient is summed over the ranks (f)."""
+    group = _mp(group)
     return x if group.size == 1 else _CopyTo.apply(x, group)
 
 
-def reduce_from(x: Tensor, group: Ranks) -> Tensor:
+def reduce_from(x: Tensor, group: Ranks | None = None) -> Tensor:
     """The sum of the ranks' summands; the gradient of each is that of the sum (g)."""
+    group = _mp(group)
     return x if group.size == 1 else _ReduceFrom.apply(x, group)
 
 
-def gather_from(x: Tensor, group: Ranks, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+def gather_from(x: Tensor, group: Ranks | None = None, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
     """The parts joined; the gradient is cut."""
+    group = _mp(group)
     return x if group.size == 1 else _GatherFrom.apply(x, group, dim % x.dim(), sizes)
 
 
-def scatter_to(x: Tensor, group: Ranks, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+def scatter_to(x: Tensor, group: Ranks | None = None, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's part of what all hold; the gradients are joined."""
+    group = _mp(group)
     if group.size == 1:
         return x
     return _ScatterTo.apply(x, group, dim % x.dim(), sizes or part_sizes(x.shape[dim], group.size))

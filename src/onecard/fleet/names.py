@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from onecard import elsewhere
+
 _NO_SERVERS = "nothing: there are no parameter servers"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
 _ZERO = '`fleet.group_sharded_parallel(model, optimizer, level)`: "os", "os_g" or "p_g_os"'
@@ -27,6 +29,19 @@ ELSEWHERE = {
     "save_inference_model": "`torch.export` of the whole model",
     "save_persistables": "`model.state_dict()` holds this rank's parts, `fleet.held(p)` says which",
     "minimize": "`optimizer.minimize(loss)`",
+    "PipelineParallelWithInterleave": "`fleet.distributed_model(PipelineLayer(..., num_virtual_pipeline_stages=2))`, which is a "
+    "`PipelineParallel`, too",
+    "PipelineParallelWithInterleaveFthenB": '`pipeline_configs = {"schedule_mode": "BFS"}`, num_virtual_pipeline_stages=2',
+    "SegmentParallel": '`fleet.distributed_model(model)` under `hybrid_configs = {"sep_degree": n}`, with `fleet.ring_attention` '
+    "or `fleet.ulysses_attention` in the model",
+    "hybrid_parallel_util": "`fleet.sync(model.parameters())` for `fused_allreduce_gradients`; its broadcasts of parameters are "
+    "done by `fleet.distributed_model`",
+    "fused_allreduce_gradients": "`fleet.sync(model.parameters())`; clipping and `optimizer.step()` do it, too",
+    "mix_precision_utils": "`strategy.amp = True` or `torch.autocast`, and `fleet.GradScaler`; gradients of bfloat16 models in "
+    "float32: `master_weights=True` of a stage of ZeRO",
+    "timer_helper": "`model.timeline()` of a pipeline; `torch.profiler` else",
+    "recompute_sequential": "`fleet.utils.recompute_sequential`",
+    "recompute_hybrid": "`fleet.utils.recompute_hybrid`",
 }
 
 
@@ -38,6 +53,6 @@ def refuse(module: str, name: str) -> NoReturn:
         Traceback (most recent call last):
         AttributeError: onecard.fleet has no 'is_worker'. In its place: nothing: every rank is a worker
     """
-    if name in ELSEWHERE:
-        raise AttributeError(f"{module} has no {name!r}. In its place: {ELSEWHERE[name]}", name=name)
+    if found := ELSEWHERE.get(name) or elsewhere.MEGATRON.get(name):
+        raise AttributeError(f"{module} has no {name!r}. In its place: {found}", name=name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)

@@ -59,6 +59,68 @@ def recompute(
     )
 
 
+def recompute_sequential(ctx: dict[str, Any] | None, functions: Any, *args: Any, **kwargs: Any) -> Any:
+    """Functions one after the other, in segments of which each keeps its arguments alone.
+
+    Args:
+        ctx: ``segments``, how many, 1 if left out; ``preserve_rng_state``.
+        functions: an ``nn.Sequential``, or a list of functions; the first is given ``args`` and ``kwargs``.
+
+    Source: ``paddle.incubate.distributed.fleet.recompute_sequential``.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> recompute_sequential({"segments": 2}, [torch.sin, torch.exp, torch.cos], x).shape
+        torch.Size([2])
+    """
+    known = _options("recompute_sequential", ctx, "segments", "preserve_rng_state")
+    run, count = list(functions), known.pop("segments", 1)
+    if type(count) is not int or count < 1:
+        raise FleetError(f"recompute_sequential: segments is {count!r}; want a whole number of at least 1")
+    each = max(1, len(run) // count)
+    bounds = [*range(0, len(run), each)][:count]
+    for begin, end in zip(bounds, [*bounds[1:], len(run)], strict=True):
+        args, kwargs = (recompute(_one_by_one, run[begin:end], args, kwargs, **known),), {}
+    return args[0]
+
+
+def recompute_hybrid(ctx: dict[str, Any] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``recompute``, under tensor parallelism: its collectives run again on all ranks alike, which needs no group.
+
+    Args:
+        ctx: Paddle's ``mp_group``, which is not needed, ``preserve_rng_state``, and ``offload`` and ``partition``, which must
+            be False.
+
+    Raises:
+        FleetError: arguments are to be moved off the device, or cut over the ranks.
+
+    Source: ``paddle.incubate.distributed.fleet.recompute_hybrid``.
+    """
+    known = _options("recompute_hybrid", ctx, "mp_group", "offload", "partition", "preserve_rng_state")
+    if known.pop("offload", False) or known.pop("partition", False):
+        raise FleetError(
+            "recompute_hybrid: what it keeps is not moved off the device (offload) nor cut over the ranks (partition): leave "
+            "them out. Sequence parallel layers (fleet.utils.sequence_parallel_utils) keep a part each"
+        )
+    kept = {name: known[name] for name in ("preserve_rng_state",) if name in known}
+    return recompute(function, *args, **kept, **kwargs)
+
+
+def _options(call: str, ctx: dict[str, Any] | None, *names: str) -> dict[str, Any]:
+    given = dict(ctx or {})
+    if strange := sorted(set(given) - set(names)):
+        raise FleetError(f"{call}: ctx has no {strange[0]!r}; it may have {', '.join(names)}")
+    return given
+
+
+def _one_by_one(run: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
+    value = run[0](*args, **kwargs)
+    for function in run[1:]:
+        value = function(value)
+    return value
+
+
 def _both(outer: Any, preserve: bool, inner: Any) -> Contexts:
     """Contexts of the first and the second run; the second begins from the named random states that the first began from."""
     tracker = get_rng_state_tracker()

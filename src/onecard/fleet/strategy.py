@@ -52,6 +52,16 @@ _PLANNED = {
 }
 
 
+_KEYS = {
+    "ep_degree": "there is no axis of experts: lay their weights out by marks, oc.shard_tensor(w, mesh, [oc.Shard(0)]) of "
+    "(experts, in, out), with oc.alltoall_single or an einsum between them",
+    "moe_sharding_degree": "there is no axis of experts",
+    "sharding_configs": "overlap and buckets need no word; stages: fleet.group_sharded_parallel(model, optimizer, level)",
+    "mp_configs": "sums of tensor parallel layers need no word; sequence parallelism: fleet.utils.sequence_parallel_utils",
+    "pp_configs": "strategy.pipeline_configs",
+}
+
+
 class DistributedStrategy:
     """What ``fleet.init`` is given. Each ``..._configs`` takes a dict, of which the rest keeps its defaults.
 
@@ -162,6 +172,8 @@ def _checked(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FleetError(f"DistributedStrategy.{name} is a dict of {', '.join(known)}; not {value!r}")
     for key, given in value.items():
+        if key in _KEYS and name == "hybrid_configs":
+            raise FleetError(f"DistributedStrategy.{name}[{key!r}]: in its place: {_KEYS[key]}")
         if key not in known:
             raise FleetError(f"DistributedStrategy.{name} has no key {key!r}{_near(key, list(known))}")
         if key.endswith(("degree", "steps", "size")) and not (

@@ -1,6 +1,13 @@
 """Paddle's ``fleet.utils``: recompute, and ``sequence_parallel_utils``."""
 
-from onecard.fleet import sequence as sequence_parallel_utils
-from onecard.fleet.recomputing import recompute
+from typing import NoReturn
 
-__all__ = ["recompute", "sequence_parallel_utils"]
+from onecard.fleet import names
+from onecard.fleet import sequence as sequence_parallel_utils
+from onecard.fleet.recomputing import recompute, recompute_hybrid, recompute_sequential
+
+__all__ = ["recompute", "recompute_hybrid", "recompute_sequential", "sequence_parallel_utils"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    names.refuse("onecard.fleet.utils", name)
