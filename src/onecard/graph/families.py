@@ -10,6 +10,7 @@ from torch import fx
 
 from onecard._torch import OpOverload
 from onecard.cost import Curve, read
+from onecard.graph import convolutions
 from onecard.graph.live import is_name, size_of
 
 _MEMBERS = {
@@ -116,6 +117,10 @@ def _product(node: fx.Node, curves: Mapping[str, Curve], products: int) -> float
         known = {n: curves[f"{kind} {n}"] for n in WIDTHS if f"{kind} {n}" in curves}
         each = _between(known, width, products // max(1, prod(heads)))
         return None if each is None else prod(heads) * each
+    if (call := convolutions.call_of(node)) is not None:
+        kind = "convolution backward" if call.wanted else "convolution"
+        known = {n: curves[f"{kind} {n}"] for n in convolutions.CHANNELS if f"{kind} {n}" in curves}
+        return _between(known, convolutions.channels(call), products)
     parts = _sizes(node)
     if not parts:
         return None

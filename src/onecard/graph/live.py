@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from onecard._torch import OpOverload
+from onecard.graph.convolutions import workspace
 from onecard.graph.memory import _shares
 
 Block = tuple[fx.Node, int]
@@ -41,9 +42,9 @@ class Live:
         at = -1
         for i, node in enumerate(self._order):
             now += sum(map(_bytes, self._begin[i]))
-            self.during[node] = now
-            if now > self.peak:
-                self.peak, at = now, i
+            self.during[node] = now + workspace(node)
+            if self.during[node] > self.peak:
+                self.peak, at = self.during[node], i
             now -= sum(map(_bytes, self._end.get(i, ())))
             self.after[node] = now
         self.peak_at = "inputs" if at < 0 else self._order[at].name
@@ -78,7 +79,10 @@ class Live:
             alive |= self._begin[i]
             if i < at:
                 alive -= set(self._end.get(i, ()))
-        yield from sorted(((_name(b), _bytes(b)) for b in alive if _bytes(b)), key=lambda pair: (-pair[1], pair[0]))
+        found = [(_name(b), _bytes(b)) for b in alive if _bytes(b)]
+        if at >= 0 and (more := workspace(self._order[at])):
+            found.append((f"copies that {self._order[at].name} makes", more))
+        yield from sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
 
 def _blocks(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:

@@ -22,7 +22,7 @@ from onecard import cost
 from onecard._torch import OpOverload, below_autograd
 from onecard.comm import again
 from onecard.cost import Curve, Machine
-from onecard.graph import families, measure_messages, probes
+from onecard.graph import convolutions, families, measure_messages, probes
 from onecard.graph.compiled import _last_uses as last_uses
 from onecard.graph.compiled import called, compiled
 from onecard.graph.probes import Sample
@@ -86,6 +86,9 @@ def _samples(n: int, total: int) -> Iterator[tuple[str, Sample]]:
     for width in families.WIDTHS:
         yield f"attention {width}", probes.attention(width, False)(n)
         yield f"attention backward {width}", probes.attention(width, True)(n)
+    for channels, back in product(convolutions.CHANNELS, (False, True)):
+        if (sample := probes.convolution(channels, back, total)) is not None:
+            yield f"convolution {'backward ' if back else ''}{channels}", sample
     for kind, thin in product(families.THIN, families.SIZES):
         sample = probes.product(kind, thin, total)
         if sample is not None:

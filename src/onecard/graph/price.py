@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from onecard._torch import OpOverload
 from onecard.comm import again
 from onecard.cost import MACHINE, Machine, read
-from onecard.graph import families
+from onecard.graph import convolutions, families
 from onecard.graph.live import Live, is_name, size_of
 from onecard.graph.recording import Recording
 
@@ -299,6 +299,8 @@ def products(node: fx.Node) -> int:
         return once * (bool(wanted[0]) + bool(wanted[1]))  # type: ignore[index]
     if target.overloadpacket in (aten.matmul, aten.dot):
         return math.prod(_shape(node)) * _shape(node.args[0])[-1]
+    if (convolution := convolutions.call_of(node)) is not None:
+        return convolutions.products(convolution)
     attention = families.attention_products(node)
     if attention:
         return attention

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from onecard._torch import tree_map
-from onecard.graph import families
+from onecard.graph import convolutions, families
 from onecard.graph.compiled import compiled
 from onecard.graph.together import Run
 
@@ -169,6 +169,26 @@ def product(kind: str, thin: int, total: int) -> Sample | None:
     if kind == families.THIN[1]:
         return Sample(size, replayed(aten.mm.default, torch.rand(thin, side).t(), torch.rand(thin, side)))
     return Sample(size, replayed(aten.mm.default, torch.rand(side, side), torch.rand(side, thin)))
+
+
+def convolution(channels: int, back: bool, total: int) -> Sample | None:
+    """Images of 16 x 16 under weights of 3 x 3, of about ``total`` multiply-adds, at least two of them; each channel alone, if it
+    is one. None if so few do not make two."""
+    groups = _ALONE if channels == 1 else 1
+    width = channels * groups
+    images = total // (256 * 9 * width * channels)
+    if not 2 <= images <= 512:
+        return None
+    x, weight = torch.rand(images, width, 16, 16), torch.rand(width, channels, 3, 3)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    products = float(x.numel() * channels * 9)
+    if back:
+        given = (convolutions.BACKWARD, x, x, weight, [width], *rest, [True, True, True])
+        return Sample(2 * products, replayed(*given))
+    return Sample(products, replayed(convolutions.FORWARD, x, weight, None, *rest))
+
+
+_ALONE = 32
 
 
 def name() -> Sample:

@@ -65,6 +65,9 @@ def _outputs(graph: fx.Graph) -> tuple[Any, ...]:
     nodes: Any = list(graph.nodes)
     if not nodes or nodes[-1].op != "output":
         raise RecordingError("a graph without results")
+    for given in nodes[-1].args[0]:
+        if not isinstance(given, fx.Node):
+            raise RecordingError(f"a result that is {str(given)[:80]!r}, and no node")
     return tuple(nodes[-1].args[0])
 
 
