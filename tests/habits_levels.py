@@ -69,15 +69,16 @@ class At:
 class Marks(At):
     """Placements on parameters, and a stage of ZeRO."""
 
-    def __init__(self, stage: type[oc.ShardingStage1], **options: Any) -> None:
-        self.stage, self.options = stage, options
+    def __init__(self, stage: type[oc.ShardingStage1], blocks: bool = False, **options: Any) -> None:
+        self.stage, self.blocks, self.options = stage, blocks, options
         self.mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
 
     def wrap(self, net: nn.Module, *makers: Maker, given: int | None = None) -> list[Any]:
         oc.shard_layer(net, self.mesh)
         made = [make(net) for make in makers]
-        for each in made[:given]:
-            oc.shard_optimizer(each, self.stage("dp", self.mesh, **self.options))
+        for number, each in enumerate(made[:given]):
+            more = {"model": net} if self.blocks and not number else {}
+            oc.shard_optimizer(each, self.stage("dp", self.mesh, **self.options, **more))
         return [net, *made]
 
     def data(self, x: Tensor) -> Tensor:
@@ -120,9 +121,14 @@ LEVELS: dict[str, Callable[[], At]] = {
     "ZeRO 1": lambda: Marks(oc.ShardingStage1),
     "ZeRO 2": lambda: Marks(oc.ShardingStage2),
     "ZeRO 3": lambda: Marks(oc.ShardingStage3),
+    "ZeRO 1 offload": lambda: Marks(oc.ShardingStage1, offload=True),
+    "ZeRO 3 blocks": lambda: Marks(oc.ShardingStage3, blocks=True, overlap=True),
     "os": lambda: Level("os"),
     "os_g": lambda: Level("os_g"),
     "p_g_os": lambda: Level("p_g_os"),
+    "os overlap": lambda: Level("os", overlap=True),
+    "os_g offload": lambda: Level("os_g", offload=True),
+    "p_g_os kept": lambda: Level("p_g_os", overlap=True, reshard_after_forward=False, offload=True),
 }
 
 HABITS: dict[str, Callable[[At], Seen]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fleet_programs import begin
 from test_zero import OPTIMIZERS, batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -292,3 +293,100 @@ def recorded() -> None:
 
 def test_steps_are_recorded() -> None:
     run_ranks(recorded, 2)
+
+
+class Sequences(nn.Module):
+    """A recurrent network, whose kernels keep views of all its weights."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = kind(5, 6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def recurrent() -> None:
+    fleet.init(is_collective=True)
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    group = torch.distributed.new_group([0, 1])  # torch's own
+    x, y = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    for kind in (nn.LSTM, nn.GRU):
+        found = []
+        for how in ("alone", "marks", "p_g_os"):
+            net: Any = Sequences(kind)
+            given: Any = (x, y)
+            if how == "marks":
+                oc.shard_layer(net, mesh)
+                given = tuple(oc.shard_tensor(t, mesh, [oc.Shard(0)]) for t in given)
+            optimizer: Any = torch.optim.AdamW(net.parameters(), 0.01)
+            if how == "marks":
+                oc.shard_optimizer(optimizer, oc.ShardingStage3("dp", mesh, model=net))
+            elif how == "p_g_os":
+                net, optimizer, _ = fleet.group_sharded_parallel(net, optimizer, how, group=group)
+                given = tuple(t.chunk(2)[oc.get_rank()] for t in given)
+            for _ in range(3):
+                cross_entropy(net(given[0]), given[1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([oc.unshard(p.detach()) for p in net.parameters()])
+        for other in found[1:]:
+            for mine, one in zip(other, found[0], strict=True):
+                assert_close(mine, one, rtol=1e-5, atol=1e-6)
+
+
+def test_recurrent_networks_by_blocks() -> None:
+    run_ranks(recurrent, 2)
+
+
+def beside_tensor_parallel() -> None:
+    """Ranks of other parts ask for a whole tensor each for themselves."""
+    begin(dp=2, mp=2)
+    for level in LEVELS:
+        torch.manual_seed(0)
+        net: Any = fleet.distributed_model(
+            nn.Sequential(fleet.meta_parallel.ColumnParallelLinear(6, 8), nn.Linear(8, 4))
+        )
+        kept = {n: p.detach().clone() for n, p in net.named_parameters()}
+        net, _, _ = fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters()), level)
+        for name, p in net.named_parameters():
+            assert torch.equal(p.full_tensor(), kept[name]) and torch.equal(oc.unshard(p), kept[name]), (level, name)
+
+
+def test_whole_tensors_beside_tensor_parallel_layers() -> None:
+    run_ranks(beside_tensor_parallel, 4, timeout=60)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_pretended(fake: bool) -> None:
+    for level in LEVELS:
+        with oc.pretend(4, rank=1, fake=fake), torch.device("cpu" if fake else "meta"):
+            fleet.init(is_collective=True)
+            net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+            net, optimizer, _ = fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters()), level)
+            net(torch.ones(2, 6)).sum().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            assert net[0].weight.grad.shape == (8, 6)
+            assert optimizer.state[next(net.parameters())]["exp_avg"]._local.shape == (2, 6)
+
+
+def test_what_cannot_be_exchanged_is_said() -> None:
+    fleet.init(is_collective=True)
+    for level in LEVELS:
+        net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        kept = {n: v.clone() for n, v in net.state_dict().items()}
+        fleet.group_sharded_parallel(net, torch.optim.SGD(net.parameters(), 0.1), level)
+        with pytest.raises(FleetError, match="exchange it before, or write the values"):
+            net[0].weight = nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(RuntimeError, match="without assign=True"):
+            net.load_state_dict(kept, assign=True)
+        with pytest.raises(FleetError, match="remove it before"):
+            del net[0].bias
+        with pytest.raises(FleetError, match="is of level"):
+            fleet.group_sharded_parallel(net, torch.optim.SGD(net.parameters(), 0.1), "os" if level != "os" else "os_g")
+        if level != "p_g_os":
+            net.double()
+            with pytest.raises(FleetError, match="before group_sharded_parallel"):
+                net(torch.ones(1, 2).double())

@@ -8,6 +8,10 @@ import pytest
 from habits_levels import HABITS, LEVELS, check
 
 from onecard import fleet
+from onecard.fleet import local_parameter, sharded_model
+from onecard.parallel import master
+from onecard.parallel.blocks import Piece
+from onecard.parallel.zero import ShardedUpdate
 from onecard.testing import run_ranks
 
 MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO"))
@@ -27,3 +31,68 @@ def column(levels: tuple[str, ...], habits: tuple[str, ...], plant: Callable[[],
 def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
     for wrong in run_ranks(column, 2, levels, tuple(HABITS), timeout=300):
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
+
+
+# ---- Faults that are planted
+
+
+def masters_are_believed() -> None:
+    """What a program writes to a parameter is lost at the next step."""
+    master._follow = lambda copy, param: None
+
+
+def closures_see_parts() -> None:
+    """A closure runs while only this rank's parts are updated."""
+    ShardedUpdate._evaluate = lambda self, optimizer, closure: (closure(), self.reducer.finish())[0]  # type: ignore[method-assign]
+
+
+def hooks_see_summands() -> None:
+    """A hook is given one rank's gradient."""
+    local_parameter.Local.of_whole = lambda self, call: call  # type: ignore[method-assign]
+
+
+def inputs_are_twins() -> None:
+    """Autograd is asked for gradients of tensors that are not in its graph."""
+    sharded_model.plain_of = lambda x: None
+
+
+def written_is_lost() -> None:
+    """What is written to a weight by its name does not reach the part."""
+    was = Piece.forget
+    Piece.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
+
+
+PLANTS: dict[Callable[[], None], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    masters_are_believed: (("os_g offload", "ZeRO 1 offload"), ("weights_clamped", "loaded_between")),
+    closures_see_parts: (("os", "os_g"), ("lbfgs",)),
+    hooks_see_summands: (("os",), ("hooks_on_parameters", "hooks_before")),
+    inputs_are_twins: (("os", "os_g"), ("gradients_of_some",)),
+    written_is_lost: (("p_g_os",), ("one_weight_written",)),
+}
+
+
+def planted() -> list[str]:
+    """The faults that no cell notices."""
+    fleet.init(is_collective=True)
+    unseen = []
+    for plant, (levels, habits) in PLANTS.items():
+        changed = {(holder, name): getattr(holder, name) for holder, name in PLACES}
+        plant()
+        missed = [f"{plant.__name__}: {h} at {at}" for at in levels for h in habits if not check(h, at)]
+        unseen += missed
+        for (holder, name), value in changed.items():
+            setattr(holder, name, value)
+    return unseen
+
+
+PLACES = [
+    (master, "_follow"),
+    (ShardedUpdate, "_evaluate"),
+    (local_parameter.Local, "of_whole"),
+    (sharded_model, "plain_of"),
+    (Piece, "forget"),
+]
+
+
+def test_planted_faults_are_found() -> None:
+    assert run_ranks(planted, 2, timeout=120) == [[], []]

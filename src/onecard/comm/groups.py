@@ -129,6 +129,10 @@ def forget() -> None:
         drop()
 
 
+apart: Kept[set[ProcessMesh]] = Kept(set)
+"""Meshes whose ranks run on by themselves, beside those of other meshes (``fleet.group_sharded_parallel``): they compute
+losses of their own samples, and what they ask of a tensor is asked of them alone."""
+
 also_forget: list[Callable[[], None]] = []
 """What other modules keep of groups."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class Local:
         return run
 
 
-class LocalParameter(nn.Parameter):
-    """A plain parameter of a model of ``group_sharded_parallel``."""
+class _Handing:
+    """A plain parameter of a model of ``group_sharded_parallel``, of torch's kind or, while a world is pretended, a fake one."""
 
     is_local_parameter = True
 
@@ -87,7 +88,7 @@ class LocalParameter(nn.Parameter):
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As of any tensor; the hook is given the whole gradient, a distributed tensor."""
-        return super().register_hook(of_local(self).of_whole(hook))
+        return Tensor.register_hook(self, of_local(self).of_whole(hook))  # type: ignore[arg-type]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As of any parameter, when its gradient is whole."""
@@ -96,10 +97,18 @@ class LocalParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        made = memo[id(self)] = nn.Parameter(
-            self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
-        )
+        me: Any = self
+        made = memo[id(self)] = nn.Parameter(me.detach().clone(memory_format=torch.preserve_format), me.requires_grad)
         return made
+
+
+class LocalParameter(_Handing, nn.Parameter):
+    """Of torch's kind."""
+
+
+@cache
+def _kind(of: Any) -> Any:
+    return LocalParameter if of is nn.Parameter else type("LocalParameter", (_Handing, of), {})
 
 
 def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
@@ -115,7 +124,8 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
     setattr(p, LOCAL, local)
     if grad is not None:
         twin.grad = summand(twin, grad)
-    p.__class__ = LocalParameter
+    kind: Any = type(p)
+    p.__class__ = _kind(kind)
     plain = weakref.ref(p)
     twin.register_hook = lambda call: plain().register_hook(call)  # type: ignore[union-attr]
     twin.register_post_accumulate_grad_hook = lambda call: local.later(call, twin)
@@ -123,7 +133,7 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
 
 def of_local(p: Any) -> Any:
     """What a plain parameter stands for (``Local``); None of others."""
-    return getattr(p, LOCAL, None) if type(p) is LocalParameter else None
+    return getattr(p, LOCAL, None) if isinstance(p, _Handing) else None
 
 
 def local_gradient(p: Any) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard import _torch
-from onecard.comm import plain
+from onecard.comm import groups, plain
 from onecard.comm.ranks import Ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.local_parameter import Places, become_local, local_gradient, mend, of_local, twin_parameter
@@ -31,7 +31,7 @@ from onecard.parallel.optimizer import keep_laid_out
 from onecard.parallel.reducer import Reducer, hook
 from onecard.parallel.resume import is_like
 from onecard.parallel.zero import ShardedUpdate, ShardingStage1, overlaps, own_part
-from onecard.tensor import DistTensor, watched
+from onecard.tensor import DistTensor
 
 
 class Sharded:
@@ -54,7 +54,7 @@ class Sharded:
     ) -> None:
         self.level, self.stage, self.group, self._how = level, stage, group, (policy, blocks)
         assert stage.mesh is not None
-        watched.apart.here.add(stage.mesh)
+        groups.apart.here.add(stage.mesh)
         named = dict(model.named_parameters())
         self.twins: dict[Any, Any] = {p: twin_parameter(p, stage.mesh) for p in named.values()}
         self.names = {id(p): name for name, p in named.items()} | {id(self.twins[p]): n for n, p in named.items()}

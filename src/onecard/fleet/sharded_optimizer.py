@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onecard.comm import groups
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.fleet import gradients, pending
 from onecard.fleet.local_parameter import twin_parameter
@@ -39,6 +40,7 @@ class ShardedOptimizer:
         self._clips = clips
         divided[optimizer] = "sharding_degree"
         self._mesh = of_ranks(line.ranks, AXIS).mesh()
+        groups.apart.here.add(self._mesh)
         self._twins: dict[Any, Any] = {}
         self._stage = ShardingStage1(AXIS, self._mesh, overlap=False)
         optimizer.register_step_pre_hook(self._begin)

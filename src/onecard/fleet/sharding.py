@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard.checkpoint import save_state_dict
-from onecard.comm import plain
+from onecard.comm import plain, trace
 from onecard.comm.ranks import Ranks, as_ranks, of_ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import held
@@ -115,7 +115,7 @@ def _check(model: nn.Module, level: str, group: Ranks) -> None:
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
     _check_grid(model, level, group)
     for p in model.parameters():
-        if type(p) is not nn.Parameter:
+        if type(p) is not nn.Parameter and not trace.faking():
             raise FleetError(
                 f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onecard import _torch
-from onecard.comm import collectives, record
+from onecard.comm import collectives, record, trace
 from onecard.comm.groups import group
 from onecard.recorded import unrecorded
 from onecard.tensor import DistTensor
@@ -158,7 +158,8 @@ class Reducer:
         with unrecorded():  # the same in every replay
             there = torch.tensor([_pending(p.grad) for p in params], dtype=torch.uint8, device=params[0].device)
             record.serving.here = ("gradients", "which there are", (len(params),))
-            anywhere = collectives.all_reduce(there, group(params[0].mesh, 0), "max").tolist()
+            found = collectives.all_reduce(there, group(params[0].mesh, 0), "max")
+            anywhere = [_pending(p.grad) for p in params] if found.is_meta or trace.faking() else found.tolist()
         for param, used in zip(params, anywhere, strict=True):
             if used and not _pending(param.grad):
                 if param.grad is not None:

@@ -235,7 +235,7 @@ class Unshard(torch.autograd.Function):
 def _whole(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, DistTensor):
         return x
-    if x.mesh.size < world.get_world_size():
+    if x.mesh.size < world.get_world_size() and x.mesh not in groups.apart.here:
         everyone = ProcessMesh(range(world.get_world_size()), ["world"])
         moved = _transfer(x, Layout.replicated(everyone, x.dim()), name, answered=True)
         return strides.named(moved._local, moved._spec)

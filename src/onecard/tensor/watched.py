@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import check, clock, record, sparse_check, world
+from onecard.comm import check, clock, groups, record, sparse_check, world
 from onecard.comm.sparse_check import Site, Subject
-from onecard.comm.state import Kept
 from onecard.layout import Layout
 from onecard.mesh import ProcessMesh
 from onecard.rules.call import Path
@@ -22,10 +21,6 @@ READ_APART = (
 )
 
 
-apart: Kept[set[ProcessMesh]] = Kept(set)
-"""Meshes whose distributed tensors meet losses that each rank computes of its own samples (``fleet.group_sharded_parallel``)."""
-
-
 class Operands:
     """The plain operands of one kind of call: they count as Replicate, so that every rank must hold the same.
 
@@ -34,7 +29,7 @@ class Operands:
 
     def __init__(self, operator: str, paths: Sequence[tuple[str, Path]], mesh: ProcessMesh) -> None:
         self.operator, self.paths, self.here = operator, paths, mesh.coordinate() is not None
-        self.apart = mesh in apart.here
+        self.apart = mesh in groups.apart.here
         names = ",".join(name for name, _ in paths)
         self.sites = tuple(_site(mesh, f"{operator}/{names}/{'grad' if grad else 'no_grad'}") for grad in (False, True))
 
