@@ -99,6 +99,11 @@ def random_states() -> dict[str, torch.Tensor]:
     with oc.one_card_random():
         whole = F.dropout(x, 0.5)
     assert torch.equal(part, whole.split([30, 20], 1)[mp_rank])
+    oc.manual_seed(5)
+    with oc.one_card_random():
+        mine = x[:, :30] if mp_rank == 0 else x[:, 30:]
+        within = fleet.dropout(mine, 0.5, cut=(1, hcg.get_model_parallel_group()), sizes=[30, 20])
+    assert torch.equal(part, within), "within one_card_random"
     fleet.model_parallel_random_seed(3)
     convenient = {f"{name} of seed": fleet.dropout(x, 0.5, rng_name=name) for name in ("global_seed", "local_seed")}
     return {"first": first, "global": alike, "local": apart} | convenient
@@ -409,18 +414,47 @@ def merging() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.gradient_merge, strategy.gradient_merge_configs = True, {"k_steps": 2}
     fleet.init(strategy=strategy)
+    for clips in ("no", "clip", "scaler", "scaler and clip", "fleet scaler and clip by value"):
+        merged(clips)
+
+
+def merged(clips: str) -> None:
+    """Two microbatches for each step, with a schedule, clipping and a scaler that a script calls for each microbatch."""
     single, mine = (seeded(nn.Linear, 3, 2) for _ in range(2))
     model = fleet.distributed_model(mine)
-    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(single.parameters(), lr=0.1)
-    for step in range(4):
-        x = data(4, 3, seed=step)
-        (single(x).square().mean() / 2).backward()
+    ours = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    theirs = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
+    plans = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (ours, theirs)]
+    kinds = (torch.amp.GradScaler, fleet.GradScaler if "fleet" in clips else torch.amp.GradScaler)
+    alone, scaler = (make("cpu", init_scale=8.0, growth_interval=1, enabled="scaler" in clips) for make in kinds)
+    clip = clip_grad_value_ if "value" in clips else clip_grad_norm_
+    for step in range(8):
+        x = data(4, 3, seed=step) * (float("inf") if step == 4 else 1.0)
+        alone.scale(single(x).square().mean() / 2).backward()
         if step % 2:
-            theirs.step()
+            if "clip" in clips:
+                alone.unscale_(theirs)
+                clip(single.parameters(), 0.05)
+            alone.step(theirs)
+            alone.update()
             theirs.zero_grad()
-        ours.minimize(model(x.chunk(2)[oc.get_rank()]).square().mean())
+            plans[1].step()
+        if clips == "no":
+            ours.minimize(model(x.chunk(2)[oc.get_rank()]).square().mean())
+        else:
+            scaler.scale(model(x.chunk(2)[oc.get_rank()]).square().mean()).backward()
+            if "clip" in clips:
+                scaler.unscale_(ours)
+                clip(model.parameters(), 0.05)
+            scaler.step(ours)
+            scaler.update()
+            ours.zero_grad()
+        if step % 2:
+            plans[0].step()
+        if step == 3 and "scaler" not in clips:
+            break  # an infinity is for a scaler
     compare(mine, single, gradients=False)
+    assert scaler.get_scale() == alone.get_scale()
 
 
 def premature() -> None:

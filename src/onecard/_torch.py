@@ -347,6 +347,11 @@ def has_unscaled(scaler: Any, optimizer: Any) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
 
 
+def has_checked(scaler: Any) -> bool:
+    """Whether it has asked for infinities since the last ``update``."""
+    return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
+
+
 # -- checkpoints of torch's own ----------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onecard import _torch
 from onecard.fleet import gradients, norms, sharded_model
+from onecard.fleet.merging import waiting
 from onecard.fleet.twins import trained
 
 _done: list[str] = []
@@ -49,6 +50,8 @@ def _value(torchs: Callable[..., Any]) -> Callable[..., Any]:
         parameters = _listed(parameters)
         if not gradients.of_fleet(parameters):
             return torchs(parameters, clip_value, foreach)
+        if waiting(parameters):
+            return None
         gradients.sync(parameters)
         torchs(parameters, clip_value, foreach)
         for p in parameters:

@@ -12,6 +12,7 @@ from onecard import recorded
 from onecard.comm import plain, trace
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import gradients
+from onecard.fleet.merging import waiting
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.twins import trained
@@ -93,12 +94,14 @@ def clip_grad_norm_(
         chosen
     ):  # torch's norm is that of the whole
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+    waits = waiting(chosen)  # a step of several calls is clipped once, as one card's
     norm = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped"
         )
-    gradients.scale(chosen, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    if not waits:
+        gradients.scale(chosen, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 

@@ -14,6 +14,7 @@ from onecard.comm.ranks import Ranks
 from onecard.comm.state import Kept
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.topology import get_hybrid_communicate_group
+from onecard.tensor.random_operators.one_card import set_aside
 
 State = list[Tensor]
 
@@ -185,7 +186,8 @@ def _part_of_one_card(x: Tensor, p: float, dim: int, group: Ranks, sizes: Sequen
     shape, offset = list(x.shape), [0] * x.dim()
     shape[dim], offset[dim] = sum(lengths), sum(lengths[: group.index])
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    random.fill(mask, random.law("bernoulli_", torch.bool, 1 - p), random.new_key(), shape, offset)
+    with set_aside():
+        random.fill(mask, random.law("bernoulli_", torch.bool, 1 - p), random.new_key(), shape, offset)
     return _Masked.apply(x, mask, 0.0 if p == 1 else 1 / (1 - p))
 
 

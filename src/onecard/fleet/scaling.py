@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from onecard import _torch
 from onecard.comm import plain
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import gradients
+from onecard.fleet import gradients, merging
 from onecard.fleet.strategy import FleetError
 
-_unscale, _step = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step
+_unscale, _step, _update = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step, torch.amp.GradScaler.update
+_resting: WeakSet[torch.amp.GradScaler] = WeakSet()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -46,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """``scaler.unscale_(optimizer)`` of the whole gradients; nothing, as torch's, where the scaler is switched off."""
-    if not scaler.is_enabled():
+    if not scaler.is_enabled() or merging.waits(optimizer):
         return
     parameters = gradients.of_optimizer(optimizer)
     gradients.sync(parameters)
@@ -60,9 +62,23 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> N
 
 def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
     """``scaler.step(optimizer)``; a fused optimizer, too, asks all ranks, before it reads the gradients."""
+    if merging.waits(optimizer):  # its gradients go on adding up, under one scale
+        if scaler.is_enabled():
+            _resting.add(scaler)
+        return optimizer.step(*args, **kwargs)
     if scaler.is_enabled() and _torch.scales_itself(optimizer) and not _torch.has_unscaled(scaler, optimizer):
         unscale(scaler, optimizer)
-    return _step(scaler, optimizer, *args, **kwargs)
+    with merging.counted(optimizer):
+        return _step(scaler, optimizer, *args, **kwargs)
+
+
+def update(self: torch.amp.GradScaler, new_scale: Any = None) -> None:
+    """``scaler.update()``; nothing after a call in which every optimizer waited."""
+    if self in _resting:
+        _resting.discard(self)
+        if new_scale is None and not _torch.has_checked(self):
+            return
+    _update(self, new_scale)
 
 
 def install() -> None:
@@ -70,11 +86,12 @@ def install() -> None:
     if torch.amp.GradScaler.unscale_ is _unscale:
         torch.amp.GradScaler.unscale_ = _routed(unscale, _unscale)  # type: ignore[method-assign]
         torch.amp.GradScaler.step = _routed(step, _step)  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = update  # type: ignore[method-assign]
 
 
 def _routed(ours: Any, torchs: Any) -> Any:
     def method(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        chosen = ours if gradients.of_fleet(gradients.of_optimizer(optimizer)) else torchs
+        chosen = ours if merging.merges(optimizer) or gradients.of_fleet(gradients.of_optimizer(optimizer)) else torchs
         return chosen(self, optimizer, *args, **kwargs)
 
     return functools.wraps(torchs)(method)

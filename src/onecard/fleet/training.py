@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from onecard import recorded
 from onecard.comm import sparse_check
 from onecard.comm.ranks import Ranks
-from onecard.errors import RecordingError
 from onecard.fleet import carried, gradients, pending, topology, whole
 from onecard.fleet.carried import Places, declare
 from onecard.fleet.copies import compare, equalise
+from onecard.fleet.merging import merge
 from onecard.fleet.parameters import Parallel, held
 from onecard.fleet.pipeline_layer import PipelineLayer
 from onecard.fleet.recomputing import recompute_modules
@@ -261,7 +261,7 @@ def distributed_optimizer(
 
         ShardedOptimizer(optimizer, hcg.group("sharding"), clips=grad_clip is not None)
     if used.gradient_merge:
-        _merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
+        merge(more, used.gradient_merge_configs["k_steps"], used.gradient_merge_configs["avg"])
     more.clear_grad = lambda *_, **__: more.zero_grad()
 
     def minimize(loss: Tensor, *_: Any, **__: Any) -> None:
@@ -286,28 +286,3 @@ def _adopt(strategy: DistributedStrategy) -> None:
                 f"fleet.distributed_optimizer(strategy=): its degrees {wanted} are not those of fleet.init, {now.degrees}"
             )
         topology.begin(strategy)
-
-
-def _merge(optimizer: Any, k_steps: int, average: bool) -> None:
-    """Step at every k-th call; the gradients of the calls before stay, and are averaged."""
-    step, zero, calls = optimizer.step, optimizer.zero_grad, [0]
-
-    def merged(*args: Any, **kwargs: Any) -> Any:
-        if recorded.recorder is not None and recorded.recorder.listens:
-            raise RecordingError(
-                "the strategy's gradient_merge counts calls in Python, which a replay would not: give the step that is recorded "
-                f"the whole batch, and leave gradient_merge out: oc.to_static(step, k_steps={k_steps}, avg={average})"
-            )
-        calls[0] += 1
-        if calls[0] % k_steps:
-            return None
-        if average:
-            gradients.sync(gradients.of_optimizer(optimizer))
-            gradients.scale(gradients.of_optimizer(optimizer), 1 / k_steps)
-        return step(*args, **kwargs)
-
-    def cleared(*args: Any, **kwargs: Any) -> None:
-        if calls[0] % k_steps == 0:
-            zero(*args, **kwargs)
-
-    optimizer.step, optimizer.zero_grad = merged, cleared

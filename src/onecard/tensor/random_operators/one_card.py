@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ class _Dispatch(TorchDispatchMode):
             _torch.count_writes(func, args)
             return result
         return handler(func, args, kwargs)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, what is drawn is not a part of ``one_card_random``: for who draws by key and place already."""
+    now, without = _torch.whole_mode
+    with without() if isinstance(now(), _Dispatch) else nullcontext():
+        yield
 
 
 def _not_plain(values: Any) -> bool:
