@@ -185,6 +185,11 @@ def fake_tensors() -> Any:
     return import_module("torch._subclasses.fake_tensor").FakeTensorMode()
 
 
+def no_fakes() -> AbstractContextManager[Any]:
+    """Inside, tensors that are made have data."""
+    return import_module("torch._subclasses.fake_tensor").unset_fake_temporarily() if fakes() else nullcontext()
+
+
 def fakes() -> bool:
     """Whether tensors that are made now have no data."""
     return _mode_of(_FAKE) is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onecard import recorded
 from onecard.comm import plain, trace
@@ -134,7 +134,7 @@ def has_sums(p: Tensor) -> bool:
 def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What it updates: its own plain parameters, or the distributed ones of ``group_sharded_parallel``."""
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
-    return [p for p in parameters if type(p) in (nn.Parameter, Tensor)] or parameters
+    return [p for p in parameters if not isinstance(p, DistTensor)] or parameters
 
 
 def of_fleet(parameters: Any) -> bool:

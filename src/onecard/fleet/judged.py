@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import recorded
+from onecard import _torch, recorded
 from onecard._torch import tree_leaves
+from onecard.comm import trace
 
 STEPS, LR, NEAR = 3, 0.01, 1e-3
 _SIZES = (6, 4, 2, 2, 2)
@@ -43,14 +44,11 @@ def judge(optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int
         PARAMETERS
         UNTRIED
     """
-    device = next((p.device for p in group["params"]), torch.device("cpu"))
-    made = torch.Generator().manual_seed(0)
+    device = next((p.device for p in group["params"] if not trace.faking()), torch.device("cpu"))
     shapes = [_SIZES[:n] for n in sorted(dims) for _ in range(2)]
-    # Rows of other sizes, so that what is shared among them shows.
-    given = [[torch.randn(s, generator=made) * _slope(s) for s in shapes] for _ in range(STEPS + 1)]
-    given = [[x.to(device) for x in each] for each in given]
     try:
-        with recorded.unrecorded(), torch.random.fork_rng(enabled=device.type == "cpu"):
+        with recorded.unrecorded(), _torch.no_fakes(), torch.random.fork_rng(enabled=device.type == "cpu"):
+            given = _given(shapes, device)
             whole = _run(optimizer, group, given)
             if not all(bool((x != y).any()) and bool(x.isfinite().all()) for x, y in zip(whole, given[0], strict=True)):
                 return Looks.UNTRIED
@@ -71,6 +69,13 @@ def keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [v for k, v in vars(optimizer).items() if k not in _OWN and not callable(v) and id(v) not in lists]
     return any(id(x) in known for v in others for x in tree_leaves(v) if isinstance(x, Tensor))
+
+
+def _given(shapes: list[tuple[int, ...]], device: torch.device) -> list[list[Tensor]]:
+    """Values, and the gradients of some steps: rows of other sizes, so that what is shared among them shows."""
+    made = torch.Generator().manual_seed(0)
+    each = [[torch.randn(s, generator=made) * _slope(s) for s in shapes] for _ in range(STEPS + 1)]
+    return [[x.to(device) for x in one] for one in each]
 
 
 def _slope(shape: tuple[int, ...]) -> Tensor:
@@ -106,7 +111,7 @@ def _run(optimizer: Any, group: dict[str, Any], given: list[list[Tensor]]) -> li
     parameters = [torch.nn.Parameter(x.clone()) for x in given[0]]
     options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     if isinstance(options.get("lr"), float | int | Tensor):  # it may be 0 now
-        options["lr"] = options["lr"] * 0 + LR
+        options["lr"] = torch.full((), LR, device=parameters[0].device) if isinstance(options["lr"], Tensor) else LR
     trial.param_groups = [{**options, "params": parameters}]
     for grads in given[1:]:
         for p, grad in zip(parameters, grads, strict=True):

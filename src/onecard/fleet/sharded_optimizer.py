@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from onecard.comm import groups
@@ -73,7 +73,7 @@ class ShardedOptimizer:
     def _show(self, optimizer: Optimizer) -> None:
         for each in optimizer.param_groups:
             for p in each["params"]:
-                if type(p) is nn.Parameter and p not in self._twins:
+                if not isinstance(p, DistTensor) and p not in self._twins:
                     self._twins[p] = twin_parameter(p, self._mesh)
                     if not self._clips:
                         gradients.leave_to_optimizer(p, AXIS)

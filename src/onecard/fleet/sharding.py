@@ -115,7 +115,7 @@ def _check(model: nn.Module, level: str, group: Ranks) -> None:
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
     _check_grid(model, level, group)
     for p in model.parameters():
-        if type(p) is not nn.Parameter and not trace.faking():
+        if isinstance(p, DistTensor):
             raise FleetError(
                 f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
             )

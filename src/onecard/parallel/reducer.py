@@ -156,10 +156,11 @@ class Reducer:
         if self._zero is None or self._overlap or not params:
             return
         with unrecorded():  # the same in every replay
-            there = torch.tensor([_pending(p.grad) for p in params], dtype=torch.uint8, device=params[0].device)
+            mine = [_pending(p.grad) for p in params]
+            there = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
             record.serving.here = ("gradients", "which there are", (len(params),))
             found = collectives.all_reduce(there, group(params[0].mesh, 0), "max")
-            anywhere = [_pending(p.grad) for p in params] if found.is_meta or trace.faking() else found.tolist()
+            anywhere = mine if found.is_meta or trace.faking() else found.tolist()
         for param, used in zip(params, anywhere, strict=True):
             if used and not _pending(param.grad):
                 if param.grad is not None:
