@@ -508,3 +508,62 @@ def test_part_of_is_what_held_says() -> None:
     begin()
     layer = mp.ColumnParallelLinear(3, 4)
     assert torch.equal(part_of(layer.weight, layer.weight), layer.weight)
+
+
+class Words(nn.Module):
+    """A table whose gradients are rows, and one that rank 1 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(40, 3, sparse=True), nn.Embedding(9, 3, sparse=True)
+
+    def forward(self, ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        total = self.table(ids).square().sum()
+        return (total + self.other(others).sum() if len(others) else total) / len(ids)
+
+
+def sparse_rows() -> None:
+    begin(dp=2)
+    me = oc.get_rank()
+    makes = {
+        "sgd": lambda p: torch.optim.SGD(p, 0.1),
+        "adam": lambda p: torch.optim.SparseAdam([*p], 0.1),
+        "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    }
+    for make in makes.values():
+        single, mine = (seeded(Words) for _ in range(2))
+        model = fleet.distributed_model(mine)
+        ours, theirs = make(model.parameters()), make(single.parameters())
+        for step in range(3):
+            ids = torch.arange(8).mul(step + 1) % 11
+            # What rank 1 alone uses is weighed as one card's: its half of the batch.
+            single(ids, ids[4:] % 9).backward()
+            model(ids[4 * me : 4 * me + 4], ids[4:] % 9 if me else ids[:0]).backward()
+            if step == 1:
+                wide = torch.cat([p.grad.to_dense().flatten() for p in single.parameters()])
+                norm = wide.norm()
+                close(fleet.clip_grad_norm_(model.parameters(), 0.1), norm, "norm")
+                for p in single.parameters():
+                    p.grad.mul_(0.1 / (norm.item() + 1e-6))
+            if step == 2:
+                assert mine.table.weight.grad.is_sparse
+            with oc.explain() as report:
+                ours.step()
+            theirs.step()
+            assert all(m.step.bytes < mine.table.weight.nbytes for m in report.messages)
+            ours.zero_grad()
+            theirs.zero_grad()
+        compare(mine, single, gradients=False)
+    single, mine = (seeded(Words) for _ in range(2))
+    model, ours, _ = fleet.group_sharded_parallel(mine, makes["adagrad"](mine.parameters()), "os")
+    theirs = makes["adagrad"](single.parameters())
+    ids = torch.arange(8) % 5
+    single(ids, ids[4:]).backward()
+    model(ids[4 * me : 4 * me + 4], ids[4:] if me else ids[:0]).backward()
+    ours.step()
+    theirs.step()
+    compare(mine, single, gradients=False)
+
+
+def test_sparse_gradients() -> None:
+    run_ranks(sparse_rows, 2)

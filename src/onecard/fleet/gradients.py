@@ -16,7 +16,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard.comm import plain, trace
 from onecard.comm.ranks import Ranks
-from onecard.fleet import pending, twins
+from onecard.fleet import pending, sparse_gradients, twins
 from onecard.fleet.parameters import held
 from onecard.fleet.pending import read, write
 from onecard.tensor import DistTensor
@@ -192,15 +192,23 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
     states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
-    said = {p: [read(p) is not None, states[p].summand, states[p].uneven] for p in parameters}
+    said = {
+        p: [(grad := read(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
+    }
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
         said |= dict(zip(mine, _anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
     there = [p for p in parameters if said[p][0]]
     for p in there:
         if read(p) is None or (said[p][1] and not states[p].summand and not adds_up(p)):
             states[p].kept = read(p)  # whole, where others have a summand
-            write(p, torch.zeros_like(p))
+            write(p, torch.zeros_like(p) if said[p][3] else sparse_gradients.empty_like(p))
+        elif said[p][3]:
+            write(p, sparse_gradients.dense(read(p)))
     return [p for p in there if said[p][1]], [p for p in there if said[p][2]]
+
+
+def _is_dense(grad: Tensor | None) -> bool:
+    return grad is not None and not grad.is_sparse
 
 
 def _anywhere(words: list[list[bool]], group: Ranks, device: torch.device) -> list[list[bool]]:
@@ -219,7 +227,8 @@ def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
 def _reduce(grads: list[Any], group: Ranks, op: str, call: str = "gradients") -> None:
     if group.size == 1:
         return
-    for bucket in _buckets(grads):
+    sparse_gradients.reduce([g for g in grads if g.is_sparse], group, op)
+    for bucket in _buckets([g for g in grads if not g.is_sparse]):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             plain.all_reduce(bucket[0], group, op, inplace=True, call=call)
             continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onecard import _torch
+from onecard.fleet import sparse_gradients
 from onecard.fleet.strategy import FleetError
 from onecard.fleet.twins import LOCAL, summand, trained
 from onecard.layout import Layout
@@ -120,7 +121,7 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
     for call in earlier.values():
         local.later(call, p)
     earlier.clear()
-    grad = local_gradient(p)
+    grad = local_gradient(p) if _torch.gradient(p) is not None else None
     setattr(p, LOCAL, local)
     if grad is not None:
         twin.grad = summand(twin, grad)
@@ -141,7 +142,7 @@ def local_gradient(p: Any) -> Tensor:
     grad: Any = _torch.gradient(p)
     _torch.set_gradient(p, None)
     # A loss that was joined with a distributed one: each rank's own went through the same operators, as if it were a copy.
-    return own_whole(grad)
+    return sparse_gradients.dense(own_whole(grad))
 
 
 def twin_parameter(p: nn.Parameter, mesh: Any) -> Any:

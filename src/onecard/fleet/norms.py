@@ -11,7 +11,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard.comm import plain, trace
 from onecard.comm.ranks import of_ranks
-from onecard.fleet import gradients
+from onecard.fleet import gradients, sparse_gradients
 from onecard.fleet.merging import waiting
 from onecard.fleet.parameters import held
 from onecard.fleet.strategy import FleetError
@@ -38,6 +38,9 @@ def _owned(p: Tensor) -> Iterator[Tensor]:
     for group in what.sums:
         if group.index != 0:
             return
+    if grad.is_sparse:
+        yield sparse_gradients.dense(grad) if what.dim >= 0 else grad.coalesce().values()
+        return
     if isinstance(grad, DistTensor) or what.dim < 0 or not what.runs:
         yield grad._local if isinstance(grad, DistTensor) else grad
         return

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from onecard.comm import groups
 from onecard.comm.ranks import Ranks, of_ranks
-from onecard.fleet import gradients, pending
+from onecard.fleet import gradients, pending, sparse_gradients
 from onecard.fleet.local_parameter import twin_parameter
 from onecard.fleet.sharding import AXIS
 from onecard.fleet.strategy import FleetError
@@ -63,6 +63,7 @@ class ShardedOptimizer:
             twin.grad = None
             grad = pending.read(p)  # what is still to be summed along the axis stays so
             if grad is not None:
+                grad = sparse_gradients.dense(grad)
                 twin.grad = _whole(twin, grad) if gradients.is_whole(p) else summand(twin, grad)
 
     def _end(self, optimizer: Optimizer) -> None:
