@@ -38,13 +38,15 @@ OF_ALL_WORLDS = {
         "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place",
     ),
     "of objects, for as long as they live": (
-        "comm.shm.group.alive", "fleet.merging._known", "fleet.scaling._resting", "fleet.whole._known", "fleet.whole._wholes", "fleet.whole.divided",
+        "comm.shm.group.alive", "fleet.merging._known", "fleet.scaling._resting",
+        "fleet.whole._known", "fleet.whole._wholes", "fleet.whole.divided",
         "parallel.layer.replaced", "parallel.optimizer._checked",
         "parallel.resume._seen", "parallel.resume.sharders",
         "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
     ),
     "what the environment asks of the process, or has been said to it": (
-        "comm.check.on", "comm.shm.backend._warned", "fleet.as_torch._done", "fleet.carried._done", "fleet.training._hooked",
+        "comm.check.on", "comm.shm.backend._warned", "fleet.as_torch._done", "fleet.carried._done",
+        "fleet.sharded_model._installed", "fleet.training._hooked",
         "parallel.clipping._done",
     ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
-    "errors", "_torch", "_torch_groups", "elsewhere", "mesh", "parts", "boxes", "reductions", "layout", "cost",
+    "errors", "_torch", "_torch_groups", "_torch_scaling", "elsewhere", "mesh", "parts", "boxes", "reductions", "layout", "cost",
     "recorded", "random", "rules", "resharding",
     "transfer", "comm",
     "tensor", "as_json", "parallel", "modules", "checkpoint", "graph", "pipeline", "fleet", "plan",

@@ -339,24 +339,6 @@ def within(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Ca
     return True
 
 
-# -- loss scaling -----------------------------------------------------------------------------------------------------------
-
-
-def scales_itself(optimizer: Any) -> bool:
-    """Whether its step takes the scale and the infinities (fused), and a scaler does not call ``unscale_`` for it."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def has_unscaled(scaler: Any, optimizer: Any) -> bool:
-    """Whether ``unscale_`` was called since the last ``update``."""
-    return scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
-
-
-def has_checked(scaler: Any) -> bool:
-    """Whether it has asked for infinities since the last ``update``."""
-    return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
-
-
 # -- checkpoints of torch's own ----------------------------------------------------------------------------------------------
 
 

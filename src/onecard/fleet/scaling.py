@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from onecard import _torch
+from onecard import _torch_scaling
 from onecard.comm import plain
 from onecard.comm.ranks import of_ranks
 from onecard.fleet import gradients, merging
@@ -66,7 +66,11 @@ def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: 
         if scaler.is_enabled():
             _resting.add(scaler)
         return optimizer.step(*args, **kwargs)
-    if scaler.is_enabled() and _torch.scales_itself(optimizer) and not _torch.has_unscaled(scaler, optimizer):
+    if (
+        scaler.is_enabled()
+        and _torch_scaling.scales_itself(optimizer)
+        and not _torch_scaling.has_unscaled(scaler, optimizer)
+    ):
         unscale(scaler, optimizer)
     with merging.counted(optimizer):
         return _step(scaler, optimizer, *args, **kwargs)
@@ -76,7 +80,7 @@ def update(self: torch.amp.GradScaler, new_scale: Any = None) -> None:
     """``scaler.update()``; nothing after a call in which every optimizer waited."""
     if self in _resting:
         _resting.discard(self)
-        if new_scale is None and not _torch.has_checked(self):
+        if new_scale is None and not _torch_scaling.has_checked(self):
             return
     _update(self, new_scale)
 
