@@ -33,7 +33,8 @@ OF_ALL_WORLDS = {
     ),
     "the mechanism itself": ("comm.state.kept",),
     "functions of their key alone, of a bounded number of entries": (
-        "comm.clock._codes", "comm.shm.reduction.fold", "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
+        "comm.clock._codes", "comm.shm.reduction.fold", "fleet.local_parameter._kind",
+        "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
         "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
         "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place",
     ),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard.checkpoint import save_state_dict
-from onecard.comm import plain, trace
+from onecard.comm import plain
 from onecard.comm.ranks import Ranks, as_ranks, of_ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.parameters import held
