@@ -18,7 +18,7 @@ import onecard as oc
 from onecard import fleet, pipeline
 from onecard.comm import shm
 from onecard.errors import CommunicationError, ScheduleError
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 
 Desc = fleet.LayerDesc
 LIMIT = 1.5  # seconds
@@ -103,6 +103,57 @@ class Slow(nn.Module):
 def test_a_slow_stage_is_named_on_every_backend(backend: str | None) -> None:
     said = run_ranks(late_stage, 2, backend=backend)
     assert "GPipe: rank 1 at position 0 of" in said[1] and "waited for rank 0: 1RECV_F0" in said[1], said
+
+
+# Ranks that were given other batches
+
+
+def other_batches(by_marks: bool, apart: int) -> None:
+    """The ranks have other batches from step ``apart`` on."""
+    me, generator = oc.get_rank(), torch.Generator().manual_seed(0)
+    parts = nn.Linear(4, 4), nn.Linear(4, 4)
+    if by_marks:
+        meshes = [oc.ProcessMesh([i], ["pp"]) for i in range(2)]
+        for part, mesh in zip(parts, meshes, strict=True):
+            oc.shard_layer(part, mesh)
+            part.register_forward_pre_hook(lambda _, args, mesh=mesh: (oc.reshard(args[0], mesh, [oc.Replicate()]),))
+    runner = pipeline.Runner({me: parts[me]}, nn.functional.mse_loss)
+    for step in range(5):
+        x, y = (torch.randn(4, 4, generator=generator) for _ in range(2))
+        if step >= apart and me:
+            x, y = x + me, y - me
+        if by_marks:
+            pipeline.step_by_marks(nn.Sequential(*parts), nn.functional.mse_loss, x, y, microbatches=2)
+        else:
+            runner.step(pipeline.one_f_one_b(2, 2), x, y)
+
+
+@pytest.mark.parametrize("by_marks", [False, True])
+@pytest.mark.parametrize("apart", [0, 2, 9])
+def test_ranks_with_other_batches_are_told(by_marks: bool, apart: int) -> None:
+    """Compared at steps 1, 2, 4, 8, ...: one rank names what differs, and the other learns of it."""
+    if apart == 9:
+        run_ranks(other_batches, 2, by_marks, apart, timeout=30)
+        return
+    with pytest.raises(RankError) as caught:
+        run_ranks(other_batches, 2, by_marks, apart, timeout=30)
+    text = str(caught.value)
+    assert "is given to every rank of a pipeline alike" in text, text
+    assert f"but it differs between ranks (seen at call {4 if apart else 1}); some of its values:" in text, text
+    assert "seed the loader alike, and take a DistributedSampler away" in text and "rank 1: [" in text, text
+
+
+def stand_ins() -> None:
+    """A rank may be given something else for what it does not read."""
+    me, x, y = oc.get_rank(), torch.randn(4, 4), torch.randn(4, 4)
+    runner = pipeline.Runner({me: nn.Linear(4, 4)}, nn.functional.mse_loss)
+    for other in (torch.zeros(4, 4), torch.empty(4, 4, device="meta")):
+        for _ in range(4):
+            runner.step(pipeline.one_f_one_b(2, 2), other if me else x, y if me else None)
+
+
+def test_what_a_rank_does_not_read_may_be_another_thing() -> None:
+    run_ranks(stand_ins, 2)
 
 
 # Mistakes

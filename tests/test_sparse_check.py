@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import onecard as oc
 from onecard.comm import agree, world
 from onecard.comm.prints import fingerprint
-from onecard.comm.sparse_check import SLOTS, Site
+from onecard.comm.sparse_check import SLOTS, Site, _telling
 from onecard.errors import CommunicationError
 from onecard.testing import RankError, multirank, run_ranks
 
@@ -252,3 +252,12 @@ def test_the_others_are_told_why_a_rank_stopped(tmp_path: Path):
         run_ranks(told, 2, "edited_summand", tmp_path, backend="gloo")
     texts = [path.read_text() for path in tmp_path.iterdir()]
     assert sum("has stopped: ranks are out of step" in text for text in texts) == 1, texts
+
+
+def test_which_equal_parts_can_hardly_be_meant():
+    """Token ids and floats; not constants, few classes, masks, or positions."""
+    ids = torch.randint(50_000, (4, 16), generator=torch.Generator().manual_seed(0))
+    assert _telling(ids) and _telling(torch.randn(8))
+    for silent in (torch.ones(8), torch.zeros(64).long(), ids % 5, ids > 9, torch.arange(64), torch.arange(64).expand(4, 64),
+                   ids[:1].expand(4, 16), ids[0, :6]):  # fmt: skip
+        assert not _telling(silent)

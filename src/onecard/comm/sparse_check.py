@@ -225,8 +225,16 @@ def parts(where: Site, call: str, local: Tensor, part: tuple[int, ...], cure: st
 
 
 def _telling(local: Tensor) -> bool:
-    """Whether equal values can hardly be chance: zeros, ones and small integers may well be equal."""
-    return local.is_floating_point() and local.numel() >= 8 and bool((local != local.flatten()[0]).any())
+    """Whether equal values can hardly be chance, or meant: zeros, ones and small integers may well be equal, and positions,
+    which count up, or are the same in each row, are equal in all parts."""
+    if local.numel() < 8 or not bool((local != local.flatten()[0]).any()):
+        return False
+    if local.is_floating_point():
+        return True
+    if local.dtype is torch.bool or local.is_complex() or local.numel() < 16 or len(local.unique()) < 8:
+        return False
+    steps = local.flatten().diff()
+    return bool((steps != steps[0]).any()) and bool((local != local[:1]).any())
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from onecard.comm import world
 from onecard.comm.transfer import sends_under_way
 from onecard.errors import ScheduleError
 from onecard.mesh import ProcessMesh
-from onecard.pipeline import shares
+from onecard.pipeline import batches, shares
 from onecard.pipeline.action import Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.modes import plan
@@ -69,6 +69,7 @@ def step_by_marks(
     count = chosen.num_microbatches
     sizes = [size // count + (i < size % count) for i in range(count)]
     xs, ys = split(inputs, sizes, "the inputs"), split(targets, sizes, "the targets")
+    batches.compare_stages(meshes, inputs, targets)
     weights = None if loss_weight is None else [loss_weight(y) / loss_weight(targets) for y in ys]
     under_way: dict[int, Tensor | None] = {}
     total: Tensor | None = None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.comm import world
+from onecard.comm import sparse_check, world
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import REAL, home
 from onecard.errors import CommunicationError, ScheduleError
+from onecard.pipeline import batches
 from onecard.pipeline.action import Action, Schedule
 from onecard.pipeline.check import check_schedule
 from onecard.pipeline.meter import Meter
@@ -71,6 +73,7 @@ class Runner:
         self.stages = {number: Stage(run, loss_fn, around, halves) for number, run in stages.items()}
         self._proved: list[Schedule] = []
         self._failed = ""
+        self._batches: list[sparse_check.Site] | None = None
 
     def step(
         self,
@@ -149,6 +152,18 @@ class Runner:
                 "stage_to_rank"
             )
         self._proved = [*self._proved[1 - PROVED :], schedule]
+
+    def compare(self, schedule: Schedule, inputs: Any, targets: Any) -> None:
+        """Now and then, whether the rank that reads the inputs and the one that reads the targets were given one batch."""
+        if self.group.size == 1 or not sparse_check.on.here:
+            return
+        if self._batches is None:
+            where = f"pipeline of {list(self.group.ranks)} #{sparse_check.serial()}"
+            self._batches = [sparse_check.site(name, partial(str, name)) for name in (f"{where}/x", f"{where}/y")]
+        ends = schedule.stage_to_rank[0], schedule.stage_to_rank[schedule.num_stages - 1]
+        due = [site.tick() for site in self._batches]
+        if all(due) and self.group.index in ends and ends[0] != ends[1]:
+            batches.compare(self._batches, f"{schedule.name}: a step of a pipeline", inputs, targets)
 
     def failed(self, what: str) -> None:
         """A step ended in the middle: what is under way would be taken for the next one's."""

@@ -44,6 +44,7 @@ class Step:
             )
         self.inputs = split(inputs, self.sizes, "the inputs")
         mine = runner.stages
+        runner.compare(schedule, inputs, targets)
         self.targets = split(targets, self.sizes, "the targets") if self.last in mine and targets is not None else None
         if with_loss and self.last in mine and (runner.loss_fn is None or targets is None):
             raise ScheduleError(
