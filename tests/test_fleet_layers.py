@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 import onecard as oc
 from onecard import fleet
 from onecard._torch import TorchDispatchMode
+from onecard.comm import plain
 from onecard.errors import CommunicationError
 from onecard.fleet import sequence
+from onecard.fleet.parameters import part_sizes
 from onecard.fleet.transformer import ParallelTransformerLayer
 from onecard.testing import run_ranks
 
@@ -124,11 +127,45 @@ def heads(n_heads: int, kv: int) -> None:
     close(norm, wanted, "norm with shared heads")
 
 
+def with_margins(classes: int) -> None:
+    """Each class is a label once: the first and the last of each rank among them."""
+    group = fleet.get_hybrid_communicate_group().group("mp")
+    sizes = part_sizes(classes, group.size)
+    start, labels = sum(sizes[: group.index]), torch.arange(classes)
+    found = []
+    for mine in (False, True):
+        cosines = data(classes, classes, seed=7).tanh().requires_grad_()
+        if mine:
+            part = cosines[:, start : start + sizes[group.index]]
+            loss = mp.ParallelCrossEntropy(margin=(0.9, 0.4, 0.1), scale=8.0)(part, labels)
+        else:
+            chosen = cosines.gather(1, labels[:, None])
+            moved = (0.9 * chosen.acos() + 0.4).cos() - 0.1
+            loss = F.cross_entropy(8.0 * cosines.scatter(1, labels[:, None], moved), labels, reduction="none")
+        (loss * data(classes, seed=5)).sum().backward()
+        found.append((loss, cosines.grad[:, start : start + sizes[group.index]]))
+    close(found[1][0], found[0][0], "margin softmax")
+    close(found[1][1], found[0][1], "gradient of the cosines")
+    edges = torch.tensor([sum(sizes[:i]) + at for i, n in enumerate(sizes) if n for at in {0, n - 1}])
+    numbers, kept = mp.class_center_sample(edges, sizes[group.index], 2, group)
+    width = max(sizes)
+    padded = F.pad(kept + start, (0, width - len(kept)), value=-1)
+    every = group_gather(padded, group)
+    assert torch.equal(every[every >= 0][numbers], edges), "class_center_sample"
+
+
+def group_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    whole = torch.zeros(group.size, *x.shape, dtype=x.dtype)
+    whole[group.index] = x
+    return plain.all_reduce(whole, group).flatten()
+
+
 def layers(sizes: tuple[int, ...]) -> None:
     begin(mp=oc.get_world_size())
     for n in sizes:
         column_and_row(n)
         vocabulary(n, 0.0)
+        with_margins(n)
     vocabulary(sizes[0], 0.1)
     merged()
     heads(6, 2)

@@ -62,6 +62,9 @@ PROGRAMS = {
     "in place, several outputs": in_place,
     "recomputed": lambda m, x: checkpoint(lambda z: m.b(F.gelu(m.a(z))), x, use_reentrant=False),
     "nothing depends on the input": lambda m, x: m.a(x.detach()),
+    "a product with factors": lambda m, x: torch.addmm(m.a.bias, F.gelu(m.b(x)), m.a.weight.t(), beta=2.0, alpha=0.5),
+    "a product with one factor": lambda m, x: torch.addmm(m.a.bias, F.gelu(m.b(x)), m.a.weight.t(), alpha=3.0),
+    "a bias with a factor": lambda m, x: torch.addmm(m.a.bias, F.gelu(m.b(x)), m.a.weight.t(), beta=6.0),
     "no weight": lambda m, x: F.gelu(x) * 2,
 }
 

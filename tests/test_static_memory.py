@@ -86,9 +86,7 @@ def test_constants_are_computed_once() -> None:
     assert same(recording, made) and operators(made).count("full") == 1
     run = compiled(made)
     nodes = [n for n in made.nodes if n.op != "output"]
-    assert (
-        len(run.__code__.co_varnames) == len(nodes) - 2
-    )  # all but arange and full, which are made once; zeros is made anew
+    assert len(run.__code__.co_varnames) == len(nodes) - 3  # arange, full and its product are made once; zeros anew
     with below():
         for k in (1.0, 2.0):
             x = torch.full((4,), k)

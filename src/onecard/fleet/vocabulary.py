@@ -155,6 +155,8 @@ class ParallelCrossEntropy(nn.Module):
     def _with_margin(self, cosines: Tensor, label: Tensor) -> Tensor:
         m1, m2, m3 = self.margin or (1.0, 0.0, 0.0)
         start = _starts(cosines.shape[-1], self.group, cosines)[self.group.index]
+        if not cosines.shape[-1]:  # more ranks than classes
+            return cosines
         here = (label >= start) & (label < start + cosines.shape[-1])
         at = (label - start).masked_fill(~here, 0)[..., None]
         chosen = cosines.gather(-1, at)
