@@ -24,14 +24,21 @@ from onecard.tensor import DistTensor
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
 
 
-def share_data(parameter: Tensor, group: Ranks, family: pending.Family | None = None) -> None:
-    """Say that the ranks of a group hold copies of this parameter and see different data."""
+def share_data(
+    parameter: Tensor, group: Ranks, family: pending.Family | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Say that the ranks of a group hold copies of this parameter and see different data, and in which dtype gradients add up."""
     if isinstance(parameter, DistTensor):
         pending.watch_alike(parameter).data = group
-    elif group.size > 1 or has_sums(parameter):
-        pending.watch(parameter, family).data = group
+    elif group.size > 1 or has_sums(parameter) or _widens(parameter, dtype):
+        state = pending.watch(parameter, family)
+        state.data, state.dtype = group, dtype if _widens(parameter, dtype) else None
     else:
         pending.watch_alike(parameter).data = group
+
+
+def _widens(p: Tensor, dtype: torch.dtype | None) -> bool:
+    return dtype is not None and p.is_floating_point() and torch.promote_types(p.dtype, dtype) != p.dtype
 
 
 def leave_to_optimizer(parameter: Tensor, axis: str) -> None:
@@ -56,7 +63,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     ``step``: an optimizer is about to step, which may sum along an axis itself. All ranks call it at the same place, with the
     same parameters. Who reads ``p.grad`` does it for the whole model; an optimizer's ``step``, and clipping, do for theirs.
     """
-    given = [p for p in map(twins.trained, parameters) if p.requires_grad and has_sums(p)]
+    given = [p for p in map(twins.trained, parameters) if p.requires_grad and (has_sums(p) or _is_wide(p))]
     _sync_twins([p for p in given if twins.twin_of(p) is not None])
     chosen = [p for p in given if twins.twin_of(p) is None]
     states = {p: pending.watch(p) for p in chosen}
@@ -64,21 +71,26 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     sums = {(s.ranks, s.name): s for p in added for s in held(p).sums}
     # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
     for (ranks, name), group in sorted(sums.items()):
-        _reduce([read(p) for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum")
+        _reduce(
+            [_part(p) for p in added if any((s.ranks, s.name) == (ranks, name) for s in held(p).sums)], group, "sum"
+        )
     for p in added:
         if held(p).copies:
             _sum_copies(p)
     over = {p: (states[p].rest if step else None) or _data(p) for p in changed}
     for group in {d.ranks: d for d in over.values() if d is not None}.values():
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
-        _reduce([read(p) for p in mine if not _cut_within(p, group)], group, "avg")
+        _reduce([_part(p) for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
             if _cut_within(p, group):  # its part alone: what came to it is a sum over the ranks' losses
-                read(p).div_(group.size)
+                _part(p).div_(group.size)
     for p, state in states.items():
-        if state.kept is not None:
+        if state.wide is not None:
+            total = state.wide if state.kept is None else state.wide.add_(state.kept)
+            write(p, total.to(p.dtype))
+        elif state.kept is not None:
             write(p, state.kept.add_(read(p)))
-            state.kept = None
+        state.kept = state.wide = None
         if over.get(p) is _data(p) or p not in over:
             state.is_whole()
 
@@ -94,6 +106,17 @@ def whole(p: Tensor, summand: Tensor) -> Tensor:
     made = read(p)
     write(p, known)
     return made
+
+
+def _part(p: Tensor) -> Any:
+    """What this rank has of a gradient, in the dtype in which it adds up."""
+    state = pending.of(p)
+    return read(p) if state is None or state.wide is None else state.wide
+
+
+def _is_wide(p: Tensor) -> bool:
+    state = pending.of(p)
+    return state is not None and state.wide is not None
 
 
 def is_whole(parameter: Tensor) -> bool:
@@ -193,17 +216,20 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
     states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
     said = {
-        p: [(grad := read(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
+        p: [(grad := _part(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
     }
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
         said |= dict(zip(mine, _anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
     there = [p for p in parameters if said[p][0]]
     for p in there:
-        if read(p) is None or (said[p][1] and not states[p].summand and not adds_up(p)):
+        aside = not states[p].summand and (states[p].dtype is not None or not adds_up(p))
+        if _part(p) is None or (said[p][1] and aside):
             states[p].kept = read(p)  # whole, where others have a summand
             write(p, torch.zeros_like(p) if said[p][3] else sparse_gradients.empty_like(p))
-        elif said[p][3]:
+        elif said[p][3] and read(p) is not None:
             write(p, sparse_gradients.dense(read(p)))
+        if said[p][1] and states[p].dtype is not None:
+            states[p].widen(p)
     return [p for p in there if said[p][1]], [p for p in there if said[p][2]]
 
 
@@ -254,7 +280,7 @@ def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _sum_copies(p: Tensor) -> None:
     """Rows that several ranks hold: each adds its own to a tensor of all such rows, and takes back what it holds."""
-    what, grad = held(p), read(p)
+    what, grad = held(p), _part(p)
     group = what.group
     if group is None or grad is None:
         return

@@ -65,10 +65,25 @@ class Summed:
         uneven: it may differ between ranks that see other data.
         kept: what was whole before backward added to it.
         hooked: what backward is about to add is whole already.
+        dtype: in which summands add up, if not in the parameter's.
+        wide: what they have added up to in it.
         looked: the program has read it since, so that what it assigns is made of the whole.
     """
 
-    __slots__ = ("__weakref__", "data", "family", "hooked", "kept", "known", "looked", "rest", "summand", "uneven")
+    __slots__ = (
+        "__weakref__",
+        "data",
+        "dtype",
+        "family",
+        "hooked",
+        "kept",
+        "known",
+        "looked",
+        "rest",
+        "summand",
+        "uneven",
+        "wide",
+    )
 
     def __init__(self, family: Family | None) -> None:
         self.data: Ranks | None = None
@@ -76,6 +91,8 @@ class Summed:
         self.family = family
         self.summand = self.uneven = self.looked = self.hooked = False
         self.kept: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.wide: Tensor | None = None
         self.known = -1
 
     def is_unknown(self) -> bool:
@@ -88,9 +105,17 @@ class Summed:
         if self.family is not None:
             self.known = self.family.backwards
 
+    def widen(self, p: Tensor) -> None:
+        """Add what there is to what has added up in another dtype."""
+        grad = read(p)
+        if grad is None or grad.is_sparse:
+            return
+        self.wide = grad.to(self.dtype) if self.wide is None else self.wide.add_(grad)
+        write(p, None)
+
     def assign(self, before: Tensor | None, value: Tensor | None) -> None:
         """The program has put another gradient in its place."""
-        self.kept = None
+        self.kept = self.wide = None
         if value is None:
             self.is_whole()
         elif before is None or self.is_unknown() or not self.looked:
@@ -166,7 +191,9 @@ def _before(p: Any, grad: Tensor) -> Tensor | None:
     if _torch.has_hooks_beside(p):  # which see the whole one, as on one card: a clipping of a summand is none
         state.hooked = True
         return whole(p, grad)
-    if known is not None and not state.summand and not adds_up(p):
+    if known is not None and state.dtype is not None and state.summand:
+        state.widen(p)
+    elif known is not None and not state.summand and (state.dtype is not None or not adds_up(p)):
         state.kept = known
         write(p, None)
         _torch.queue_callback(partial(_back, weakref.ref(p)))
@@ -177,7 +204,7 @@ def _back(known: Any) -> None:
     """The end of a backward that added nothing (``torch.autograd.grad``)."""
     p = known()
     state = of(p)
-    if state is not None and state.kept is not None and read(p) is None:
+    if state is not None and state.kept is not None and state.wide is None and read(p) is None:
         write(p, state.kept)
         state.kept = None
 
@@ -185,6 +212,8 @@ def _back(known: Any) -> None:
 def _after(p: Tensor) -> None:
     state = of(p)
     if state is not None:
+        if state.dtype is not None and not state.hooked:
+            state.widen(p)
         state.summand, state.uneven = (state.summand, state.uneven) if state.hooked else (True, True)
         state.looked = state.hooked = False
         if state.family is not None:

@@ -29,8 +29,14 @@ class PipelineParallel(DistributedModel):
     Source: ``paddle.distributed.fleet.meta_parallel.PipelineParallel``.
     """
 
-    def __init__(self, module: PipelineLayer, data: Ranks, strategy: DistributedStrategy) -> None:
-        super().__init__(module, data, strategy)
+    def __init__(
+        self,
+        module: PipelineLayer,
+        data: Ranks,
+        strategy: DistributedStrategy,
+        grad_accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(module, data, strategy, grad_accum_dtype)
         self._layers = (module,)  # in a tuple: it is a submodule already
         self._steps = strategy.pipeline_configs["accumulate_steps"]
         self._size = strategy.pipeline_configs["micro_batch_size"]

@@ -74,9 +74,15 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 class DistributedModel(nn.Module):
     """What ``distributed_model`` returns: the model, with the names of its own parameters, and Paddle's methods."""
 
-    def __init__(self, module: nn.Module, data: Ranks, strategy: DistributedStrategy) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Ranks,
+        strategy: DistributedStrategy,
+        grad_accum_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.module, self._data = module, data
+        self.module, self._data, self._accum = module, data, grad_accum_dtype
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
         self._places: Places | None = None
         self._family: pending.Family | None = None
@@ -103,7 +109,7 @@ class DistributedModel(nn.Module):
         self._family.become(parameters)
         declare(self.module)
         for p in parameters:
-            gradients.share_data(p, self._data, self._family)
+            gradients.share_data(p, self._data, self._family, self._accum)
         values = [*parameters, *self.module.buffers()]
         equalise(values if self._places is None else self._places.new(values))
         self._places = Places(self.module)
@@ -171,11 +177,15 @@ class DistributedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def distributed_model(model: nn.Module) -> DistributedModel:
+def distributed_model(model: nn.Module, grad_accum_dtype: torch.dtype | None = None) -> DistributedModel:
     """Make a model with local parameters a part of the fleet program.
 
     Parameters become equal where they are copies: each takes the value of the first rank that holds it. Gradients are
     averaged over the ranks along dp and sep, when an optimizer reads them. A ``PipelineLayer`` becomes a ``PipelineParallel``.
+
+    Args:
+        grad_accum_dtype: in which the gradients of microbatches add up and are summed over ranks, ``torch.float32`` for 16-bit
+            parameters; rounded once, when they are read. The parameters' own if left out.
 
     Raises:
         FleetError: a model without stages under ``pp_degree``, or one that holds DistTensors.
@@ -196,8 +206,8 @@ def distributed_model(model: nn.Module) -> DistributedModel:
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
     if isinstance(model, PipelineLayer):
-        return PipelineParallel(model, hcg.data(), strategy)
-    return DistributedModel(model, hcg.data(), strategy)
+        return PipelineParallel(model, hcg.data(), strategy, grad_accum_dtype)
+    return DistributedModel(model, hcg.data(), strategy, grad_accum_dtype)
 
 
 def _check_stages(model: nn.Module, hcg: topology.HybridCommunicateGroup, strategy: DistributedStrategy) -> None:
