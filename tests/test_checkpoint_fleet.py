@@ -322,3 +322,43 @@ def stages_that_do_not_fit(root: Path) -> None:
 @pytest.mark.parametrize("program", [states_of_others, stages_that_do_not_fit])
 def test_beside_and_against(program: Any, tmp_path: Path) -> None:
     run_ranks(program, 2, tmp_path, backend="gloo")
+
+
+def random_states(root: Path) -> None:
+    """Each rank's own on as many ranks that are laid out alike; told on others, before anything is changed."""
+    tracker = fleet.get_rng_state_tracker()
+
+    def drawn() -> list[Tensor]:
+        with tracker.rng_state("global_seed"):
+            one = torch.rand(3)
+        with tracker.rng_state("local_seed"):
+            return [one, torch.rand(3), torch.rand(3)]
+
+    made(CONFIGS["pp2"], 0)
+    meta_parallel.model_parallel_random_seed(5)
+    state = {"random": oc.checkpoint.RandomState(), "tracker": tracker, "step": 3}
+    oc.checkpoint.save(state, root / "own")
+    first = drawn()
+    oc.checkpoint.load(root / "own", {**state, "step": 0})
+    assert equal(drawn(), first)
+    torch.manual_seed(7)
+    oc.checkpoint.save({"random": oc.checkpoint.RandomState()}, root / "alike")
+    whole = torch.rand(3)
+    made(CONFIGS["mp2"], 0)
+    torch.manual_seed(8)
+    before = torch.get_rng_state()
+    for name in ("random", "tracker"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name}.* laid out as .*'pp': 2.* this job has 2, laid out as .*'mp': 2"
+        ):
+            oc.checkpoint.load(root / "own", {name: state[name]})
+    assert equal(torch.get_rng_state(), before)
+    oc.checkpoint.load(root / "alike", {"random": oc.checkpoint.RandomState()})
+    assert equal(torch.rand(3), whole)
+
+
+def test_random_states_of_each_rank(tmp_path: Path) -> None:
+    run_ranks(random_states, 2, tmp_path, backend="gloo")
+    with pytest.raises(CheckpointError, match=r"has a random state of each of 2 ranks.* this job has 1"):
+        oc.checkpoint.load(tmp_path / "own", {"random": oc.checkpoint.RandomState()})
+    oc.checkpoint.load(tmp_path / "alike", {"random": oc.checkpoint.RandomState()})

@@ -34,7 +34,8 @@ def crc32(data: Any, value: int = 0) -> int:
 def _libdeflate() -> Callable[[int, int, int], int] | None:
     """libdeflate's function, if it is there and gives what zlib's gives."""
     try:
-        found = ctypes.CDLL(_NAMES.get(sys.platform, "")).libdeflate_crc32
+        # PyDLL: a block takes a tenth of a millisecond, and getting the interpreter back from a busy thread takes five.
+        found = ctypes.PyDLL(_NAMES.get(sys.platform, "")).libdeflate_crc32
     except (OSError, AttributeError):
         return None
     found.restype, found.argtypes = ctypes.c_uint32, (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)

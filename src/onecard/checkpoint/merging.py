@@ -100,7 +100,7 @@ def _holders(name: str, said: Ranked) -> dict[str, Any]:
     for rank, word in said:
         if [word["dtype"], word["shape"]] != [first["dtype"], first["shape"]]:
             raise _unlike(name, first_rank, [first["dtype"], first["shape"]], rank, [word["dtype"], word["shape"]])
-        for text, sample in word["boxes"]:
+        for text, sample in word.get("boxes", ()):
             box = tuple((a, b) for a, b in text)
             held.setdefault(box, []).append(rank)
             other, before = values.setdefault(box, (rank, sample))
@@ -110,7 +110,11 @@ def _holders(name: str, said: Ranked) -> dict[str, Any]:
                     f"{list(map(list, box))}, whose values differ"
                 )
     shape = first["shape"]
-    if not prod(shape):
+    own = [word.get("own") for _, word in said]
+    if own[0] is not None and len(set(own)) > 1:
+        rows = [[[[i, i + 1], *([0, n] for n in shape)], [rank]] for i, (rank, _) in enumerate(said)]
+        return {"dtype": first["dtype"], "shape": [len(said), *shape], "held": rows, "alias": None, "rows": True}
+    if own[0] is not None or not prod(shape):
         held = {whole(shape): [rank for rank, _ in said]}
     elif sum(map(volume, held)) != prod(shape) or overlap(list(held)):
         raise CheckpointError(
@@ -120,7 +124,7 @@ def _holders(name: str, said: Ranked) -> dict[str, Any]:
     aliases = {word["alias"] for _, word in said}
     boxes = [[list(map(list, box)), ranks] for box, ranks in sorted(held.items())]
     alias = aliases.pop() if len(aliases) == 1 else None
-    return {"dtype": first["dtype"], "shape": shape, "held": boxes, "alias": alias}
+    return {"dtype": first["dtype"], "shape": shape, "held": boxes, "alias": alias, "rows": False}
 
 
 def holders(word: Mapping[str, Any]) -> tuple[tuple[Box, tuple[int, ...]], ...]:

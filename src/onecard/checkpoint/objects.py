@@ -23,11 +23,13 @@ from onecard.checkpoint.portions import (
     entries,
     entries_of,
     has_stages,
+    own,
     parameters,
     part_of,
     unfolded,
 )
 from onecard.checkpoint.tree import join
+from onecard.comm import world
 from onecard.comm.sparse_check import is_plain
 from onecard.parallel.resume import is_like
 from onecard.tensor import DistTensor
@@ -207,8 +209,14 @@ def unfold(value: Any, names: Names) -> Any:
         items = [unfold(item, names) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor | dict) and has_state(value):
-        return unfold(value.state_dict(), names)
+        state = value.state_dict()
+        return own(state) if is_of_each_rank(value) and world.get_world_size() > 1 else unfold(state, names)
     return value
+
+
+def is_of_each_rank(value: Any) -> bool:
+    """Whether an object's state may be another one on each rank: a random state."""
+    return getattr(value, "of_each_rank", None) is not None
 
 
 def _with_parts(state: dict[str, Any], params: Sequence[Entry | None]) -> dict[str, Any]:

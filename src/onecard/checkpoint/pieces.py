@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from onecard.checkpoint.crc import crc32
 from onecard.checkpoint.index import DTYPES, name_of
 from onecard.checkpoint.merging import holders
 from onecard.checkpoint.objects import keys_of
-from onecard.checkpoint.portions import Part, Portion
+from onecard.checkpoint.portions import Own, Part, Portion
 from onecard.comm import world
 from onecard.errors import CheckpointError
 from onecard.layout import Layout
@@ -37,6 +38,7 @@ class Source:
         holdings: the boxes of the whole that are here, each with its values.
         layout: which rank has which box; None for a plain tensor, of which every rank has all.
         apart: each rank says itself what it has.
+        own: the ranks may have other values: then it becomes rows, one for each.
         held: then, what all have said: boxes, and the ranks that hold them.
         alias: another tensor of the same memory, which is written in its place.
     """
@@ -47,6 +49,7 @@ class Source:
     holdings: tuple[tuple[Box, Tensor], ...] = ()
     layout: Layout | None = None
     apart: bool = False
+    own: bool = False
     held: tuple[tuple[Box, tuple[int, ...]], ...] = ()
     alias: str | None = None
 
@@ -60,8 +63,11 @@ class Source:
 
     def own_words(self) -> dict[str, Any]:
         """What this rank alone can say of it: its boxes, and a sample of each."""
-        boxes = [[list(map(list, box)), sample(part)] for box, part in self.holdings if volume(box)]
-        return {"dtype": name_of(self.dtype), "shape": list(self.shape), "boxes": boxes, "alias": self.alias}
+        word = {"dtype": name_of(self.dtype), "shape": list(self.shape), "alias": self.alias}
+        if self.own:
+            data = b"".join(bytes(memory(part)) for _, values in self.holdings for part in chunks(values))
+            return {**word, "own": hashlib.sha256(data).hexdigest()}
+        return {**word, "boxes": [[list(map(list, box)), sample(part)] for box, part in self.holdings if volume(box)]}
 
     def values(self, box: Box) -> Tensor:
         """A box of the whole that is here."""
@@ -86,13 +92,17 @@ class Share:
         return volume(self.box) * self.source.dtype.itemsize
 
 
-def sources_of(tensors: Mapping[str, Tensor | Portion]) -> dict[str, Source]:
+def sources_of(tensors: Mapping[str, Tensor | Portion | Own]) -> dict[str, Source]:
     """What this rank has of each tensor. Pending sums are reduced, merged dims laid out in one piece: all ranks call it."""
     found: dict[str, Source] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
         if isinstance(x, DistTensor) and x.mesh.size < world.get_world_size():
             x = Portion(x, None)  # others may have it on a mesh of their own, as ZeRO beside cut layers does
+        if isinstance(x, Own):
+            here = _source(name, x.tensor, None)
+            found[name] = Source(name, here.dtype, here.shape, here.holdings, apart=True, own=True)
+            continue
         if isinstance(x, Portion):
             key = keys_of(x.tensor)[-1], tuple(box for box, _ in x.part.boxes()) if x.part is not None else None
             found[name] = _apart(name, x, first.get(key))
@@ -131,6 +141,9 @@ def complete(sources: dict[str, Source], words: Mapping[str, Any]) -> dict[str, 
         mine = sources[name].holdings if name in sources else ()
         alias = word["alias"] if word["alias"] in words else None
         dtype, shape = DTYPES[word["dtype"]], tuple(word["shape"])
+        if word["rows"]:
+            row = (world.get_rank(), world.get_rank() + 1)
+            mine = tuple(((row, *box), part[None]) for box, part in mine)
         made[name] = Source(name, dtype, shape, mine, apart=True, held=holders(word), alias=alias)
     return dict(sorted(made.items()))
 

@@ -45,6 +45,7 @@ class Knowledge:
 
     part: Callable[[Tensor], Part | None]
     notes: Callable[[Mapping[str, Any]], Notes | None]
+    grid: Callable[[], dict[str, int]]  # how the ranks are laid out
 
 
 known: list[Knowledge] = []
@@ -56,6 +57,30 @@ class Portion:
 
     tensor: Tensor
     part: Part | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """A tensor of which each rank may have its own: one row for each rank, if they differ."""
+
+    tensor: Tensor
+
+
+GRID = "grid"  # beside such tensors: how the ranks were laid out
+
+
+def own(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an object whose tensors may be each rank's own (``of_each_rank``)."""
+    grid = next((found for knowledge in known if (found := knowledge.grid())), None)
+    made = {key: Own(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return made if grid is None else {**made, GRID: grid}
+
+
+def mine(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What of it a rank has."""
+    # Copies: torch reads a random state from the beginning of its memory, whatever the view.
+    rows = {k: v[rank].clone() if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in state.items()}
+    return {key: value for key, value in rows.items() if key != GRID}
 
 
 class Spread(dict[str, Any]):

@@ -11,6 +11,8 @@ import torch
 class RandomState:
     """The state of torch's generators: the CPU's, from which all comes that onecard draws, and this rank's GPU's, if it has one.
 
+    Where ranks draw differently, each has its own back, on as many ranks that are laid out alike.
+
     Example:
         >>> import tempfile
         >>> from onecard import checkpoint
@@ -21,6 +23,8 @@ class RandomState:
         >>> torch.equal(torch.rand(2), first)
         True
     """
+
+    of_each_rank = "if they differ"
 
     def state_dict(self) -> dict[str, Any]:
         """The states now."""

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint import tree
 from onecard.checkpoint.changes import Change, follow
-from onecard.checkpoint.objects import Names, has_state, is_optimizer_state, keys_of
-from onecard.checkpoint.portions import Entry, Part, entries, entries_of, has_stages
+from onecard.checkpoint.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
+from onecard.checkpoint.portions import GRID, Entry, Part, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.virtual import Virtual
+from onecard.comm import world
 from onecard.errors import CheckpointError
 from onecard.parallel.resume import place_for
 
@@ -76,6 +77,8 @@ class Walk:
         if is_optimizer_state(target):
             return self._optimizer_state(target, node, path)
         if not isinstance(target, dict | list | tuple) and has_state(target):
+            if is_of_each_rank(target):
+                return self._each(target, node, path)
             return self._later(target, target.load_state_dict, node, path)
         if isinstance(target, dict) and target:
             return self._dict(target, node, path)
@@ -181,6 +184,23 @@ class Walk:
             made = self.made(node, path)
             self.last.append(lambda: load(made))
         return target
+
+    def _each(self, target: Any, node: Any, path: str) -> Any:
+        """What may be each rank's own: the rows of as many ranks, laid out as they were; or what all had alike."""
+        saved = {str(key): item for key, item in (tree.children(node) or {}).items()}
+        before, now = tree.decode(saved.get(GRID), str), own({}).get(GRID)
+        names = [
+            name for item in saved.values() if (name := tree.tensor_name(item)) is not None and name in self.tensors
+        ]
+        rows = {self.tensors[name].shape[0] for name in names if len(self.tensors[name].shape) > 1}
+        size = world.get_world_size()
+        if (rows and (rows != {size} or before != now)) or (before != now and target.of_each_rank == "always"):
+            kinds = [f"laid out as {grid}" if grid else "laid out by nobody" for grid in (before, now)]
+            raise CheckpointError(
+                f"{path!r} has a random state of each of {max(rows, default=1)} ranks, {kinds[0]}; this job has {size}, "
+                f"{kinds[1]}. Which rank draws what is a matter of both: leave {path!r} out of the state, and seed anew"
+            )
+        return self._later(target, lambda made: target.load_state_dict(mine(made, world.get_rank())), node, path)
 
     def _leave(self, path: str, stages: bool = False) -> None:
         """What the checkpoint has below a path and nobody has asked for is left over; of ``stages``, if no rank has."""

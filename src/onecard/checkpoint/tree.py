@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onecard.checkpoint.index import DTYPES
-from onecard.checkpoint.portions import Portion, Spread, SpreadNames, encoded
+from onecard.checkpoint.portions import Own, Portion, Spread, SpreadNames, encoded
 from onecard.errors import CheckpointError
 
 KIND = "$"  # the key that marks what JSON has no word for
@@ -33,7 +33,7 @@ def encode(value: Any, path: str, take: Take) -> Any:
         tensor w
         {'a': {'$': 'tuple', 'items': [1, {'$': 'float', 'value': 'inf'}]}, 'w': {'$': 'tensor', 'name': 'w'}}
     """
-    if isinstance(value, Tensor | Portion):
+    if isinstance(value, Tensor | Portion | Own):
         take(path, value)
         return {KIND: "tensor", "name": path}
     if isinstance(value, Spread):

@@ -15,6 +15,8 @@ from onecard.checkpoint.files import Output
 from onecard.checkpoint.index import BLOCK, CODES
 from onecard.checkpoint.pieces import Share, chunks, memory
 
+TOGETHER = 4 << 20  # bytes of a write: few enough for the cache, which has them for the checksums
+
 Content = Callable[[int], Iterable[Tensor]]  # the bytes of the i-th share, in stretches
 
 
@@ -76,16 +78,18 @@ def _write(file: Output, stretches: Iterable[Tensor], told: Callable[[int], None
     sums, running, at = [], 0, 0
     for stretch in stretches:
         data = memory(stretch)
-        while data.nbytes:
-            part = data[: BLOCK - at]
-            running = crc32(part, running)
-            file.write(part)  # at once, while it is in the cache
-            told(part.nbytes)
-            at += part.nbytes
-            data = data[part.nbytes :]
-            if at == BLOCK:
-                sums.append(running)
-                running = at = 0
+        for start in range(0, data.nbytes, TOGETHER):
+            piece = data[start : start + TOGETHER]
+            file.write(piece)
+            told(piece.nbytes)
+            while piece.nbytes:
+                part = piece[: BLOCK - at]
+                running = crc32(part, running)
+                at += part.nbytes
+                piece = piece[part.nbytes :]
+                if at == BLOCK:
+                    sums.append(running)
+                    running = at = 0
     if at:
         sums.append(running)
     return "".join(f"{s:08x}" for s in sums)

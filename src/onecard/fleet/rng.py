@@ -46,6 +46,8 @@ class RNGStatesTracker:
         True
     """
 
+    of_each_rank = "always"  # for checkpoints: as many ranks, laid out alike, have these again
+
     def __init__(self) -> None:
         self.states: dict[str, State] = {}
         self.seeds: dict[str, int] = {}

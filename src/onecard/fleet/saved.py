@@ -14,6 +14,7 @@ from torch import Tensor
 from onecard.checkpoint import portions
 from onecard.fleet.parameters import Held, held
 from onecard.fleet.state_notes import Noted, noted
+from onecard.fleet.topology import begun, get_hybrid_communicate_group
 
 
 def cut_of(parameter: Tensor) -> Held | None:
@@ -61,4 +62,8 @@ def _notes(state: Mapping[str, Any]) -> Notes | None:
     return Notes(found, {name: what for name, what in found.parts.items() if not _is_whole(what)})
 
 
-portions.known.append(portions.Knowledge(cut_of, _notes))
+def _grid() -> dict[str, int]:
+    return get_hybrid_communicate_group().topology() if begun() else {}
+
+
+portions.known.append(portions.Knowledge(cut_of, _notes, _grid))
