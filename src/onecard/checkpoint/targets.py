@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.checkpoint import tree
-from onecard.checkpoint.changes import Change, follow
+from onecard.checkpoint.changes import Change
+from onecard.checkpoint.groups import by_text, group_names, members
 from onecard.checkpoint.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
 from onecard.checkpoint.portions import GRID, Entry, Part, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.virtual import Virtual
@@ -238,11 +239,11 @@ class Walk:
         if node is _NOTHING:
             self._lacks(path)
             return target
-        names = self.names.of_optimizer(target, _group_names(node, path, self.changes))
+        names = self.names.of_optimizer(target, group_names(node, path, self.changes))
         params = [p for group in target.param_groups for p in group["params"]]
         own = target.state_dict()
         below = tree.children(node) or {}
-        saved = _by_text(below.get("state"))
+        saved = by_text(below.get("state"))
         states: dict[int, Any] = {}
         for number, (name, param) in enumerate(zip(names, params, strict=True)):
             state = self._state(saved.get(name, _NOTHING), tree.join(path, f"state.{name}"), target, param)
@@ -284,8 +285,8 @@ class Walk:
         if node is None:
             self._lacks(tree.join(path, "param_groups"))
         saved = self.made(node, tree.join(path, "param_groups")) if node is not None else []
-        members = _members(saved, path, self.changes)
-        group_of = {name: i for i, group in enumerate(members) for name in group}
+        in_groups = members(saved, path, self.changes)
+        group_of = {name: i for i, group in enumerate(in_groups) for name in group}
         known = set(names.values())
         self.strays += [f"{path}: parameter {name}" for name in group_of if name not in known]
         made = []
@@ -307,11 +308,11 @@ class Walk:
         """An optimizer's state dict: filled where it has states, else made whole."""
         if node is _NOTHING or tree.children(node) is None:
             return self._dict(target, node, path)
-        names = self.names.of_state_dict(target, _group_names(node, path, self.changes))
+        names = self.names.of_state_dict(target, group_names(node, path, self.changes))
         params = dict(zip(names, self.names.entries_of(names), strict=True))
         numbers = [n for group in target["param_groups"] for n in group["params"]]
         below = tree.children(node) or {}
-        saved = _by_text(below.get("state"))
+        saved = by_text(below.get("state"))
         for number, name in zip(numbers, names, strict=True):
             if name in saved:
                 where = tree.join(path, f"state.{name}")
@@ -358,30 +359,6 @@ def _is_filled(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_is_filled, value))
     return isinstance(value, Tensor | torch.Generator) or has_state(value)
-
-
-def _by_text(node: Any) -> dict[str, Any]:
-    """The children of a node, with numbers as text."""
-    return {str(key): item for key, item in (tree.children(node) or {}).items()}
-
-
-def _group_names(node: Any, path: str, changes: Sequence[Change]) -> list[list[str]]:
-    """The names in each group of a saved optimizer, as far as there are any."""
-    groups: Any = (tree.children(node) or {}).get("param_groups")
-    try:
-        saved = [{"params": list((tree.children(group["params"]) or {}).values())} for group in groups]
-        return _members(saved, path, changes)
-    except (KeyError, TypeError):
-        return []
-
-
-def _members(groups: Sequence[Mapping[str, Any]], path: str, changes: Sequence[Change]) -> list[list[str]]:
-    """The names of each group's parameters, after the changes."""
-    start = tree.join(path, "state.")
-    return [
-        [new.removeprefix(start) for name in group["params"] for new in follow(changes, f"{start}{name}")]
-        for group in groups
-    ]
 
 
 def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:
