@@ -126,6 +126,7 @@ LEVELS: dict[str, Callable[[], At]] = {
     "os": lambda: Level("os"),
     "os_g": lambda: Level("os_g"),
     "p_g_os": lambda: Level("p_g_os"),
+    "p_g_os blocks": lambda: Level("p_g_os", blocks=[nn.Sequential, "norm"]),
     "os overlap": lambda: Level("os", overlap=True),
     "os_g offload": lambda: Level("os_g", offload=True),
     "p_g_os kept": lambda: Level("p_g_os", overlap=True, reshard_after_forward=False, offload=True),

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import onecard as oc
+from onecard.errors import LayoutError
 from onecard.parallel import blocks
+from onecard.parallel.block_names import blocks_of
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
 
@@ -167,3 +169,53 @@ def outside() -> None:
 
 def test_parameters_that_are_read_outside_of_their_block():
     run_ranks(outside, 2)
+
+
+class Layer(nn.Module):
+    """Several modules, some in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+class Trunk(nn.Module):
+    """As a transformer's: embeddings, layers in a list, a norm, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.norm = (
+            nn.Embedding(5, 4),
+            nn.ModuleList([Layer() for _ in range(2)]),
+            nn.LayerNorm(4),
+        )
+        self.first = nn.Parameter(torch.ones(4))
+
+
+class Wrapped(nn.Module):
+    """As Hugging Face's models with a head: the layers are two modules below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = Trunk(), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.trunk.embedding.weight
+
+
+def found(net: nn.Module, asked: Any = None) -> list[tuple[str, int]]:
+    return [(name, len(params)) for name, _, params in blocks_of(net, [*net.parameters()], asked)]
+
+
+def test_which_modules_are_blocks() -> None:
+    inner = [("layers.0", 6), ("layers.1", 6), ("norm", 2)]
+    own = ("", 2)  # tied, and the trunk's own
+    assert found(Wrapped()) == [*[(f"trunk.{name}", n) for name, n in inner], own]
+    lightning = nn.Module()
+    lightning.model = Wrapped()
+    assert found(lightning) == [*[(f"model.trunk.{name}", n) for name, n in inner], own]
+    assert found(nn.Sequential(nn.Linear(2, 2), Layer())) == [("0", 2), ("1", 6)]
+    assert found(Wrapped(), [Layer]) == [("trunk.layers.0", 6), ("trunk.layers.1", 6), ("", 4)]
+    net = Wrapped()
+    asked = ["trunk.layers.0", net.trunk.layers[0].mlp]
+    assert found(net, asked) == [("trunk.layers.0.mlp", 4), ("trunk.layers.0", 2), ("", 10)]
+    with pytest.raises(LayoutError, match=r"Wrapped has no module 'tail' below it; .*blocks=\['trunk'\]"):
+        found(net, ["tail"])

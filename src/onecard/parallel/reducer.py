@@ -24,6 +24,7 @@ from onecard.tensor.buckets import Cut, Room, fill, start_reduce, start_scatter
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
+SHARES, LEAST = 24, 2**20  # buckets of a model whose sums overlap with backward, at least; bytes of one, at least
 AT_ONCE = 4  # buckets under way, each with a copy of its gradients, before the oldest is awaited
 
 Cutter = Callable[[DistTensor], Cut | None]
@@ -76,7 +77,9 @@ class Reducer:
         self._backwards, self._expected = 0, inf  # since the last step; in the one before it
         self._now = every
         # backward comes to the last parameters first; one that is frozen now may be trained later
-        for number, bucket in enumerate(fill(reversed(params), lambda p: p.numel() * p.element_size())):
+        # What is under way is there twice: of a small model, too, a part.
+        most = max(sum(p.numel() * p.element_size() for p in params) // SHARES, LEAST) if overlap else None
+        for number, bucket in enumerate(fill(reversed(params), lambda p: p.numel() * p.element_size(), most)):
             self._bucket_of |= dict.fromkeys(bucket, number)
             self._left.append({p for p in bucket if p.requires_grad})
             self._ready.append({})

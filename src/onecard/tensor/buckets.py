@@ -70,14 +70,14 @@ def start_reduce(
     return end
 
 
-def fill(members: Iterable[Item], nbytes: Callable[[Item], int]) -> list[list[Item]]:
-    """The members in their order, in lists of at most ``BUCKET_BYTES`` or of one."""
+def fill(members: Iterable[Item], nbytes: Callable[[Item], int], most: int | None = None) -> list[list[Item]]:
+    """The members in their order, in lists of at most ``BUCKET_BYTES`` (or ``most``, which is less) or of one."""
     buckets: list[list[Item]] = [[]]
-    room = BUCKET_BYTES
+    room = most = BUCKET_BYTES if most is None else min(most, BUCKET_BYTES)
     for x in members:
         if nbytes(x) > room and buckets[-1]:
             buckets.append([])
-            room = BUCKET_BYTES
+            room = most
         buckets[-1].append(x)
         room -= nbytes(x)
     return buckets
