@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_others_name_the_rank_and_the_action(how: signal.Signals, tmp_path: Any)
         assert {text for _, _, text in begins} == {"begins"}
         last = max(when for _, when, _ in begins)
         news = {rank: (when, text) for rank, when, text in (queue.get(timeout=20) for _ in range(3))}
-        assert sorted(news) == [0, 1, 3]
+        assert sorted(news) == [0, 1, 3], news
         for rank, (when, text) in news.items():
             assert when - last < 3 * LIMIT + 2, f"rank {rank} took {when - last:.1f} s"
             near = rank - 1 if rank == 3 else rank + 1
@@ -74,6 +75,51 @@ def test_others_name_the_rank_and_the_action(how: signal.Signals, tmp_path: Any)
         for process in ranks:
             process.kill()
             process.join(10)
+
+
+class FatalBackward(nn.Linear):
+    """Ends its process in the backward of rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if oc.get_rank() == 1:
+            y.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        return y
+
+
+def killed_in_backward(kind: str, folder: str) -> None:
+    """What a survivor says, in a file: as under a launcher that watches nothing."""
+    x = torch.ones(8, 4)
+    torch.manual_seed(0)
+    try:
+        if kind == "stages":
+            runner = pipeline.Runner({oc.get_rank(): FatalBackward(4, 4)}, nn.functional.mse_loss)
+            runner.step(pipeline.one_f_one_b(3, 4), x, x)
+        elif kind == "marks":
+            mesh = oc.ProcessMesh(range(3), ["dp"])
+            net = oc.shard_layer(nn.Sequential(FatalBackward(4, 4), nn.Linear(4, 4)), mesh)
+            optimizer = oc.shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            net(oc.shard_tensor(x, mesh, [oc.Shard(0)])).square().mean().backward()
+            optimizer.step()
+        else:
+            fleet.init()
+            net = fleet.distributed_model(FatalBackward(4, 4))
+            optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            net(x).square().mean().backward()
+            optimizer.step()
+    except CommunicationError as fault:
+        Path(folder, str(oc.get_rank())).write_text(str(fault), encoding="utf-8")
+        time.sleep(1)  # the others' words, too
+        raise
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+@pytest.mark.parametrize("kind", ["stages", "marks", "fleet"])
+def test_a_rank_killed_in_backward_is_named_over_gloo(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(killed_in_backward, 3, kind, str(tmp_path), backend="gloo", timeout=30)
+    said = [file.read_text(encoding="utf-8") for file in tmp_path.iterdir()]
+    assert said and any("Gone: rank 1 (process " in text for text in said), said
 
 
 def late_stage() -> str:

@@ -101,6 +101,19 @@ def test_the_loss_of_the_batch_follows_from_those_of_its_parts(name: str) -> Non
         close(torch.as_tensor(made), loss(out, y), name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_vocabularies_in_their_own_precision(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(30_000, (8, 4), generator=generator)
+    y[torch.rand(8, 4, generator=generator) < 0.4] = -100
+    counts = (y != -100).sum(1).view(4, 2).sum(1)
+    out = torch.zeros(8, 4, 30_000, dtype=dtype)
+    found = weights(lambda out, y: ce(out.float(), y), out, y)
+    assert found == pytest.approx((counts / counts.sum()).tolist())
+    with pytest.raises(ScheduleError, match="it takes a root"):
+        weights(roots, out, y)
+
+
 def roots(out: Tensor, y: Tensor) -> Tensor:
     return out.square().mean().sqrt()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import _torch, recorded
-from onecard.comm import by_rank, check, flight, sparse_check, trace
+from onecard.comm import by_rank, check, flight, gone, sparse_check, trace
 from onecard.comm import record as tell
 from onecard.comm.forms import BARRIER, EXCHANGE, GATHER, NATIVE, OPTIONS, REDUCE, at_once, dense, moved
 from onecard.comm.groups import Group
@@ -66,9 +66,12 @@ def _wait(
         _explain(fault, group)
         raise
     except RuntimeError as fault:
+        why = (
+            gone.words(group.ranks)
+            or " A rank that is gone, or that runs another program than the others, shows as this."
+        )
         failed = CommunicationError(
-            f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
-            f"{fault}. A rank that is gone, or that runs another program than the others, shows as this."
+            f"{name} of {nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: {fault}.{why}"
         )
         _explain(failed, group)
         raise failed from fault

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import recorded
 from onecard._torch import AllgatherOptions
-from onecard.comm import check, collectives, flight, forms, plain, record, trace, world
+from onecard.comm import check, collectives, flight, forms, gone, plain, record, trace, world
 from onecard.comm.groups import Group
 from onecard.comm.ranks import Ranks, of_ranks
 from onecard.comm.state import Kept
@@ -105,6 +105,7 @@ class Started:
     def _failed(self, fault: Exception, begin: float) -> CommunicationError:
         return CommunicationError(
             f"rank {world.get_rank()} waited {time.monotonic() - begin:.1f} s for {self._what} {self._peer}: {fault}"
+            f"{'' if isinstance(fault, CommunicationError) else gone.words(range(world.get_world_size()))}"
         )
 
 

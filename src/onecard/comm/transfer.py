@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard.boxes import view
-from onecard.comm import check, flight, started, trace, world
+from onecard.comm import check, flight, gone, started, trace, world
 from onecard.comm.state import Kept
 from onecard.errors import CommunicationError
 from onecard.recorded import one_node
@@ -143,7 +143,7 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, goes_on: boo
         raise CommunicationError(
             f"reshard of {list(transfer.shape)} from [{transfer.source}] on {transfer.source.mesh!r} to "
             f"[{transfer.target}] on {transfer.target.mesh!r}: rank {world.get_rank()} waited for rank(s) "
-            f"{sorted(set(awaited))}. {fault}. "
+            f"{sorted(set(awaited))}. {fault}.{gone.words(transfer.ranks)} "
             f"{_EVERY_RANK}; for full_tensor() these are all ranks of the world."
         ) from fault
 

@@ -25,6 +25,8 @@ from onecard.pipeline.traced import Made, Trace, Unknown
 from onecard.tensor.convert import unshard
 from onecard.tensor.dist_tensor import DistTensor
 
+WAVE = 997  # numbers that stand-ins repeat
+LARGE = 1 << 16  # elements of a row
 ROWS = 128  # of the labels, among which two are looked for that count for more and for less
 SAMPLES, NOTHING = "samples", "nothing"
 Divisor = str | int  # the i-th number that the loss was seen to divide by
@@ -93,12 +95,9 @@ class Shares:
         """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
         probe = _Probe(self.loss_fn, value, rows, whole)
         with recorded.unrecorded(), torch.no_grad(), _untouched(self.loss_fn, probe.device):
-            trace = probe.look(0, [0, probe.count - 1], (0, 2))[1]
+            trace = probe.look([0, probe.count - 1], (0, 2))[1]
             chosen = _apart(trace.divisors, whole, probe.count)
-            left: set[Divisor] | None = None
-            for phase in range(3):
-                trace, fits = probe.fitting(phase, *chosen)
-                left = fits if left is None or fits is None else left & fits
+            trace, left = probe.fitting(*chosen)
         if trace.blind:
             raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {_HOW}")
         self._numbers = trace.divisors
@@ -144,12 +143,16 @@ class _Probe:
         self.count = next((len(x) for x in tree_leaves(whole) if isinstance(x, Tensor) and x.dim()), 1)
         first = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
         self.device = torch.device("cpu") if first is None else first.device
-        self.wide = True
+        each = [x.numel() // max(rows, 1) for x in tree_leaves(value) if isinstance(x, Tensor)]
+        small = max(each, default=0) <= LARGE  # what is large costs less in float32
+        self.dtypes: list[torch.dtype | None] = [*([torch.float64] if small else []), torch.float32, None]
+        """Of the numbers; the first that the loss takes. None: those that it gets."""
+        self.tolerance = 0.0
 
-    def fitting(self, phase: int, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
+    def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
         """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
         groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
-        found = [self.look(phase, group, part) for part, group in groups.items()]
+        found = [self.look(group, part) for part, group in groups.items()]
         (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
         if not all(map(math.isfinite, (one, two, three))):
             return trace, None
@@ -169,23 +172,23 @@ class _Probe:
         except Unknown:
             return [0.0, 0.0, 0.0]
 
-    def look(self, phase: int, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+    def look(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
         """The loss of some rows, and what it divided by. In float64, unless something in it is of another dtype."""
         try:
-            return self._called(phase, group, part)
+            return self._called(group, part)
         except ScheduleError:
             raise
         except Exception as fault:
-            if not self.wide:
+            if len(self.dtypes) == 1:
                 raise ScheduleError(
                     f"loss_fn cannot be called with {len(group)} of {self.count} rows ({type(fault).__name__}: "
                     f"{str(fault)[:200]}), so that nobody sees what it is a mean over: {_HOW}"
                 ) from fault
-            self.wide = False
-            return self.look(phase, group, part)
+            del self.dtypes[0]
+            return self.look(group, part)
 
-    def _called(self, phase: int, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
-        values = tree_map(lambda x: self._stand_in(x, phase, part) if isinstance(x, Tensor) else x, self.value)
+    def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+        values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
         labels = tree_map(self._widened, _chosen(self.whole, group))
         before = torch.get_rng_state()
         with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
@@ -196,20 +199,23 @@ class _Probe:
         return math.nan if drawn else float(loss), trace
 
     def _widened(self, x: Any) -> Any:
-        return x.double() if self.wide and isinstance(x, Tensor) and x.is_floating_point() else x
+        return x.to(self.dtypes[0]) if self.dtypes[0] and isinstance(x, Tensor) and x.is_floating_point() else x
 
-    def _stand_in(self, x: Tensor, phase: int, part: tuple[int, int]) -> Tensor:
+    def _stand_in(self, x: Tensor, part: tuple[int, int]) -> Tensor:
         begin, end = part
         each, rest = divmod(x.shape[0], self.rows) if x.dim() else (0, 1)
         shape = list(x.shape) if rest else [3 * each, *x.shape[1:]]
-        dtype = torch.float64 if self.wide and x.is_floating_point() else x.dtype
+        dtype = (self.dtypes[0] or x.dtype) if x.is_floating_point() else x.dtype
         if not x.is_floating_point():
             made = torch.zeros(shape, dtype=dtype, device=x.device)
         else:
-            wave = torch.arange(math.prod(shape), dtype=torch.float64, device=x.device).mul_(1.7).add_(phase).sin_()
-            wave = wave.view(1 if rest else 3, -1)
-            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], device=x.device)[: len(wave)].T
-            made = (wave * high[:, None] + middle[:, None]).view(shape).to(dtype)
+            few = torch.arange(WAVE, dtype=torch.float64).mul_(1.7).sin_().to(x.device, dtype)
+            count, shares = math.prod(shape), 1 if rest else 3
+            wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
+            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
+                :shares
+            ].T
+            made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
         return made if rest else made[each * begin : each * end]
 
 

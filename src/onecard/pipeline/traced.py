@@ -96,6 +96,10 @@ class Trace(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self._note(x, Made(None, i))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else torch's compiler is imported, a second of a first step
+        return False
+
     def _note(self, x: Any, made: Made | None) -> None:
         if isinstance(x, Tensor):
             self._held.append(x)
