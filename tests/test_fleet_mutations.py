@@ -7,12 +7,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import test_fleet_habits as habits
 import test_fleet_layers as layers
 import test_fleet_training as training
+import test_fleet_whole as wholes
 from torch import Tensor
 
 from onecard import fleet
-from onecard.fleet import context, gradients, linear, mappings, norms, rng, vocabulary
+from onecard.fleet import context, gradients, linear, mappings, merging, norms, pending, rng, vocabulary, whole
 from onecard.testing import RankError, run_ranks
 
 Plant = tuple[Any, str, Any]
@@ -93,6 +95,26 @@ def no_sum_of_x() -> Plant:
     return linear.started, "all_reduce", lambda x, *args, **kwargs: linear.started.Started.complete(x)
 
 
+def nobody_sums() -> Plant:
+    """A gradient that the program reads is what this rank's backward has left."""
+    return pending.Family, "look", lambda self, p: None
+
+
+def all_add_up() -> Plant:
+    """Backward adds to what was summed over a group, and both are summed."""
+    return gradients, "adds_up", lambda p: True
+
+
+def parts_for_all() -> Plant:
+    """Optimizers that look at whole matrices get parts."""
+    return whole, "_looked_at", lambda *_: []
+
+
+def nobody_waits() -> Plant:
+    """Scalers and clipping do their work at each call, though the optimizer steps at some."""
+    return merging, "waits", lambda optimizer: False
+
+
 MIX: tuple[Any, ...] = ({"dp": 2, "mp": 2}, True, 2, 1, 0.3)
 PLANTS: dict[str, tuple[Callable[[], Plant], int, Callable[..., Any], tuple[Any, ...]]] = {
     "vocabulary-parallel loss fed gathered logits": (
@@ -119,6 +141,10 @@ PLANTS: dict[str, tuple[Callable[[], Plant], int, Callable[..., Any], tuple[Any,
     "an average over ranks that hold parts": (averages_what_is_cut, 2, training.train, ({"mp": 2}, False, 2, 1, 9.0)),
     "no sum for shared key heads": (no_sum_of_shared_heads, 2, layers.layers, ((8,),)),
     "a mask of the wrong piece": (unbalanced_mask, 2, training.attention_in_parts, ()),
+    "a look at one rank's gradient": (nobody_sums, 2, habits.seen, (habits.assigned, {"dp": 2}, False)),
+    "a sum of what was summed": (all_add_up, 2, habits.seen, (habits.own_clipping, {"dp": 1, "mp": 2}, True)),
+    "parts for Muon": (parts_for_all, 2, wholes.trained, ("Muon",)),
+    "a scaler that does not wait": (nobody_waits, 2, training.merging, ()),
     "no sum for the gradient of x": (no_sum_of_x, 2, layers.layers, ((8,),)),
 }
 
