@@ -602,3 +602,37 @@ def many_microbatches() -> dict[str, float]:
 def test_gradients_add_up_in_a_wider_dtype() -> None:
     far = run_ranks(many_microbatches, 2)[0]
     assert far["torch.float32"] < 3e-3 < 8e-3 < far["None"], far
+
+
+def many_for_masters() -> dict[str, float]:
+    """The same of ``group_sharded_parallel``: how far the first update of the masters is from that of an exact sum."""
+    begin(dp=2)
+    me, far = oc.get_rank(), {}
+    with pytest.raises(fleet.FleetError, match="without master_weights"):
+        norm = nn.LayerNorm(16).bfloat16()
+        fleet.group_sharded_parallel(norm, torch.optim.SGD(norm.parameters()), "os", grad_accum_dtype=torch.float32)
+    for level in ("os", "os_g", "p_g_os"):
+        for dtype in (None, torch.float32):
+            norm, twin = (seeded(nn.LayerNorm, 16).bfloat16() for _ in range(2))
+            made = torch.optim.SGD(norm.parameters(), 1.0, momentum=0.9)
+            model, optimizer, _ = fleet.group_sharded_parallel(
+                norm, made, level, master_weights=True, reduce_dtype=torch.float32, grad_accum_dtype=dtype
+            )
+            exact = torch.zeros(16, dtype=torch.float64)
+            for step in range(64):
+                x, y = data(2, 8, 16, seed=2 * step + me).bfloat16()
+                (model(x) * (y + x)).mean().backward()
+                exact += torch.autograd.grad((twin(x) * (y + x)).mean(), twin.weight)[0]
+            optimizer.step()
+            oc.all_reduce(exact)
+            weight = next(p for name, p in model.named_parameters() if name == "weight")
+            found = 1.0 - optimizer.state[weight]["master_weight"].full_tensor().double()
+            error = ((exact / 2 - found).norm() / exact.norm()).item()
+            far[f"{dtype}"] = max(far.get(f"{dtype}", 0.0), error)
+            assert weight.dtype is torch.bfloat16
+    return far
+
+
+def test_gradients_for_master_weights_add_up_in_a_wider_dtype() -> None:
+    far = run_ranks(many_for_masters, 2)[0]
+    assert far["torch.float32"] < 1e-5 < 3e-3 < far["None"], far

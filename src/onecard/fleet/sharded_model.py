@@ -24,7 +24,7 @@ from onecard.comm.ranks import Ranks
 from onecard.fleet import gradients, topology
 from onecard.fleet.local_parameter import Places, become_local, local_gradient, mend, of_local, twin_parameter
 from onecard.fleet.strategy import FleetError
-from onecard.fleet.twins import added, pair, summand, twin_of
+from onecard.fleet.twins import add_up_in, added, pair, summand, twin_of
 from onecard.parallel.blocks import Blocks, BlockSpec, Hook, Piece, Policy
 from onecard.parallel.master import exchange_all
 from onecard.parallel.optimizer import keep_laid_out
@@ -40,6 +40,7 @@ class Sharded:
     Args:
         model: changed in place.
         stage: of ZeRO, along the group's axis.
+        accum: in which dtype gradients add up.
         gathers: level "p_g_os": parameters are parts, gathered block by block.
     """
 
@@ -51,8 +52,9 @@ class Sharded:
         group: Ranks,
         policy: Policy = True,
         blocks: BlockSpec = None,
+        accum: torch.dtype | None = None,
     ) -> None:
-        self.level, self.stage, self.group, self._how = level, stage, group, (policy, blocks)
+        self.level, self.stage, self.group, self._how = level, stage, group, (policy, blocks, accum)
         assert stage.mesh is not None
         groups.apart.here.add(stage.mesh)
         named = dict(model.named_parameters())
@@ -61,6 +63,7 @@ class Sharded:
         everything = [*self.twins.values()]
         self.overlap = overlaps(stage.overlap, everything)
         for p, twin in self.twins.items():
+            add_up_in(twin, accum)
             become_local(p, twin, self, whole=level != "p_g_os")
         self.blocks: Blocks | None = None
         if level == "p_g_os":

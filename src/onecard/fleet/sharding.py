@@ -46,6 +46,7 @@ def group_sharded_parallel(
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
     blocks: BlockSpec = None,
+    grad_accum_dtype: torch.dtype | None = None,
 ) -> tuple[GroupShardedModel, torch.optim.Optimizer, torch.amp.GradScaler | None]:
     """Divide a local model's optimizer states, gradients and parameters over the ranks that see other data (ZeRO).
 
@@ -61,6 +62,8 @@ def group_sharded_parallel(
         sync_buffers: give the buffers the first rank's values now.
         buffer_max_size, segment_size: of Paddle, which this does not need: buckets are of 25 MiB.
         sync_comm: nothing is under way while something else runs: ``overlap=False``.
+        grad_accum_dtype: in which the gradients of microbatches add up, ``torch.float32`` for 16-bit parameters; with
+            ``master_weights``, which are updated by them as they are. The parameters' own if left out.
         offload, overlap, reshard_after_forward, master_weights, reduce_dtype, blocks: as of ``oc.ShardingStage3``.
 
     Returns:
@@ -93,7 +96,12 @@ def group_sharded_parallel(
             plain.broadcast(p.detach(), ranks, 0, call=call)
         running = False if sync_comm else overlap
         stage: Any = LEVELS[level](AXIS, mesh, running, master_weights, reduce_dtype, offload)
-        sharded = Sharded(model, level, stage, ranks, reshard_after_forward, blocks)
+        if grad_accum_dtype is not None and not (master_weights or offload):
+            raise FleetError(
+                f"{call}: grad_accum_dtype={grad_accum_dtype} without master_weights: 16-bit parameters would meet gradients "
+                "of another dtype: master_weights=True"
+            )
+        sharded = Sharded(model, level, stage, ranks, reshard_after_forward, blocks, grad_accum_dtype)
     elif (level, ranks.ranks) != (sharded.level, sharded.group.ranks):
         raise FleetError(
             f"{call}: the model is of level {sharded.level!r} over ranks {list(sharded.group.ranks)} already; another optimizer "

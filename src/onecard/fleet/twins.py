@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onecard.fleet import pending
@@ -23,6 +24,14 @@ from onecard.tensor.spec import Spec
 
 _NAME = "_onecard_twin"
 LOCAL = "_onecard_local"  # of a plain parameter: what it stands for
+_ACCUM = "_onecard_accum"  # of a twin: in which dtype gradients add up
+
+
+def add_up_in(twin: Any, dtype: torch.dtype | None) -> None:
+    """Have a twin's gradients add up in a wider dtype."""
+    if dtype is not None and twin.is_floating_point() and torch.promote_types(twin.dtype, dtype) != twin.dtype:
+        twin.grad_dtype = dtype  # torch takes no other gradient, else
+        setattr(twin, _ACCUM, dtype)
 
 
 @dataclass(eq=False)
@@ -65,6 +74,7 @@ def trained(p: Any) -> Any:
 def summand(twin: Any, grad: Tensor) -> DistTensor:
     """A rank's own gradient as a distributed one: the average over the ranks, still to be taken."""
     layout = Layout.make(twin.mesh, ((),) * twin.dim(), ((0, "avg"),))
+    grad = grad.to(getattr(twin, _ACCUM, grad.dtype))
     return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
 
 
