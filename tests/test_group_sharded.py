@@ -232,7 +232,11 @@ def saved(folder: str) -> None:
         for n, p in again.named_parameters():
             assert torch.equal(oc.unshard(p.detach()), first[n]), (level, n)
         whole = oc.checkpoint.load(f"{folder}/{level}")
-        assert {*whole} == {"model", "optimizer"} and "exp_avg" in whole["optimizer"]["norm.weight"]
+        assert {*whole} == {"model", "optimizer"} and "exp_avg" in whole["optimizer"]["state"]["norm.weight"]
+        oc.load_state_dict({"model": again, "optimizer": optimizer}, f"{folder}/{level}")
+        named = dict(again.named_parameters())
+        moment = oc.unshard(optimizer.state[named["norm.weight"]]["exp_avg"])
+        assert torch.equal(moment, whole["optimizer"]["state"]["norm.weight"]["exp_avg"])
 
 
 def sharded(level: str) -> Any:

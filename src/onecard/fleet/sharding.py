@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onecard.checkpoint import save_state_dict
 from onecard.comm import plain
@@ -161,8 +161,8 @@ def save_group_sharded_model(
 ) -> None:
     """Save the model, and the optimizer, of ``group_sharded_parallel`` under a folder. Every rank calls it.
 
-    It is a checkpoint (``oc.save_state_dict``): any number of ranks and any level loads it, with ``oc.load_state_dict``, the
-    model's under "model" and the optimizer's by the names of the parameters under "optimizer".
+    It is a checkpoint, of ``{"model": model, "optimizer": optimizer}``: any number of ranks, level and degree loads it, with
+    ``oc.load_state_dict({"model": model, "optimizer": optimizer}, output)``.
 
     Raises:
         FleetError: a model that is not of ``group_sharded_parallel``.
@@ -174,13 +174,4 @@ def save_group_sharded_model(
             f"save_group_sharded_model takes what group_sharded_parallel returned, not {type(model).__name__}: "
             "oc.save_state_dict(model.state_dict(), path)"
         )
-    state: dict[str, Any] = {"model": model.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = optimizer_state(model, optimizer)
-    save_state_dict(state, output)
-
-
-def optimizer_state(model: GroupShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's states by the names of the parameters."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, DistTensor | Tensor)}
+    save_state_dict({"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}, output)
