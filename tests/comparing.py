@@ -1,7 +1,7 @@
 """When recordings are compared with their steps, set by a test: never, so that all calls are replays, or at every call."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
 from onecard.graph import rechecked
@@ -27,6 +27,6 @@ def each_other(call: int) -> int:
     return call + 1 + call % 2
 
 
-def replays_only() -> object:
+def replays_only() -> AbstractContextManager[None]:
     """Inside, no call of a recording is compared."""
     return compared(never)
