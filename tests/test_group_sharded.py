@@ -390,6 +390,8 @@ def test_what_cannot_be_exchanged_is_said() -> None:
             del net[0].bias
         with pytest.raises(FleetError, match="is of level"):
             fleet.group_sharded_parallel(net, torch.optim.SGD(net.parameters(), 0.1), "os" if level != "os" else "os_g")
+        with pytest.raises(FleetError, match=r"create_graph=True\) for parameters of group_sharded_parallel"):
+            torch.autograd.grad(net(torch.ones(1, 2)).square().sum(), [*net.parameters()], create_graph=True)
         if level != "p_g_os":
             net.double()
             with pytest.raises(FleetError, match="before group_sharded_parallel"):
