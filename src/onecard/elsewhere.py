@@ -76,7 +76,7 @@ FSDP = {
     "ZeroRedundancyOptimizer": _STAGE_1,
     "MixedPrecisionPolicy": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
     "MixedPrecision": "`model.to(torch.bfloat16)` and `master_weights=True` of a stage; or `torch.autocast`",
-    "auto_wrap_policy": "nothing: with `model=model` of `oc.ShardingStage3` blocks are found in the model",
+    "auto_wrap_policy": "`blocks=` of `oc.ShardingStage3`, beside `model=model`: modules, names, classes; else repeated layers",
     "ignored_params": "nothing: what is in no optimizer of a stage stays as it is",
     "register_fsdp_forward_method": "nothing: a parameter is gathered where an operator reads it, in any method",
     "CPUOffloadPolicy": "`offload=True` of a stage: the optimizer's states",
