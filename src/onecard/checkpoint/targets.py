@@ -61,6 +61,7 @@ class Walk:
     last: list[Done] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)  # beginnings of names: what is there must have a place in the state
     stages: list[str] = field(default_factory=list)  # those of them of which other ranks fill the rest
+    states: list[str] = field(default_factory=list)  # of optimizers, where a parameter may have none
     strays: list[str] = field(default_factory=list)  # parameters that saved optimizers have, and these do not
     flat: bool = False  # the state itself is a dict of tensors, so that nothing may be beside them
     made_of: list[str] = field(default_factory=list)  # places of the saved state that were made anew, all that is below
@@ -224,7 +225,10 @@ class Walk:
         found = sorted(name for name in self.tensors if name not in wanted and asked(name))
         for path, item in tree.values(node):
             above = (path[:i] for i, letter in enumerate(path) if letter == ".")
-            if asked(path) and tree.children(item) is None and path not in made and made.isdisjoint(above):
+            empty = tree.children(item) is not None
+            if empty and (f"{path}." in scopes or f"{path}.".startswith(tuple(self.states))):
+                continue  # it was looked through, and there was nothing in it
+            if asked(path) and path not in made and made.isdisjoint(above):
                 found.append(path)
         return found + [name for name in self.strays if not any(x.startswith(_state_of(name)) for x in found)]
 
@@ -250,6 +254,7 @@ class Walk:
             if state is not None:
                 states[number] = state
         groups = self._groups(own["param_groups"], dict(enumerate(names)), below.get("param_groups"), path)
+        self.states.append(tree.join(path, "state."))
         more = {k: self.made(v, tree.join(path, k)) for k, v in below.items() if k not in ("state", "param_groups")}
         self._leave(path, has_stages(self.names.entry(p) for p in params))
         self.last.append(lambda: target.load_state_dict({**own, **more, "state": states, "param_groups": groups}))
@@ -313,6 +318,7 @@ class Walk:
         numbers = [n for group in target["param_groups"] for n in group["params"]]
         below = tree.children(node) or {}
         saved = by_text(below.get("state"))
+        self.states.append(tree.join(path, "state."))
         for number, name in zip(numbers, names, strict=True):
             if name in saved:
                 where = tree.join(path, f"state.{name}")
