@@ -27,7 +27,6 @@ FINITE = {
     "onecard.rules.call.schema_of": "operators",
     "onecard.comm.shm.reduction.fold": "reductions and dtypes",
     "onecard.rules.verify.report.calls_of_samples": "one",
-    "onecard.graph.reach._of_every_optimizer": "one",
     "onecard.testing._run._context": "one",
 }
 

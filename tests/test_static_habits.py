@@ -372,8 +372,8 @@ def test_an_optimizer_made_from_one_of_torch_is_recorded_once() -> None:
     ("habit", "said"),
     [
         (count_of_a_module, r"seen was 1 and is 2"),
-        (optimizer_counts_in_its_group, r"param_groups\[0\]\['count'\] was 1 and is 2"),
-        (optimizer_counts_in_an_attribute, r"optimizer.count, which the step reads, was 1 and is 2"),
+        (optimizer_counts_in_its_group, r"param_groups\[0\]\['count'\], which the step reads, was 1 and is 2"),
+        (optimizer_counts_in_an_attribute, r"self.count, which the step reads, was 1 and is 2"),
     ],
 )
 def test_a_count_is_named(habit: Callable[[], Habit], said: str) -> None:

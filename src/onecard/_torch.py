@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import (  # tensors within lists, tuples, dicts
     SUPPORTED_NODES,
+    register_pytree_node,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -39,7 +40,8 @@ from torch.utils._pytree import (  # tensors within lists, tuples, dicts
 
 __all__ = [
     "SUPPORTED_NODES", "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
-    "Work", "no_dispatch", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
+    "Work", "no_dispatch", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps",
+    "treespec_loads",
 ]  # fmt: skip
 
 missing: list[str] = []
@@ -68,7 +70,7 @@ ATTRIBUTES = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
 # The same of objects that have them only once they are made: the agent's processes, a module's contents.
-MADE = ("_pcontext", "_parameters", "_buffers", "_timeout")
+MADE = ("_pcontext", "_parameters", "_buffers", "_timeout", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def _take(path: str, instead: Any) -> Any:
@@ -130,6 +132,15 @@ _task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
 # Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.
 _pop_mode: Callable[[], Any] | None = _take("torch.utils._python_dispatch:_pop_mode", None)
 _push_mode: Callable[[Any], None] | None = _take("torch.utils._python_dispatch:_push_mode", None)
+
+
+# The hooks of all modules and of all optimizers. In their place: none, so that a recording does not notice one that is added.
+hooks_of_all: tuple[dict[int, Any], ...] = (
+    _take("torch.nn.modules.module:_global_forward_hooks", {}), _take("torch.nn.modules.module:_global_forward_pre_hooks", {}),
+    _take("torch.nn.modules.module:_global_backward_hooks", {}), _take("torch.nn.modules.module:_global_backward_pre_hooks", {}),
+    _take("torch.optim.optimizer:_global_optimizer_pre_hooks", {}),
+    _take("torch.optim.optimizer:_global_optimizer_post_hooks", {}),
+)  # fmt: skip
 
 
 def in_backward() -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from onecard.graph.hooked import HOOKS, TENSOR_HOOKS, own_parameters
 from onecard.graph.places import SETTLED, numbers_of, options_of, values_of
-from onecard.graph.reach import HOOKS, TENSOR_HOOKS, own_parameters
 
 Beliefs = tuple[tuple[str, Any], ...]
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from onecard._torch import tree_flatten
 from onecard.graph.fits import Fits
+from onecard.graph.guards import checks
 from onecard.graph.kinds import ADVICE, in_words, is_same, kind_of, kinds_of
-from onecard.graph.reach import Reached
 from onecard.graph.rechecked import NEVER, Checks
 from onecard.graph.recording import Effect, Output, Recording
+from onecard.graph.seen import Seen
 from onecard.graph.source import Code
 
 
@@ -30,7 +31,7 @@ class Bound:
     def __init__(self, recording: Recording, roots: Sequence[Any], kinds: Sequence[Any], facts: Any = None) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         self._facts: dict[Any, Any] = {} if facts is None else facts
-        self.seen: Reached | None = None
+        self.seen: Seen | None = None
         self.checks: Checks = NEVER
         self._writer = _Writer(recording, self.roots, self.kinds, self._facts)
 
@@ -44,7 +45,7 @@ class Bound:
         """From the leaves of the arguments the graph's inputs, or MISS."""
         return self._writer.ready()
 
-    def reading(self, seen: Reached) -> Bound:
+    def reading(self, seen: Seen) -> Bound:
         """The same, which fits only if what the function reaches by name is as it was."""
         self.seen, self.replay = seen, self._writer.replay(seen)
         return self
@@ -96,7 +97,7 @@ class _Writer(Fits):
         lines = [*(line for line, _ in self.lines), self.code("return ({})", given)]
         return self.function(self.code("leaves"), lines)
 
-    def replay(self, seen: Reached | None) -> Any:
+    def replay(self, seen: Seen | None) -> Any:
         """The function that does it all. What a call's arguments look like, in which form, is a part of the checks."""
         tree = self.recording.call
         if tree_flatten((tuple(range(len(self.kinds))), {}))[1] == tree:  # each is a leaf: told by their types
@@ -104,11 +105,11 @@ class _Writer(Fits):
         else:
             lines = [self.code("leaves, tree = flatten((args, kwargs))")]
             lines.append(self.code("if tree != {}: return MISS", self.slot(tree)))
-        lines += self.reads(seen) if seen is not None else ()
+        lines += checks(seen, self) if seen is not None else ()
         lines += [line for line, _ in self.lines]
         body = [self.code("try:"), *(self.code("    {}", line) for line in lines)]
         # What it is bound to is no longer there.
-        body.append(self.code("except (KeyError, AttributeError, IndexError): return MISS"))
+        body.append(self.code("except (KeyError, AttributeError, IndexError, ValueError): return MISS"))
         return self.function(self.code("args, kwargs"), [*body, *self._run()])
 
     def _run(self) -> list[Code]:

@@ -23,10 +23,13 @@ from onecard.graph.numbers import Number, followed_by_math, given_back, plain
 from onecard.graph.phases import Phases
 from onecard.graph.places import Before, Places, is_nameless, numbers_of, still_before
 from onecard.graph.questions import asked
+from onecard.graph.ran import Ran
 from onecard.graph.recorder import Recorder
 from onecard.graph.recording import Effect, Input, Output, Recording, Where
 from onecard.graph.refilled import renew
+from onecard.graph.results import taken_apart
 from onecard.graph.script import Script
+from onecard.graph.seen import Seen
 from onecard.graph.undo import Undo
 from onecard.modules.recordable import recordable
 from onecard.tensor.deferred.calls import storage_of
@@ -61,11 +64,11 @@ class Capture:
         recorder = self.recorder
         given = [self._argument(i, x) for i, x in enumerate(self.leaves)]
         args, kwargs = tree_unflatten(given, tree)
+        self.ran = Ran(fn, self.leaves, self.before.had, self._found)
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:
-                if isinstance(root, Optimizer):
-                    self._tag(root, self._outer)
+                self._found(root)
             with (
                 followed_by_math(),
                 Above(recorder),
@@ -73,6 +76,7 @@ class Capture:
                 self.phases.watched(self._begin, self._end),
                 randomness.seen(),
                 recordable(),
+                self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)
             recorder.random.end()
@@ -98,6 +102,11 @@ class Capture:
         if _torch.in_backward():
             raise refusals.steps_in_backward(type(optimizer).__name__)
         self._tag(optimizer, self._aside.setdefault(id(optimizer), []))
+
+    def _found(self, x: Any) -> None:
+        """The step looks at something of the program's: at numbers of an optimizer, which are followed from now on."""
+        if isinstance(x, Optimizer) and all(id(x) != place[0] for place in self._tagged):
+            self._tag(x, self._outer)
 
     def _tag(self, optimizer: Optimizer, aside: list[tuple[dict[str, Any], str, Any, Any]]) -> None:
         """Put followed numbers in place of an optimizer's; ``aside`` notes what they stand for."""
@@ -147,6 +156,11 @@ class Capture:
 
     # -- afterwards ------------------------------------------------------------------------------------------------------
 
+    @property
+    def seen(self) -> Seen:
+        """What the step has looked up of the program's objects."""
+        return self.ran.seen
+
     def recording(self, name: str, result: Any) -> Recording:
         """What was written down, with every input and effect at its place in the program."""
         recorder, before = self.recorder, self.before
@@ -159,7 +173,8 @@ class Capture:
                 places(id(leaf), leaf)
         places.gradients_of(before)
         self._nodes: list[fx.Node] = []
-        flat, tree = tree_flatten(result)
+        self.seen.whole(result, "a result", name)
+        flat, tree = tree_flatten(taken_apart(result, name, self.seen.was_there, before.had))
         results = tuple(self._result(x) for x in flat)
         effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
         recorder.finish(self._nodes)
@@ -177,7 +192,7 @@ class Capture:
         return made
 
     def _roots(self) -> list[tuple[str, Any]]:
-        roots = list(self.given_roots)
+        roots = self.ran.seen.outermost(self.given_roots)
         for kind, found in (("module", self.phases.roots), ("optimizer", self.phases.optimizers)):
             for x in found:
                 if all(x is not known for _, known in roots):

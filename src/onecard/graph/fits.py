@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_, itemgetter
 from typing import Any
@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from onecard import _torch
 from onecard._torch import tree_flatten, tree_unflatten
 from onecard.graph.compiled import compiled
+from onecard.graph.hooked import HOOKS, own_parameters, same_code, same_keys
 from onecard.graph.kinds import changed, is_like, modes
+from onecard.graph.lookup import now_at
 from onecard.graph.places import STILL, at, module_at, named_parameters, optimizer_at, options_of, values_of
-from onecard.graph.reach import HOOKS, Reached, differs, own_parameters, present
 from onecard.graph.recording import MISS, Input, Recording, Where
 from onecard.graph.source import Code, Source
 from onecard.graph.spent import spent
+from onecard.graph.values import differs, is_still
 from onecard.tensor.dist_tensor import DistTensor, wrap
 
 _HOOKS_OF_TENSORS = ("{}[{}]._backward_hooks", "{}[{}]._post_accumulate_grad_hooks")
@@ -37,7 +39,8 @@ class Fits(Source):
     def __init__(self, recording: Recording, roots: list[Any], kinds: Sequence[Any], facts: dict[Any, Any]) -> None:
         super().__init__(
             MISS=MISS, run=recording.run, below=_torch.below_autograd, spent=spent, tree_unflatten=tree_unflatten,
-            DistTensor=DistTensor, Tensor=Tensor, wrap=wrap, is_=is_, is_like=is_like, differs=differs, present=present,
+            DistTensor=DistTensor, Tensor=Tensor, wrap=wrap, is_=is_, is_like=is_like, differs=differs, now_at=now_at,
+            is_still=is_still,
             is_grad_enabled=torch.is_grad_enabled, is_inference=torch.is_inference_mode_enabled, flatten=tree_flatten,
             modes=modes, default_dtype=torch.get_default_dtype, any_autocast=_torch.any_autocast,
         )  # fmt: skip
@@ -50,13 +53,14 @@ class Fits(Source):
                     self._module(module, f"{name}.{path}" if path else name)
             elif isinstance(root, Optimizer):
                 self._optimizer(root, name)
+        same_code(self, roots)
         self._gradients()
         self.given = [self._input(i, known) for i, known in enumerate(recording.inputs)]
         self._ties()
         if recording.questions is not None:
             ask, answers = self.slot(compiled(recording.questions)), self.slot(recording.answers)
             asked = self.code("{}({}) != {}", ask, self.joined(", ", self.given), answers)
-            self._miss(asked, "a number that the step asks about (in an if, an int())")
+            self.miss(asked, "a number that the step asks about (in an if, an int())")
 
     # -- places ------------------------------------------------------------------------------------------------------------
 
@@ -88,11 +92,11 @@ class Fits(Source):
 
     # -- lines -------------------------------------------------------------------------------------------------------------
 
-    def _fact(self, key: Any, now: Any) -> Any:
+    def fact(self, key: Any, now: Any) -> Any:
         """What was so when the step was recorded."""
         return self.facts.setdefault(key, now)
 
-    def _miss(self, condition: Code, words: str | Callable[[], str]) -> None:
+    def miss(self, condition: Code, words: str | Callable[[], str]) -> None:
         """It does not fit where the condition holds; words for it, or what finds them."""
         said = self.code("{}" if isinstance(words, str) else "{}()", self.slot(words))
         self.lines.append((self.code("if {}: return MISS", condition), self.code("if {}: return {}", condition, said)))
@@ -100,37 +104,23 @@ class Fits(Source):
     def _any(self, conditions: Sequence[Code]) -> Code:
         return self.joined(" or ", conditions)
 
-    def reads(self, seen: Reached) -> Iterator[Code]:
-        """Plain values that the function reaches by name must be what they were, and other objects the same."""
-        for _, holder, length in seen.lengths:
-            yield self.code("if len({}) != {}: return MISS", self.slot(holder), self.slot(length))
-        for _, holder, key, value in seen.values:
-            held, before = self.slot(holder), self.slot(value)
-            if key is None:
-                now = self.code("{}.cell_contents", held)
-            elif type(holder) is list:
-                now = self.code("{}[{}]", held, self.slot(key))
-            else:
-                now = self.code("{}.get({})" if type(holder) is dict else "present({}, {})", held, self.slot(key))
-            yield self.code("if (x := {}) is not {} and differs(x, {}): return MISS", now, before, before)
-
     # -- the call ----------------------------------------------------------------------------------------------------------
 
     def _call(self) -> None:
-        self._miss(self.code("len(leaves) != {}", self.slot(len(self.kinds))), "it is given another number of values")
+        self.miss(self.code("len(leaves) != {}", self.slot(len(self.kinds))), "it is given another number of values")
         for i, kind in enumerate(self.kinds):
             leaf = self.code("leaves[{}]", self.slot(i))
             self._argument(leaf, kind)
             if kind[-1] != i and kind[0] in (DistTensor, Tensor):
                 other = self.code("leaves[{}]", self.slot(kind[-1]))
-                self._miss(self.code("{} is not {}", leaf, other), "two arguments were one tensor")
-        around = self._fact("modes", modes())
+                self.miss(self.code("{} is not {}", leaf, other), "two arguments were one tensor")
+        around = self.fact("modes", modes())
         plain = isinstance(around, torch.dtype)
         words = "default_dtype() is not {} or any_autocast()" if plain else "modes() != {}"
-        self._miss(self.code(words, self.slot(around)), "torch.autocast or torch's default dtype around the call")
-        enabled = self._fact("grad", torch.is_grad_enabled())
-        self._miss(self.code("is_grad_enabled() is not {}", self.slot(enabled)), "torch.no_grad() around the call")
-        self._miss(self.code("is_inference()"), "torch.inference_mode() around the call")
+        self.miss(self.code(words, self.slot(around)), "torch.autocast or torch's default dtype around the call")
+        enabled = self.fact("grad", torch.is_grad_enabled())
+        self.miss(self.code("is_grad_enabled() is not {}", self.slot(enabled)), "torch.no_grad() around the call")
+        self.miss(self.code("is_inference()"), "torch.inference_mode() around the call")
 
     def _argument(self, leaf: Code, kind: Any) -> None:
         if kind[0] is DistTensor:
@@ -150,34 +140,32 @@ class Fits(Source):
             ]
         if kind[0] in (DistTensor, Tensor):
             check.append(self.code("{}.requires_grad is not {}", leaf, self.slot(kind[-2])))
-        self._miss(self._any(check), "an argument")
+        self.miss(self._any(check), "an argument")
 
     # -- the program -------------------------------------------------------------------------------------------------------
 
     def _module(self, module: nn.Module, name: str) -> None:
-        self._unchanged(module.__dict__, self._fact((name, "still"), values_of(module)), name)
-        if lost := self._fact((name, "replaced"), ""):
-            self._miss(self.code("True"), f"{name}.{lost} is replaced by the step; write into it: {lost}.copy_(...)")
+        self._unchanged(module.__dict__, self.fact((name, "still"), values_of(module)), name)
+        if lost := self.fact((name, "replaced"), ""):
+            self.miss(self.code("True"), f"{name}.{lost} is replaced by the step; write into it: {lost}.copy_(...)")
         if module._modules:
-            held = self.slot(self._fact((name, "modules"), tuple(module._modules.values())))
-            self._miss(
-                self.code("tuple({}.values()) != {}", self.slot(module._modules), held), f"the modules in {name}"
-            )
+            held = self.slot(self.fact((name, "modules"), tuple(module._modules.values())))
+            self.miss(self.code("tuple({}.values()) != {}", self.slot(module._modules), held), f"the modules in {name}")
         params = self.slot(own_parameters(module))
-        wants = self._fact(
+        wants = self.fact(
             (name, "grads"), [(n, p.requires_grad) for n, p in own_parameters(module).items() if p is not None]
         )
         self._hooks(module, name)
         if wants:
             asked = "{}[{}].requires_grad is not {}"
             differ = [self.code(asked, params, self.slot(n), self.slot(flag)) for n, flag in wants]
-            self._miss(self._any(differ), f"requires_grad of a parameter of {name}")
+            self.miss(self._any(differ), f"requires_grad of a parameter of {name}")
 
     def _hooks(self, module: nn.Module, name: str) -> None:
         """The hooks of a module and of its parameters, and a forward of its own."""
-        own, held = self._fact((name, "forward"), module.__dict__.get("forward")), self.slot(module.__dict__)
+        own, held = self.fact((name, "forward"), module.__dict__.get("forward")), self.slot(module.__dict__)
         asked = self.code("{}.get({}) is not {}", held, self.slot("forward"), self.slot(own))
-        self._miss(asked, f"{name}.forward")
+        self.miss(asked, f"{name}.forward")
         params, named = (
             self.slot(own_parameters(module)),
             [n for n, p in own_parameters(module).items() if p is not None],
@@ -185,29 +173,30 @@ class Fits(Source):
         hooks = [self.slot(getattr(module, kind)) for kind in HOOKS]
         hooks += [self.code(_HOOK, params, self.slot(n)) for n in named for _HOOK in _HOOKS_OF_TENSORS]
         keys = self.code("({},)", self.joined(", ", (self.code("*({} or ())", h) for h in hooks)))
-        known = self._fact((name, "hooks"), self.value(keys))
+        known = self.fact((name, "hooks"), self.value(keys))
         differ = self._any(hooks) if not known else self.code("{} != {}", keys, self.slot(known))
-        self._miss(differ, f"hooks of {name}")
+        self.miss(differ, f"hooks of {name}")
 
     def _unchanged(self, holder: dict[str, Any], still: dict[str, Any], name: str) -> None:
         """Entries of a dict must be what they were."""
         if still:
             values = tuple(still.values()) if len(still) > 1 else next(iter(still.values()))
             now = self.code("{}({})", self.slot(itemgetter(*still)), self.slot(holder))
-            self._miss(self.code("{} != {}", now, self.slot(values)), partial(changed, name, still, holder))
+            self.miss(self.code("{} != {}", now, self.slot(values)), partial(changed, name, still, holder))
 
     def _optimizer(self, optimizer: Optimizer, name: str) -> None:
         keys = [tuple(optimizer.state.get(p, ())) for group in optimizer.param_groups for p in group["params"]]
-        if self._fact((name, "states"), keys) != keys:
+        if self.fact((name, "states"), keys) != keys:
             raise KeyError(f"a state of {name}")
         own, state, groups = map(self.slot, (optimizer, optimizer.state, optimizer.param_groups))
         loaded = self.code("{}.state is not {} or {}.param_groups is not {}", own, state, own, groups)
-        self._miss(loaded, f"{name} was loaded")
+        self.miss(loaded, f"{name} was loaded")
         held, count = self.slot([*optimizer.state.values()]), self.slot(len(optimizer.state))
         others = self.code("len({}) != {} or not all(map(is_, {}.values(), {}))", state, count, state, held)
-        self._miss(others, f"{name} has other states")
+        self.miss(others, f"{name} has other states")
         count = self.slot(len(optimizer.param_groups))
-        self._miss(self.code("len({}) != {}", groups, count), f"{name} has other groups")
+        self.miss(self.code("len({}) != {}", groups, count), f"{name} has other groups")
+        same_keys(self, (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks), name)
         places = self._parameters()
         for i, group in enumerate(optimizer.param_groups):
             self._group(optimizer, i, name, [places.get(id(p)) for p in group["params"]])
@@ -218,11 +207,11 @@ class Fits(Source):
         now = self.code("{}[{}]", one, self.slot("params"))
         here = self.code("{}[{}] is not {}", groups, self.slot(i), one)
         count = self.code("len({}) != {}", now, self.slot(len(group["params"])))
-        self._miss(self.code("{} or {}", here, count), f"a group of {name}")
-        still = self._fact((name, i, "options"), options_of(group))
-        if named != self._fact((name, i, "params"), named):  # a module's parameter, exchanged there, not here
+        self.miss(self.code("{} or {}", here, count), f"a group of {name}")
+        still = self.fact((name, i, "options"), options_of(group))
+        if named != self.fact((name, i, "params"), named):  # a module's parameter, exchanged there, not here
             raise KeyError(f"a parameter of {name}")
-        self._miss(self.code("not all(map(is_, {}, {}))", now, params), f"a parameter in a group of {name}")
+        self.miss(self.code("not all(map(is_, {}, {}))", now, params), f"a parameter in a group of {name}")
         self._unchanged(group, still, f"{name}.param_groups[{i}]")
 
     def _parameters(self) -> dict[int, tuple[int, str]]:
@@ -235,19 +224,19 @@ class Fits(Source):
         read = {known.where for known in self.recording.inputs}
         for where, had in self.recording.gradients:
             if had and ("gradient", where) in read:
-                self._miss(
+                self.miss(
                     self.code("{}.grad is None", self.place(where)), "a parameter has no gradient before the step"
                 )
             elif not had:
                 words = "a parameter has a gradient before the step"
-                self._miss(self.code("{}.grad is not None", self.place(where)), words)
+                self.miss(self.code("{}.grad is not None", self.place(where)), words)
 
     def _ties(self) -> None:
         """Places that hold one tensor now must have held one when it was recorded."""
         first: dict[int, int] = {}
         held = [known for known in self.recording.inputs if known.kind in ("parameter", "buffer")]
         ties = [first.setdefault(id(at(known.where, self.roots, ())), i) for i, known in enumerate(held)]
-        if (before := self._fact("ties", ties)) != ties:
+        if (before := self.fact("ties", ties)) != ties:
             i = next(i for i, (was, now) in enumerate(zip(before, ties, strict=True)) if was != now)
             raise KeyError(f"{held[i].name} of its own: it is {held[ties[i]].name}, too")
 
@@ -264,17 +253,17 @@ class Fits(Source):
         name = self.variable()
         self.lines.append((self.code("{} = {}", name, place),) * 2)
         if known.kind == "number":
-            self._miss(self.code("type({}) is not float", name), f"{known.name} is no float")
+            self.miss(self.code("type({}) is not float", name), f"{known.name} is no float")
             return name
         if known.spec is not None:
-            self._miss(self.code("{}._spec is not {}", name, self.slot(known.spec)), f"{known.name} lies otherwise")
+            self.miss(self.code("{}._spec is not {}", name, self.slot(known.spec)), f"{known.name} lies otherwise")
             if known.kind in ("parameter", "buffer"):
                 self._is_the_one(name, known)
             return self.code("{}._local", name)
         if known.kind == "gradient":  # a new tensor at each step, and none while it is bound
             facts = self.joined(", ", map(self.slot, known.facts))
             differ = self.code("{} is None or not is_like({}, {})", name, name, facts)
-            self._miss(differ, f"{known.name} is another tensor")
+            self.miss(differ, f"{known.name} is another tensor")
             return name
         now = at(known.where, self.roots, ())
         if (tuple(now.shape), tuple(now.stride()), now.dtype, now.device) != known.facts:
@@ -288,4 +277,4 @@ class Fits(Source):
 
     def _is_the_one(self, name: Code, known: Input) -> None:
         now = at(known.where, self.roots, ())
-        self._miss(self.code("{} is not {}", name, self.slot(now)), f"{known.name} is another tensor")
+        self.miss(self.code("{} is not {}", name, self.slot(now)), f"{known.name} is another tensor")

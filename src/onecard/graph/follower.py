@@ -18,6 +18,7 @@ from onecard.graph import randomness
 from onecard.graph.difference import Difference, same
 from onecard.graph.places import at
 from onecard.graph.recording import Output
+from onecard.graph.results import apart_as
 from onecard.graph.script import Entry, Ref, Script
 from onecard.graph.writes import arguments_written
 from onecard.modules.recordable import recordable
@@ -264,7 +265,7 @@ class Follower:
         return number in self._values and same(x, self._values[number])
 
     def _results(self, result: Any) -> None:
-        flat, tree = tree_flatten(result)
+        flat, tree = tree_flatten(apart_as(result, self.script.tree))
         if tree != self.script.tree:
             self._differs(Difference("returns", result, None))
             return

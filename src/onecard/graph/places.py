@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from onecard import _torch
 from onecard.graph import refusals
 from onecard.graph.facts import takes_gradients
-from onecard.graph.reach import own_parameters
+from onecard.graph.hooked import own_parameters
 from onecard.graph.recording import Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec

@@ -25,7 +25,6 @@ from onecard.graph.microbatches import Microbatches, Rows
 from onecard.graph.numbers import plain
 from onecard.graph.passes import PASSES, chosen, fitting, stages
 from onecard.graph.places import Before, still_before
-from onecard.graph.reach import reached
 from onecard.graph.rechecked import Checks, given_to
 from onecard.graph.recording import MISS, Output, Recording
 from onecard.graph.segments import check_backend
@@ -243,9 +242,9 @@ class Static:
             return self._as_it_is(args, kwargs)
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        recording, seen, result = _recorded(self.fn, leaves, names, tree, *self._options, self._whole)
+        recording, result = _recorded(self.fn, leaves, names, tree, *self._options, self._whole)
         if recording.bound is not None:
-            self._bound.insert(0, recording.bound.reading(seen))
+            self._bound.insert(0, recording.bound)
         if self._parts is None:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
@@ -286,6 +285,13 @@ def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
     return leaves, names, tree
 
 
+def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Modules and optimizers that a call itself names."""
+    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves))]
+    given += [("self", getattr(fn, "__self__", None))]
+    return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
+
+
 def _recorded(
     fn: Any,
     leaves: Sequence[Any],
@@ -304,15 +310,13 @@ def _recorded(
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
-    seen = reached(fn, leaves)
     kinds = kinds_of(leaves)
-    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, seen.roots, ask)
+    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), ask)
     undo = None if parts is None else capture.undone()
     try:
         with half.autocast(dtype, leaves):
             result = capture.run(fn, tree)
         recording = capture.recording(_name(fn), result)
-        seen.settle({id(x) for x in capture.recorder.outside.values()})
     finally:
         capture.settle()
         if undo is not None:
@@ -333,11 +337,13 @@ def _recorded(
     recording.backend = backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
+    capture.seen.settle(capture.places.roots)
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if not faked.here and not recording.makes_states:
         recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
         recording.bound.checks = Checks(capture.script, lines)
-    return recording, seen, plain(result)
+        recording.bound.reading(capture.seen)
+    return recording, plain(result)
 
 
 def _too_large(name: str, peak: int, limit: int) -> str:

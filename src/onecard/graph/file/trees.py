@@ -55,7 +55,11 @@ def _encode(value: Any) -> Any:
 def _known(kind: type) -> Any:
     """How torch was told to take objects of a class apart."""
     nodes: Any = SUPPORTED_NODES
-    return nodes[namedtuple if kind not in nodes and hasattr(kind, "_fields") else kind]
+    if kind not in nodes and not hasattr(kind, "_fields"):
+        raise RecordingError(
+            f"a recording that returns a {kind.__name__} cannot be saved: a file holds no classes. Return a tuple or a dict"
+        )
+    return nodes[namedtuple if kind not in nodes else kind]
 
 
 def name_of(kind: type) -> str:
