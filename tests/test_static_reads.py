@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 import warnings
@@ -68,3 +69,56 @@ def test_each_call_is_right_or_refused(name: str) -> None:
 
 def test_habits_are_many() -> None:
     assert len(HABITS) >= 100 and sys.gettrace() is None
+
+
+def test_a_progress_bar_is_no_reason() -> None:
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(total=10, disable=False, file=io.StringIO()) as bar:
+
+        @oc.to_static
+        def step(x: Tensor) -> Tensor:
+            bar.update(1)
+            return x * 2
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for i in range(CALLS):
+                step(torch.ones(3) + i)
+    assert len(step.recordings) == 1
+
+
+def test_a_debugger_and_a_measurement_of_coverage_go_on() -> None:
+    """What was there as a trace sees the lines of the step as ever, and is there afterwards; the step is noted all the same."""
+    lines, box = [], [1.0]
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is step.__code__ and event == "line":
+            lines.append(frame.f_lineno)
+        return trace if frame.f_code is step.__code__ else None
+
+    def step(x: Tensor) -> Tensor:
+        y = x * box[0]
+        return y + 1
+
+    run = oc.to_static(step)
+    before = sys.gettrace()
+    run(torch.ones(2))
+    sys.settrace(trace)
+    try:
+        run(torch.ones(2))
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert [n - step.__code__.co_firstlineno for n in lines] == [1, 2]
+    assert [r.name for r in run._bound[0].seen.reads][-2:] == ["box", "box[0]"]
+
+
+def test_the_words_name_value_and_line() -> None:
+    box = types.SimpleNamespace(scale=2)
+    run = oc.to_static(lambda x: x * box.scale)
+    run(torch.ones(2)), run(torch.ones(2))
+    box.scale = 3
+    with pytest.warns(
+        UserWarning, match=r"box.scale, which the step reads, was 2 and is 3 \(.*test_static_reads.py:\d+\)"
+    ):
+        run(torch.ones(2))

@@ -141,7 +141,8 @@ class Ran:
         elif users(module):  # one that looks nothing up is followed, too: its result may be an object
             plan = {-2: (), **_acts(code)}
         elif helps(module):
-            plan = {-2: (), -1: True, **_acts(code)}
+            of_python = module.partition(".")[0] in sys.stdlib_module_names
+            plan = {-2: (), -1: "python" if of_python else "library", **_acts(code)}
         self._plans[id(code)] = plan
         return plan
 
@@ -177,7 +178,7 @@ class Ran:
                 self._read(frame, e)
             elif kind == "store":
                 for place in self._places(frame, e):
-                    self.seen.stored(place)
+                    self.seen.stored(place, self._in_library(frame))
             elif kind == "whole":
                 self._whole(frame, e)
             elif kind == "within":
@@ -190,6 +191,9 @@ class Ran:
         if (own := function_of(f)) is not None:
             self._values.runs(own)
         self._calls.look(f, [self._values.value(a, frame) for a in e.args], e, self._line(frame))
+
+    def _in_library(self, frame: _Frame) -> bool:
+        return bool(self._plans[id(frame.f_code)].get(-1) == "library")
 
     def _places(self, frame: _Frame, e: Expr) -> tuple[Place, ...]:
         """Where the value of an expression is looked up."""
@@ -219,7 +223,7 @@ class Ran:
         if e.name == "__dict__" and not places and self.seen.was_there(self._values.value(e.base, frame)):
             self.seen.old(self._values.value(e, frame))
         for place in places:
-            self.seen.read(place, str(e), line)
+            self.seen.read(place, str(e), line, self._in_library(frame))
         if e.kind == "item" and not places:  # by a key that is not known, or a slice
             base = self._values.value(e.base, frame)
             if isinstance(base, CONTAINERS):

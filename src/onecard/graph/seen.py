@@ -68,6 +68,7 @@ class Seen:
         self._known: set[Any] = set()
         self._first: dict[int, tuple[Any, Any]] = {}  # containers, and what they held when they were first seen
         self._stored: list[Any] = []
+        self._library: set[Any] = set()  # what a library without torch has looked up
         self.old(sys.modules)
 
     def was_there(self, x: Any) -> bool:
@@ -94,12 +95,11 @@ class Seen:
 
     # -- noting ----------------------------------------------------------------------------------------------------------
 
-    def read(self, place: Place, name: str, line: str) -> None:
-        """Something is looked up."""
-        kind, holder, key, owner = place
-        mark = (id(holder), id(key) if kind == "slot" else key)
+    def read(self, place: Place, name: str, line: str, library: bool = False) -> None:
+        """Something is looked up; ``library``: by one without torch, whose own counts are nothing to the step."""
+        mark = _mark(place)
         try:
-            if mark in self._known or not self.was_there(owner):
+            if mark in self._known or not self.was_there(place.owner):
                 return
             self._known.add(mark)
         except TypeError:  # a key that is none
@@ -111,6 +111,8 @@ class Seen:
         self.root(name, value)
         if not isinstance(value, Number) and (not isinstance(value, Tensor) or self._had(value)):
             self.reads.append(Read(place, kept(value), name, line))
+            if library:
+                self._library.add(mark)
 
     def _before(self, place: Place) -> Any:
         """What was there before the step, as far as the step's own calls of a container's methods have changed it."""
@@ -139,12 +141,15 @@ class Seen:
                 inside |= set(map(id, _held(x)))
         return found
 
-    def stored(self, place: Place) -> None:
+    def stored(self, place: Place, library: bool = False) -> None:
         """The step stores something there: what it looks up there later is its own."""
         if isinstance(place.holder, CONTAINERS):
             self.touch(place.holder)
         try:
-            self._known.add((id(place.holder), id(place.key) if place.kind == "slot" else place.key))
+            mark = _mark(place)
+            self._known.add(mark)
+            if library and mark in self._library:  # a progress bar's count
+                self.reads = [r for r in self.reads if _mark(r.place) != mark]
             self._stored.append(place)  # it stays, so that its identity is its own
         except TypeError:
             return
@@ -212,7 +217,7 @@ class Seen:
         # While a step is recorded functions of torch and of math are others, which write down what they do.
         self.reads = [_afterwards(r) for r in self.reads if not _looked_at(r, modules, inner)]
         self.wholes = [w for w in self.wholes if id(w.holder) not in inner]
-        for held in (self._first, self._known, self._old, self._stored):
+        for held in (self._first, self._known, self._old, self._stored, self._library):
             held.clear()
         self._had, self._found = (lambda x: False), (lambda x: None)
 
@@ -234,6 +239,10 @@ class Seen:
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
                 return f"{f.__qualname__}, which the step calls, has another body or other defaults"
         return ""
+
+
+def _mark(place: Place) -> tuple[Any, ...]:
+    return id(place.holder), id(place.key) if place.kind == "slot" else place.key
 
 
 def _held(x: Any) -> Iterator[Any]:
@@ -265,10 +274,10 @@ def _parts(optimizer: Optimizer) -> Iterator[Any]:
 
 def _afterwards(read: Read) -> Read:
     owner = read.place.owner
-    name = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
-    if not isinstance(owner, type | types.ModuleType) or users(str(name)):
+    if not isinstance(owner, type | types.ModuleType):
         return read
-    return read._replace(value=kept(now_at(read.place)))
+    name = owner.__module__ if isinstance(owner, type) else vars(owner).get("__name__", "")
+    return read if users(str(name)) else read._replace(value=kept(now_at(read.place)))
 
 
 def _looked_at(read: Read, modules: set[int], inner: set[int]) -> bool:
