@@ -7,6 +7,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import io
 import operator
 import random
 import types
@@ -37,7 +38,8 @@ class Calls:
         elif not self._of_container(f, args, e, line):
             for x, name in zip(args, e.args, strict=True):
                 self.seen.whole(x, text(name), line)
-                self.goes_on(x, text(name), line)
+                if f is next or not isinstance(x, io.IOBase):  # a file that is given away is written to
+                    self.goes_on(x, text(name), line)
                 if _lays_open(f):
                     self.laid_open(x, text(name), line)
 
@@ -72,7 +74,8 @@ class Calls:
         if isinstance(own, random.Random | numpy.random.RandomState):
             return True  # a warning says so (``randomness.py``)
         if isinstance(own, collections.abc.Iterator):
-            self.goes_on(own, name, line)
+            if f.__name__ in _ADVANCES:
+                self.goes_on(own, name, line)
             return True
         if not isinstance(own, CONTAINERS):
             return False
@@ -119,6 +122,7 @@ def _one_of(f: Any, functions: tuple[Any, ...]) -> bool:
 
 _LOOKS = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__)
 _CACHED = type(functools.lru_cache(len))
+_ADVANCES = ("__next__", "send", "throw", "read", "readline", "readlines", "readinto")
 _NO_LOOK = (isinstance, issubclass, type, id, callable, print, super)
 _OPEN = (vars, dataclasses.asdict, dataclasses.astuple, dataclasses.replace, dataclasses.fields)
 _WRITES = {"append", "appendleft", "add", "extend", "extendleft", "update", "insert", "clear", "discard"}
