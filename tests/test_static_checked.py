@@ -325,3 +325,36 @@ def ddp() -> str:
 def test_a_wrapper_that_sends_by_itself_is_refused() -> None:
     for said in run_ranks(ddp, 2, timeout=60):
         assert "DistributedDataParallel at " in said and "onecard.fleet.distributed_model" in said
+
+
+# -- what a step leaves in Python ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["list", "dict", "attribute", "nothing", "handed over"])
+def test_what_a_replay_does_not_repeat_is_told(kept: str) -> None:
+    log: list[Any] = []
+    table: dict[str, Any] = {}
+    model = nn.Linear(3, 1)
+
+    def step(x: Tensor) -> Tensor:
+        y = model(x).detach()
+        if kept == "list":
+            log.append(y)
+        elif kept == "dict":
+            table["y"] = y
+        elif kept == "attribute":
+            model.last = y
+        elif kept == "handed over":  # the step reads it again itself
+            table["z"] = y
+            y = table["z"] * 2
+        return y
+
+    static = oc.to_static(step)
+    static(X)
+    if kept in ("nothing", "handed over"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            static(X)
+    else:
+        with pytest.warns(UserWarning, match=r"test_static_checked.py:\d+, in Python, which a replay does not repeat"):
+            static(X)

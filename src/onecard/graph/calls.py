@@ -86,6 +86,8 @@ class Calls:
             return True
         if f.__name__ not in _WRITES:
             self.seen.whole(own, name, line)
+        else:
+            self.seen.grows(own, name, line)
         for x, of in zip(args, e.args, strict=True):
             if f.__name__ not in ("append", "add", "insert"):
                 self.seen.whole(x, text(of), line)

@@ -178,6 +178,7 @@ class Ran:
                 self._read(frame, e)
             elif kind == "store":
                 for place in self._places(frame, e):
+                    self.seen.leaves(place, str(e), self._line(frame))
                     self.seen.stored(place, self._in_library(frame))
             elif kind == "whole":
                 self._whole(frame, e)

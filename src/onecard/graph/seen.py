@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import contains
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,6 +70,7 @@ class Seen:
         self._first: dict[int, tuple[Any, Any]] = {}  # containers, and what they held when they were first seen
         self._stored: list[Any] = []
         self._library: set[Any] = set()  # what a library without torch has looked up
+        self._left: dict[Any, tuple[Callable[[], Any], str, str]] = {}
         self.old(sys.modules)
 
     def was_there(self, x: Any) -> bool:
@@ -77,7 +79,9 @@ class Seen:
 
     def old(self, x: Any) -> None:
         """An object is older than the step, and what it holds for good."""
-        if id(x) in self._old or isinstance(x, (Tensor, *STILL)):
+        if (
+            id(x) in self._old or type(x) in ProxyTypes or isinstance(x, (Tensor, *STILL))
+        ):  # what is behind a proxy may be gone
             return
         self._old[id(x)] = x
         if isinstance(x, tuple | frozenset):
@@ -100,6 +104,7 @@ class Seen:
         mark = _mark(place)
         try:
             if mark in self._known or not self.was_there(place.owner):
+                self._left.pop((mark[0], str(place.key)), None)  # the step hands it over to itself
                 return
             self._known.add(mark)
         except TypeError:  # a key that is none
@@ -153,6 +158,28 @@ class Seen:
             self._stored.append(place)  # it stays, so that its identity is its own
         except TypeError:
             return
+
+    def leaves(self, place: Place, name: str, line: str) -> None:
+        """The program's own code puts something where it finds it after the step."""
+        if self.was_there(place.owner) and not isinstance(place.owner, Tensor | Optimizer) and not is_installed(line):
+            self._left.setdefault((id(place.holder), str(place.key)), (partial(now_at, place), name, line))
+
+    def grows(self, x: Any, name: str, line: str) -> None:
+        """The program's own code adds to a container."""
+        if self.was_there(x) and not is_installed(line):
+            self.touch(x)
+            self._left.setdefault((id(x), ""), (partial(_added, x, len(x)), name, line))
+
+    def left_behind(self) -> str:
+        """What the step leaves in Python that a replay would not, in words: tensors, numbers that may change, longer lists."""
+        noted = {id(r.place.holder) for r in self.reads} | {id(w.holder) for w in self.wholes}
+        for (holder, key), (now, name, line) in self._left.items():
+            value = now()
+            made = isinstance(value, Tensor) and not self._had(value)
+            if (made or isinstance(value, Number | _Added)) and (key or holder not in noted):
+                what = f"adds to {name}" if isinstance(value, _Added) else f"sets {name}"
+                return f"the step {what} at {line}, in Python, which a replay does not repeat: return it, and keep it outside"
+        return ""
 
     def touch(self, x: Any) -> None:
         """A container comes up, which the step may change."""
@@ -217,7 +244,7 @@ class Seen:
         # While a step is recorded functions of torch and of math are others, which write down what they do.
         self.reads = [_afterwards(r) for r in self.reads if not _looked_at(r, modules, inner)]
         self.wholes = [w for w in self.wholes if id(w.holder) not in inner]
-        for held in (self._first, self._known, self._old, self._stored, self._library):
+        for held in (self._first, self._known, self._old, self._stored, self._library, self._left):
             held.clear()
         self._had, self._found = (lambda x: False), (lambda x: None)
 
@@ -241,8 +268,22 @@ class Seen:
         return ""
 
 
+<<<<<<< HEAD
 def _mark(place: Place) -> tuple[Any, ...]:
     return id(place.holder), id(place.key) if place.kind == "slot" else place.key
+=======
+class _Added(int):
+    """How much longer a container has become."""
+
+
+def _added(x: Any, length: int) -> Any:
+    return _Added(len(x) - length) if len(x) > length else None
+
+
+def is_installed(line: str) -> bool:
+    """Whether a line is a library's: what that keeps for itself is its own affair."""
+    return "site-packages" in line or "dist-packages" in line
+>>>>>>> 2c8870a (What a step keeps in Python is told, as a replay does not repeat it; the habits of reading on two ranks)
 
 
 def _held(x: Any) -> Iterator[Any]:
@@ -275,6 +316,11 @@ def _parts(optimizer: Optimizer) -> Iterator[Any]:
 def _afterwards(read: Read) -> Read:
     owner = read.place.owner
     if not isinstance(owner, type | types.ModuleType):
+<<<<<<< HEAD
+=======
+        return read
+    if users(str(owner.__module__ if isinstance(owner, type) else owner.__name__)):
+>>>>>>> 2c8870a (What a step keeps in Python is told, as a replay does not repeat it; the habits of reading on two ranks)
         return read
     name = owner.__module__ if isinstance(owner, type) else vars(owner).get("__name__", "")
     return read if users(str(name)) else read._replace(value=kept(now_at(read.place)))

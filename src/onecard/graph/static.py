@@ -337,6 +337,8 @@ def _recorded(
     recording.backend = backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
+    if said := capture.seen.left_behind():
+        warnings.warn(f"{_name(fn)}: {said}", stacklevel=4)
     capture.seen.settle(capture.places.roots)
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if not faked.here and not recording.makes_states:
