@@ -22,10 +22,10 @@ from onecard.graph.seen import Seen
 
 
 class Calls:
-    """Notes what calls look at."""
+    """Notes what calls look at; ``of_library``: those that come are of a library without torch."""
 
     def __init__(self, seen: Seen) -> None:
-        self.seen = seen
+        self.seen, self.of_library = seen, False
 
     def look(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """Note what a call looks at that is not the program's own Python, which is followed. Spread arguments are one tuple."""
@@ -86,7 +86,7 @@ class Calls:
             return True
         if f.__name__ not in _WRITES:
             self.seen.whole(own, name, line)
-        else:
+        elif not self.of_library:
             self.seen.grows(own, name, line)
         for x, of in zip(args, e.args, strict=True):
             if f.__name__ not in ("append", "add", "insert"):

@@ -178,7 +178,8 @@ class Ran:
                 self._read(frame, e)
             elif kind == "store":
                 for place in self._places(frame, e):
-                    self.seen.leaves(place, str(e), self._line(frame))
+                    if not self._in_library(frame):
+                        self.seen.leaves(place, str(e), self._line(frame))
                     self.seen.stored(place, self._in_library(frame))
             elif kind == "whole":
                 self._whole(frame, e)
@@ -191,6 +192,7 @@ class Ran:
         f = self._values.value(e.base, frame)
         if (own := function_of(f)) is not None:
             self._values.runs(own)
+        self._calls.of_library = self._in_library(frame)
         self._calls.look(f, [self._values.value(a, frame) for a in e.args], e, self._line(frame))
 
     def _in_library(self, frame: _Frame) -> bool:

@@ -268,10 +268,10 @@ class Seen:
         return ""
 
 
-<<<<<<< HEAD
 def _mark(place: Place) -> tuple[Any, ...]:
     return id(place.holder), id(place.key) if place.kind == "slot" else place.key
-=======
+
+
 class _Added(int):
     """How much longer a container has become."""
 
@@ -283,7 +283,6 @@ def _added(x: Any, length: int) -> Any:
 def is_installed(line: str) -> bool:
     """Whether a line is a library's: what that keeps for itself is its own affair."""
     return "site-packages" in line or "dist-packages" in line
->>>>>>> 2c8870a (What a step keeps in Python is told, as a replay does not repeat it; the habits of reading on two ranks)
 
 
 def _held(x: Any) -> Iterator[Any]:
@@ -316,11 +315,6 @@ def _parts(optimizer: Optimizer) -> Iterator[Any]:
 def _afterwards(read: Read) -> Read:
     owner = read.place.owner
     if not isinstance(owner, type | types.ModuleType):
-<<<<<<< HEAD
-=======
-        return read
-    if users(str(owner.__module__ if isinstance(owner, type) else owner.__name__)):
->>>>>>> 2c8870a (What a step keeps in Python is told, as a replay does not repeat it; the habits of reading on two ranks)
         return read
     name = owner.__module__ if isinstance(owner, type) else vars(owner).get("__name__", "")
     return read if users(str(name)) else read._replace(value=kept(now_at(read.place)))
