@@ -14,7 +14,7 @@ import habits_static_containers  # noqa: F401
 import habits_static_library  # noqa: F401
 import pytest
 import torch
-from habits_static import HABITS, Habit
+from habits_static import BY_CHECKING, HABITS, Habit
 from torch import Tensor
 
 import onecard as oc
@@ -25,9 +25,10 @@ CALLS = 6
 
 
 @pytest.fixture(autouse=True)
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+def unchecked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Recordings that check themselves would find at call 3 what a guard has missed."""
-    monkeypatch.setattr(type(sparse_check.on), "here", False, raising=False)
+    if "told_by_call" not in request.node.name:
+        monkeypatch.setattr(type(sparse_check.on), "here", False, raising=False)
 
 
 def plainly(x: Any) -> Any:
@@ -132,3 +133,11 @@ def test_the_words_name_value_and_line() -> None:
         UserWarning, match=r"box.scale, which the step reads, was 2 and is 3 \(.*test_static_reads.py:\d+\)"
     ):
         run(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", BY_CHECKING)
+def test_what_no_guard_knows_is_told_by_call_four(name: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        called(BY_CHECKING[name], static=True)
+    assert any("call 3 does not do what was recorded" in str(w.message) for w in said)
