@@ -82,9 +82,10 @@ def test_habits_are_many() -> None:
     assert len(HABITS) >= 100 and sys.gettrace() is None
 
 
-def test_a_progress_bar_is_no_reason() -> None:
+@pytest.mark.parametrize("mininterval", [0.0, 0.01, 100.0])
+def test_a_progress_bar_is_no_reason(mininterval: float) -> None:
     tqdm = pytest.importorskip("tqdm")
-    with tqdm.tqdm(total=10, disable=False, file=io.StringIO()) as bar:
+    with tqdm.tqdm(total=10, disable=False, file=io.StringIO(), mininterval=mininterval) as bar:
 
         @oc.to_static
         def step(x: Tensor) -> Tensor:

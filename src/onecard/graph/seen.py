@@ -23,12 +23,13 @@ from onecard.graph.values import copied, differs, is_plain, is_still, kept, show
 
 
 class Read(NamedTuple):
-    """One thing that was looked up: where, what was there, and its name and line in the program."""
+    """One thing that was looked up: where, what was there, its name and line in the program, and whether a library did."""
 
     place: Place
     value: Any
     name: str
     line: str
+    library: bool = False
 
 
 class Whole(NamedTuple):
@@ -115,7 +116,7 @@ class Seen:
             self.touch(value)
         self.root(name, value)
         if not isinstance(value, Number) and (not isinstance(value, Tensor) or self._had(value)):
-            self.reads.append(Read(place, kept(value), name, line))
+            self.reads.append(Read(place, kept(value), name, line, library))
             if library:
                 self._library.add(mark)
 
@@ -248,11 +249,17 @@ class Seen:
             held.clear()
         self._had, self._found = (lambda x: False), (lambda x: None)
 
+    def without_counts(self) -> bool:
+        """After a call that did what was recorded: leave out what a library has changed for itself; whether there was any."""
+        still = [r for r in self.reads if not (r.library and differs(now_at(r.place), r.value))]
+        changed, self.reads = len(still) < len(self.reads), still
+        return changed
+
     def difference(self) -> str:
         """What is not as it was, in words; "" if all is."""
         if self.never:
             return self.never
-        for place, value, name, line in self.reads:
+        for place, value, name, line, _ in self.reads:
             now = now_at(place)
             if differs(now, value):
                 return f"{name}, which the step reads, {_change(value, now, line)}"

@@ -197,7 +197,10 @@ class Static:
         if given is MISS:
             return MISS
         if self._parts is None:
-            return bound.checks.hold(given, bound.roots, leaves, lambda: self._as_it_is(args, kwargs))
+            result = bound.checks.hold(given, bound.roots, leaves, lambda: self._as_it_is(args, kwargs))
+            if not bound.checks.found and bound.seen is not None and bound.seen.without_counts():
+                bound.reading(bound.seen)
+            return result
         parts = self._parts.first(leaves, names)
         given = self._parts.given(bound.recording, parts, given)
         undo = Undo(Before())
