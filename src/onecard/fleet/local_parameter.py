@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class LocalParameter(_Handing, nn.Parameter):
     """Of torch's kind."""
 
 
-@cache
+@lru_cache(maxsize=8192)
 def _kind(of: Any) -> Any:
     return LocalParameter if of is nn.Parameter else type("LocalParameter", (_Handing, of), {})
 

@@ -347,7 +347,7 @@ class _Mode(TorchDispatchMode):
         return result
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8192)
 def _kind(func: OpOverload) -> str:
     """Whether an operator takes lists, or is a mark for torch's profiler."""
     marks = func.namespace in ("profiler", "prim") or own.only_wraps(func)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def function_of(name: Any, trust: Collection[str] = ()) -> Callable[..., Any]:
     return one_of(one_of(_TABLES, kind, "kind of function"), rest, "function")
 
 
-@cache
+@lru_cache(maxsize=8192)
 def _operator(name: str, trust: frozenset[str]) -> OpOverload:
     """``namespace.operator.overload``: its schema is looked up in torch's list of them, not in an object's attributes."""
     parts = name.split(".")
