@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from habits_levels import HABITS, LEVELS, check
+from habits_levels import HABITS, LEVELS, RECORDED, check, in_steps
 
 from onecard import fleet
 from onecard.fleet import local_parameter, sharded_model
@@ -14,8 +14,8 @@ from onecard.parallel.blocks import Piece
 from onecard.parallel.zero import ShardedUpdate
 from onecard.testing import run_ranks
 
-MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO"))
-BY_HAND = tuple(level for level in LEVELS if level not in MARKS)
+MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO") and level not in RECORDED)
+BY_HAND = tuple(level for level in LEVELS if level not in MARKS and level not in RECORDED)
 
 
 def column(levels: tuple[str, ...], habits: tuple[str, ...], plant: Callable[[], None] | None = None) -> dict[str, str]:
@@ -30,6 +30,11 @@ def column(levels: tuple[str, ...], habits: tuple[str, ...], plant: Callable[[],
 @pytest.mark.parametrize("levels", [MARKS, BY_HAND], ids=["marks", "by hand"])
 def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
     for wrong in run_ranks(column, 2, levels, tuple(HABITS), timeout=300):
+        assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
+
+
+def test_every_cell_that_is_recorded_is_one_card() -> None:
+    for wrong in run_ranks(column, 2, RECORDED, in_steps(), timeout=300):
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
 
 
