@@ -115,7 +115,7 @@ def test_the_second_finding_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, table: Callable[[int], None]) -> None:
-    monkeypatch.setattr(type(sparse_check.on), "here", False, raising=False)
+    monkeypatch.setattr(sparse_check.on, "here", False)
     found, told = calls(constant, table)
     assert not told and found[-1][0, 1] == 1.0
 

@@ -17,7 +17,7 @@ import numpy
 from torch import nn
 
 from onecard.graph.chains import Expr, text
-from onecard.graph.lookup import ABSENT, CONTAINERS, UNKNOWN, attribute, followed, function_of, held_by, item
+from onecard.graph.lookup import ABSENT, CONTAINERS, UNKNOWN, attribute, followed, function_of, held_by, item, users
 from onecard.graph.seen import Seen
 
 
@@ -45,6 +45,8 @@ class Calls:
 
     def laid_open(self, x: Any, name: str, line: str) -> None:
         """All attributes of an object may be looked at."""
+        if isinstance(x, types.ModuleType) and not users(x.__name__):
+            return  # torch's own, which grows as its parts are imported
         held = held_by(x)
         if held is not None and self.seen.was_there(x):
             self.seen.old(held)
