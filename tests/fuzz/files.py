@@ -38,7 +38,8 @@ MEMORY = 12 * 2**30
 SECONDS = 20
 WORDS = frozenset(re.findall(r"\w+", """
     def made return if is not or and for in try except with else None True del as type len all map tuple values get cell_contents
-    KeyError AttributeError IndexError ValueError MISS run below out leaves args kwargs tree flatten tree_unflatten spent wrap t x Tensor
+    KeyError AttributeError IndexError ValueError
+    MISS run below out leaves args kwargs tree flatten tree_unflatten spent wrap t x Tensor
     DistTensor shape stride dtype device requires_grad grad state param_groups _local _spec _memory is_ is_like default_dtype
     _backward_hooks _post_accumulate_grad_hooks any_autocast modes is_grad_enabled is_inference differs present float
     with_hint v g
