@@ -321,13 +321,19 @@ def run(seed: int, count: int) -> Iterator[tuple[int, str, str]]:
 # -- many ------------------------------------------------------------------------------------------------------------------
 
 
+def _environment() -> dict[str, str]:
+    """That of a process that imports this package, wherever it was started."""
+    here = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, here))}
+
+
 def many(seed: int, count: int) -> tuple[Counter[str], list[str]]:
     """Files in processes of their own: how many ended how, and those that should not have."""
     counts, wrong = Counter[str](), list[str]()
     for start in range(seed, seed + count, PORTION):
         length = min(PORTION, seed + count - start)
         command = [sys.executable, "-m", "fuzz.files", "--seed", str(start), "--count", str(length), "--here"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
         for line in done.stdout.splitlines():
             at, how, found = json.loads(line)
             counts[f"{how} {found}" if found in ("refused", "replayed") else "wrong"] += 1
