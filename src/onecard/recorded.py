@@ -15,6 +15,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 recorder: Any = None
 """Who records now; None: nobody."""
 
+
+class Listener:
+    """Who is told of what runs while a step is recorded or compared, unless it is paused."""
+
+    _off = 0
+
+    @property
+    def listens(self) -> bool:
+        """Whether what runs now is looked at."""
+        return not self._off
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is looked at."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+
 functions: dict[str, Callable[..., Any]] = {}
 """What a graph may call besides torch's operators, by name: filled as modules are imported."""
 

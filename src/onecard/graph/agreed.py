@@ -36,8 +36,8 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Grou
     if pretending() or trace.faking():
         return []
     # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.
-    lines_used = sorted((group(*line) for line in messages[0]), key=lambda found: found.ranks)
-    for line in sorted(messages[0], key=lambda line: group(*line).ranks):
+    used = sorted(messages[0], key=lambda line: group(*line).ranks)
+    for line in used:
         found = group(*line)
         mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
         lengths = [1] * found.size
@@ -46,7 +46,7 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Grou
         for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
             if len(set(row.tolist())) > 1:
                 raise RecordingError(_words(name, stage, found.ranks, row.tolist(), len(lines.get(line, []))))
-    return lines_used
+    return [group(*line) for line in used]
 
 
 def anybody(lines: Sequence[Group], found: bool) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ _FROM_VALUES = aten.lift_fresh.default
 _DETACH, _ROOM, _COPY = aten.detach.default, aten.new_empty_strided.default, aten.copy_.default
 
 
-class Follower:
+class Follower(recorded.Listener):
     """Goes along with a step that runs, in the recorder's place.
 
     Args:
@@ -43,16 +42,13 @@ class Follower:
         found: the first difference; None so far.
     """
 
-    tags: tuple[Any, ...] = ()
-    phases: Any = None
-
     def __init__(
         self, script: Script, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
     ) -> None:
         self.note = note
         self.script, self.roots, self.leaves = script, roots, leaves
         self.found: Difference | None = None
-        self._entries, self._next, self._off = script.entries, 0, 0
+        self._entries, self._next = script.entries, 0
         self._values: dict[int, Any] = {}
         self._names: dict[Any, int] = {}  # of tensors by their identity, and of keys
         self._copies = 0  # a copy that autograd has begun to make of a gradient, by its identity
@@ -86,20 +82,6 @@ class Follower:
         return result
 
     # -- what the lower layers call, as of a recorder ------------------------------------------------------------------
-
-    @property
-    def listens(self) -> bool:
-        """Whether what runs now is looked at."""
-        return not self._off
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is looked at."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
 
     def needs_values(self) -> None:
         """An operator's rule looks at values: a recording would have been refused."""

@@ -7,8 +7,7 @@ views and aliases keep their meaning by construction, and a replay is the same c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ def _top() -> None:
     """Stands where the operators begin, until they are all there."""
 
 
-class Recorder:
+class Recorder(recorded.Listener):
     """A graph that grows while a step runs.
 
     Attributes:
@@ -61,7 +60,6 @@ class Recorder:
         self._start = self.graph.call_function(_top)
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
         self._keys: dict[Key, fx.Node] = {}
-        self._off = 0
         self.outside: dict[fx.Node, Any] = {}
         self.conditions: list[Condition] = []
         self.leaves: dict[int, Tensor] = {}
@@ -79,20 +77,6 @@ class Recorder:
         self.random = Watch()
 
     # -- what the lower layers call ------------------------------------------------------------------------------------
-
-    @property
-    def listens(self) -> bool:
-        """Whether what runs now is written down."""
-        return not self._off
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is written down."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Write down a call of a function of ours (``recorded.one_node``)."""
