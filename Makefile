@@ -10,15 +10,19 @@ STAMP := .venv/installed-$(TORCH_VERSION)
 train: $(STAMP)
 	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
 
-# Tests that run side by side; each may start as many processes as it has ranks.
+# Tests that run side by side; each may start as many processes as it has ranks. Lint runs beside them, and is said last.
 WORKERS ?= 3
 
 # One thread for each process: the tests start many, on few cores. Each start would compile the library again, and each
 # worker the tests, where the environment forbids to keep what is compiled.
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(STAMP)
+	@mkdir -p logs
+	@$(MAKE) --no-print-directory lint >logs/lint.txt 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25; tests=$$?; \
+	wait $$lint || { cat logs/lint.txt; echo "make lint: failed, as shown above"; exit 1; }; \
+	exit $$tests
 
 # Random training programs against plain torch, on real ranks. One again: make fuzz ARGS="--seed 17 --count 1".
 fuzz: export OMP_NUM_THREADS = 1

@@ -33,7 +33,7 @@ import gpt_tp  # noqa: E402
 from gpt_tp import N_CHECKED, N_RANKS, Variant, adamw, as_number, disagreements, say, time_steps, time_table  # noqa: E402
 from model import GPT, Block  # noqa: E402
 from onecard import fleet  # noqa: E402
-from onecard.fleet.transformer import ParallelTransformerLayer  # noqa: E402
+from onecard.fleet.layers.transformer import ParallelTransformerLayer  # noqa: E402
 from onecard.testing import run_ranks  # noqa: E402
 
 layers = fleet.meta_parallel

@@ -75,7 +75,7 @@ class Inside:
 
 def watch_check() -> Inside:
     """Time every way into the check."""
-    from onecard.comm import clock
+    from onecard.comm.agree import clock
     from onecard.tensor import watched
     from onecard.tensor.dispatch import foreach, program
 
@@ -91,7 +91,7 @@ def watch_check() -> Inside:
 def train(size: str, axis: str, timed: bool, on: bool = True) -> tuple[list[float], list[float]]:
     """Seconds of each step, and of the check within it, on this rank."""
     import onecard as oc
-    from onecard.comm import sparse_check
+    from onecard.comm.agree import sparse_check
 
     sparse_check.on.here = on
     torch.set_num_threads(1)

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 import onecard as oc
-from onecard.comm import sparse_check
-from onecard.graph.rechecked import next_check
+from onecard.comm.agree import sparse_check
+from onecard.static.run.rechecked import next_check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
 

@@ -131,7 +131,7 @@ def one_process(sizes: Sizes, threads: int) -> dict[str, Any]:
         run: dict[str, Callable[..., Any]] = {"plain torch": steps["plain torch"], "replayed": eager}
         run["replayed, fastest kernels"] = fastest
         times = seconds({k: (lambda f=f, b=batch: f(*b)) for k, f in run.items()}, sizes.rounds)
-        from onecard.graph.passes.kernel import table
+        from onecard.static.passes.kernel import table
 
         found[name] = (times, recording, table(eager.recordings[0].graph))
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import onecard as oc
-from onecard.checkpoint.reading import Reader
+from onecard.checkpoint.reader.reading import Reader
 
 
 def equal(a: Any, b: Any) -> bool:

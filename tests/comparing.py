@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
-from onecard.graph import rechecked
+from onecard.static.run import rechecked
 
 
 @contextmanager

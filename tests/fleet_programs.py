@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from onecard import fleet
-from onecard.fleet.parameters import take
 
 
 def begin(**degrees: int) -> fleet.HybridCommunicateGroup:
@@ -28,7 +27,7 @@ def close(mine: Tensor, expected: Tensor, what: str = "", tolerance: float = 1e-
 
 def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor of one card."""
-    return take(whole, fleet.held(parameter))
+    return fleet.held(parameter).take(whole)
 
 
 def compare(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 import onecard as oc
-from onecard import fleet
+from onecard import fleet, pipeline
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 Seen = dict[str, Tensor]
@@ -39,6 +39,20 @@ class At:
     def step(self, one: Callable[..., Any]) -> Callable[..., Any]:
         """One step of a loop, as this level runs it."""
         return one
+
+    def backward(self, net: Any, x: Any, y: Any, loss_fn: Callable[..., Any] = cross_entropy) -> Tensor:
+        """``loss_fn(net(x), y).backward()``, as this level says it; the loss."""
+        loss = loss_fn(net(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def loss(self, net: Any, x: Any, y: Any) -> Tensor:
+        """A loss to which a program adds its own, and calls ``backward``."""
+        return cross_entropy(net(x), y)
+
+    def joined(self, seen: Seen) -> Seen:
+        """What all ranks have seen, where each has seen a part."""
+        return seen
 
     def data(self, x: Tensor) -> Tensor:
         """This rank's part of a batch."""
@@ -137,6 +151,115 @@ class Copies(Level):
         return [net, *made]
 
 
+class Stages(At):
+    """Two meshes, and the program as it is or, with a schedule, ``step_by_marks``."""
+
+    def __init__(self, schedule: str = "") -> None:
+        self.schedule = schedule
+        self.meshes = [oc.ProcessMesh([rank], ["pp"]) for rank in range(2)]
+
+    def wrap(self, net: Any, *makers: Maker, given: int | None = None) -> list[Any]:
+        for stage, parts in enumerate([[net.first, net.blocks[0]], [net.blocks[1], net.norm, net.head, net.unused]]):
+            for part in parts:
+                oc.shard_layer(part, self.meshes[stage])
+        net.moved = lambda stage, h: oc.reshard(h, self.meshes[stage], [oc.Replicate()])
+        return [net, *[make(net) for make in makers]]
+
+    def backward(self, net: Any, x: Any, y: Any, loss_fn: Callable[..., Any] = cross_entropy) -> Tensor:
+        if not self.schedule:
+            return super().backward(net, x, y, loss_fn)
+        return pipeline.step_by_marks(net, loss_fn, x, y, self.schedule, microbatches=4)
+
+    def loss(self, net: Any, x: Any, y: Any) -> Tensor:
+        return self.backward(net, x, y) if self.schedule else super().loss(net, x, y)
+
+    def joined(self, seen: Seen) -> Seen:
+        return _one_name(seen)
+
+
+def _one_name(seen: Seen) -> Seen:
+    """Copies on two stages are one parameter on one card, with the first name; what they are not stays."""
+    one, other = seen.get("blocks.0.2.weight"), seen.get("head.weight")
+    return (
+        seen
+        if one is None or other is None or not torch.equal(one, other)
+        else {k: v for k, v in seen.items() if k != "head.weight"}
+    )
+
+
+class Last(nn.Module):
+    """The layers of a net after its blocks."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.norm, self.head, self.unused = net.norm, net.head, net.unused
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.head(self.norm(h))
+
+
+class Residual(nn.Module):
+    """A block, and what it is added to."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.block(h)
+
+
+class Layers(fleet.PipelineLayer):
+    """A net as a list of layers, with the names that it had."""
+
+    NAMES = (("0.", "first."), ("1.block.", "blocks.0."), ("2.block.", "blocks.1."), ("3.", ""))
+
+    def __init__(self, net: Any, **options: Any) -> None:
+        layers = [net.first, *map(Residual, net.blocks), Last(net)]
+        super().__init__(layers, **options)
+        self.__dict__ |= {"first": net.first, "blocks": net.blocks, "norm": net.norm, "head": net.head}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, p in super().named_parameters(*args, **kwargs):
+            was, now = next(pair for pair in self.NAMES if name.startswith(pair[0]))
+            yield now + name.removeprefix(was), p
+
+
+class Pipeline(At):
+    """A ``fleet.PipelineLayer`` of the net's layers: each rank has its own."""
+
+    def __init__(self, mode: str, chunks: int | None = None) -> None:
+        self.mode, self.chunks = mode, chunks
+
+    def wrap(self, net: Any, *makers: Maker, given: int | None = None) -> list[Any]:
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"pp_degree": 2}
+        strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2, "schedule_mode": self.mode}
+        fleet.init(is_collective=True, strategy=strategy)
+        self.loss_fn: Callable[..., Any] = cross_entropy
+        layers = Layers(net, loss_fn=lambda out, y: self.loss_fn(out, y), num_virtual_pipeline_stages=self.chunks)
+        model = fleet.distributed_model(layers)
+        made = [make(model) for make in makers]
+        for each in made[:given]:
+            fleet.distributed_optimizer(each)
+        return [model, *made]
+
+    def backward(self, net: Any, x: Any, y: Any, loss_fn: Callable[..., Any] = cross_entropy) -> Tensor:
+        self.loss_fn = loss_fn
+        return net.forward_backward_pipeline([x, y])
+
+    def loss(self, net: Any, x: Any, y: Any) -> Tensor:
+        return self.backward(net, x, y)
+
+    def joined(self, seen: Seen) -> Seen:
+        every: list[Any] = []
+        oc.all_gather_object(every, seen)
+        for name, value in seen.items():  # what several ranks have is one
+            if any(not torch.equal(value, other[name]) for other in every if name in other):
+                return {f"{name} differs between ranks": value}
+        return _one_name({name: value for each in every for name, value in each.items()})
+
+
 ONE_CARD = At()
 LEVELS: dict[str, Callable[[], At]] = {
     "ZeRO 1": lambda: Marks(oc.ShardingStage1),
@@ -151,6 +274,12 @@ LEVELS: dict[str, Callable[[], At]] = {
     "p_g_os blocks": lambda: Level("p_g_os", blocks=[nn.Sequential, "norm"]),
     "os overlap": lambda: Level("os", overlap=True),
     "os_g offload": lambda: Level("os_g", offload=True),
+    "stages": Stages,
+    "stages 1F1B": lambda: Stages("1F1B"),
+    "stages F-then-B": lambda: Stages("F-then-B"),
+    "pp 1F1B": lambda: Pipeline("1F1B"),
+    "pp VPP": lambda: Pipeline("VPP", 2),
+    "pp ZBH1": lambda: Pipeline("ZBH1"),
     "p_g_os kept": lambda: Level("p_g_os", overlap=True, reshard_after_forward=False, offload=True),
 }
 
@@ -179,6 +308,45 @@ REFUSED: dict[tuple[str, str], str] = {
     for level in RECORDED
 }
 """(habit, level): words that the refusal has. Every other cell is right."""
+STAGES = ("stages", "stages 1F1B", "stages F-then-B")
+PIPELINES = ("pp 1F1B", "pp VPP", "pp ZBH1")
+_TWO_MESHES, _TIED = "operands live on two meshes|is not in ProcessMesh", "is one parameter with '2.weight'"
+REFUSED |= {
+    **{("ignored_labels", level): "the loss divides by a number that is computed from" for level in STAGES[1:]},
+    **{(name, level): _TWO_MESHES for level in STAGES for name in ("own_clipping", "lbfgs", "lbfgs_line_search")},
+    **{(name, level): _TWO_MESHES for level in STAGES for name in ("penalty_on_weights", "penalty_on_one_weight")},
+    **{(name, level): _TIED for level in STAGES for name in ("tied", "tied_outside")},
+    **{
+        (name, level): "looks at all parameters together"
+        for level in PIPELINES
+        for name in ("lbfgs", "lbfgs_line_search")
+    },
+    **{
+        (name, level): "does not require grad"
+        for level in PIPELINES
+        for name in ("gradients_of_some", "gradients_asked_for")
+    },
+    **{("gradient_penalty", level): "requires a gradient, which no one would get" for level in PIPELINES},
+}
+_OWN_LAYERS = {
+    "own_clipping": "a rank has its stage's gradients alone: clip_grad_norm_, or fleet.grad_norm, which go over all",
+    "gradients_logged": "one rank has the first layer; where the other asks for its gradient there is none",
+    "weights_read_outside": "layers of a list are given values; a layer that reads another's weight is refused, see below",
+    "by_the_old_name": "the list of layers is the model, and the net of which they were is not called",
+}
+NO_SENSE: dict[tuple[str, str], str] = {
+    **{(name, level): why for level in PIPELINES for name, why in _OWN_LAYERS.items()},
+    **{
+        ("tied_outside", level): "a tied parameter has a name on each stage, by one of which the program leaves it out"
+        for level in ("pp 1F1B", "pp ZBH1")  # under VPP both are on one rank
+    },
+    **{
+        ("ignored_labels_plainly", level): "a rank's mean over its own labels: oc.token_mean"
+        for level in LEVELS
+        if isinstance(LEVELS[level](), Level)
+    },
+}
+"""(habit, level): why there is no such cell."""
 
 
 def habit(f: Callable[[At], Seen]) -> Callable[[At], Seen]:
@@ -204,9 +372,14 @@ class Net(nn.Module):
             self.head.weight = self.blocks[0][2].weight = nn.Parameter(torch.randn(7, 7) / 3)
             self.blocks[0][0] = nn.Linear(7, 7)
 
+    def at_stage(self, stage: int, h: Tensor) -> Tensor:
+        """A value that goes to a stage."""
+        return self.moved(stage, h) if hasattr(self, "moved") else h
+
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for block in self.blocks:
+        h = self.first(self.at_stage(0, x))
+        for i, block in enumerate(self.blocks):
+            h = self.at_stage(i, h)
             h = h + block(h)
         return self.head(self.norm(h))
 
@@ -215,8 +388,9 @@ class Reads(Net):
     """Reads the weights of other modules outside their forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = linear(x, self.first.weight, self.first.bias)
-        for block in self.blocks:
+        h = linear(self.at_stage(0, x), self.first.weight, self.first.bias)
+        for i, block in enumerate(self.blocks):
+            h = self.at_stage(i, h)
             h = h + block(h) + 0.1 * block[0].weight.mean()
         return self.norm(h) @ self.head.weight.T
 
@@ -235,14 +409,13 @@ def trained(
     """Plain steps; ``between`` is called after backward."""
 
     def one(x: Tensor, y: Tensor) -> Tensor:
-        loss = cross_entropy(net(x), y)
-        loss.backward()
+        loss = at.backward(net, x, y)
         between()
         for each in optimizers:
             each.step()
         for each in optimizers:
             each.zero_grad()
-        return loss.detach()
+        return loss
 
     run = at.step(one)
     return [at.mean(run(x, y)) for x, y in at.batches(steps)]
@@ -323,7 +496,7 @@ def own_clipping(at: At) -> Seen:
 def own_optimizer(at: At) -> Seen:
     net, _ = at.wrap(Net(), sgd)
     for x, y in at.batches():
-        cross_entropy(net(x), y).backward()
+        at.backward(net, x, y)
         with torch.no_grad():
             for p in net.parameters():
                 if p.grad is not None:
@@ -358,7 +531,7 @@ def gradients_asked_for(at: At) -> Seen:
 def penalty_on_weights(at: At) -> Seen:
     net, opt = at.wrap(Net(), sgd)
     for x, y in at.batches():
-        loss = cross_entropy(net(x), y)
+        loss = at.loss(net, x, y)
         (loss + 0.05 * sum(p.square().sum() for p in net.parameters())).backward()
         opt.step()
         opt.zero_grad()
@@ -369,7 +542,7 @@ def penalty_on_weights(at: At) -> Seen:
 def penalty_on_one_weight(at: At) -> Seen:
     net, opt = at.wrap(Net(), sgd)
     for x, y in at.batches():
-        loss = cross_entropy(net(x), y)
+        loss = at.loss(net, x, y)
         (loss + 0.05 * net.first.weight.abs().sum() + 0.1 * net.head.weight.square().sum()).backward()
         opt.step()
         opt.zero_grad()
@@ -399,9 +572,7 @@ def _closures(at: At, make: Maker, steps: int = STEPS) -> Seen:
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             opt.zero_grad()
-            loss = cross_entropy(net(x.double()), y)
-            loss.backward()
-            return loss
+            return at.backward(net, x.double(), y)
 
         losses.append(at.mean(opt.step(closure)))
     return at.ended(net, *losses)
@@ -462,7 +633,7 @@ def some_parameters_only(at: At) -> Seen:
     net, opt = at.wrap(Net(), rest)
     norms: list[Any] = []
     for x, y in at.batches():
-        cross_entropy(net(x), y).backward()
+        at.backward(net, x, y)
         norms.append(at.whole(nn.utils.clip_grad_norm_(net.parameters(), 0.3)))
         opt.step()
         net.zero_grad()
@@ -528,16 +699,36 @@ def weights_read_outside(at: At) -> Seen:
     return at.ended(net, *trained(at, net, opt))
 
 
+def counted(out: Tensor, y: Tensor) -> Tensor:
+    return oc.token_mean(cross_entropy(out, y, reduction="none"), y != -100)
+
+
 @habit
 def ignored_labels(at: At) -> Seen:
     net, opt = at.wrap(Net(), sgd)
     for x, y in at.batches():
         ignored = torch.tensor([0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
         y = torch.where(at.data(ignored), -100, y)
-        oc.token_mean(cross_entropy(net(x), y, reduction="none"), y != -100).backward()
+        at.backward(net, x, y, counted)
         opt.step()
         opt.zero_grad()
     return at.ended(net)
+
+
+@habit
+def ignored_labels_plainly(at: At) -> Seen:
+    """The loss divides by how many labels count, of which microbatches have other numbers, and one has none."""
+    net, opt = at.wrap(Net(), sgd)
+    for x, y in at.batches():
+        ignored = torch.tensor([0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
+        at.backward(net, x, torch.where(at.data(ignored), -100, y))
+        opt.step()
+        opt.zero_grad()
+    return at.ended(net)
+
+
+def halved(out: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(out, y) / 2
 
 
 @habit
@@ -545,7 +736,7 @@ def accumulated(at: At) -> Seen:
     net, opt = at.wrap(Net(), adamw)
     for _ in range(2):
         for x, y in at.batches(2):
-            (cross_entropy(net(x), y) / 2).backward()
+            at.backward(net, x, y, halved)
         nn.utils.clip_grad_norm_(net.parameters(), 0.3)
         opt.step()
         opt.zero_grad()
@@ -621,6 +812,10 @@ def averaged_by_a_copy(at: At) -> Seen:
     }
 
 
+def distilled(out: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(out, labels[0]) + (out - labels[1]).square().mean()
+
+
 @habit
 def copied_before(at: At) -> Seen:
     first = Net()
@@ -628,8 +823,7 @@ def copied_before(at: At) -> Seen:
     net, opt = at.wrap(first, adamw)
     teacher = at.beside(teacher)
     for x, y in at.batches():
-        made, taught = net(x), teacher(x)
-        (cross_entropy(made, y) + (made - taught).square().mean()).backward()
+        at.backward(net, x, (y, teacher(x).detach()), distilled)
         opt.step()
         opt.zero_grad()
     return at.ended(net)
@@ -640,14 +834,14 @@ def rewound(at: At) -> Seen:
     """Weights are kept and put back (a search for a learning rate, SAM's second step)."""
     net, opt = at.wrap(Net(), sgd)
     for x, y in at.batches():
-        cross_entropy(net(x), y).backward()
+        at.backward(net, x, y)
         kept = {p: p.detach().clone() for p in net.parameters()}
         with torch.no_grad():
             for p in net.parameters():
                 if p.grad is not None:
                     p.add_(0.05 * p.grad)
         opt.zero_grad()
-        cross_entropy(net(x), y).backward()
+        at.backward(net, x, y)
         with torch.no_grad():
             for p in net.parameters():
                 p.copy_(kept[p])
@@ -740,9 +934,8 @@ def own_sums(at: At) -> Seen:
     net, opt = at.wrap(Net(), sgd)
     rows: list[Any] = []
     for x, y in at.batches():
-        made = net(x)
-        rows.append(at.total((made.detach().argmax(1) == y).sum()))
-        cross_entropy(made, y).backward()
+        rows.append(at.total((net(x).detach().argmax(1) == y).sum()))
+        at.backward(net, x, y)
         opt.step()
         opt.zero_grad()
     return at.ended(net, *rows)
@@ -757,13 +950,14 @@ def one_card(name: str) -> Seen:
 def check(name: str, level: str) -> str:
     """What is wrong with a cell of the table; "" if it is right, or refused with the words that it should be refused with."""
     expected = one_card(name)
-    if (name, level) in OPEN:
+    if (name, level) in OPEN or (name, level) in NO_SENSE:
         return ""
     words = REFUSED.get((name, level))
     try:
         with compared(never), warnings.catch_warnings():  # of three calls the third is a replay
             warnings.filterwarnings("ignore", message=".*is recorded anew")
-            found = HABITS[name](LEVELS[level]())
+            at = LEVELS[level]()
+            found = at.joined(HABITS[name](at))
     except Exception as error:
         if words is not None and re.search(words, str(error)):
             return ""

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 import onecard as oc
-from onecard.checkpoint import files
-from onecard.checkpoint.loading import open_any
-from onecard.comm import world as the_world
+from onecard.checkpoint.format import files
+from onecard.checkpoint.reader.loading import open_any
+from onecard.comm.world import world as the_world
 from onecard.testing import run_ranks
 
 KINDS = ("over", "step", "async")

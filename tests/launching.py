@@ -23,7 +23,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 import onecard.launch
 from onecard import cli
-from onecard.comm import flight, sparse_check, world
+from onecard.comm.agree import sparse_check
+from onecard.comm.base import flight
+from onecard.comm.world import world
 from onecard.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import onecard as oc
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 
 Operator = Callable[[Any], Any]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import onecard as oc
 from onecard.errors import OnecardError
-from onecard.layout import REDUCTIONS, Layout
-from onecard.parts import Part
+from onecard.place.layout import REDUCTIONS, Layout
+from onecard.place.parts import Part
 from onecard.tensor.spec import COPY, Spec
 
 MESH = oc.ProcessMesh([[4, 0], [2, 3]], ["dp", "tp"])

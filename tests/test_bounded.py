@@ -14,17 +14,18 @@ import pytest
 import torch
 
 import onecard as oc
-from onecard import layout as layouts
-from onecard import resharding
-from onecard.layout import Layout
+from onecard.moves import resharding
+from onecard.place import layout as layouts
+from onecard.place.layout import Layout
 from onecard.tensor import spec as specs
 from onecard.tensor.dispatch.entry import programs
 from onecard.tensor.dispatch.recent import Recent
 
 # Caches without a bound, whose keys are finite in number.
 FINITE = {
-    "onecard.checkpoint.crc._libdeflate": "one",
+    "onecard.checkpoint.format.crc._libdeflate": "one",
     "onecard.rules.call.schema_of": "operators",
+    "onecard.rules.traits.traits_of": "operators",
     "onecard.comm.shm.reduction.fold": "reductions and dtypes",
     "onecard.rules.verify.report.calls_of_samples": "one",
     "onecard.testing._run._context": "one",
@@ -44,7 +45,7 @@ def caches() -> dict[str, Any]:
 def test_every_cache_is_bounded() -> None:
     found = caches()
     assert {name for name, value in found.items() if value.cache_parameters()["maxsize"] is None} == set(FINITE)
-    assert found["onecard.resharding.plan"].cache_parameters()["maxsize"] == resharding.LIMIT
+    assert found["onecard.moves.resharding.plan"].cache_parameters()["maxsize"] == resharding.LIMIT
 
 
 @pytest.fixture

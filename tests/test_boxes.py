@@ -4,8 +4,9 @@ import random
 
 import torch
 
-from onecard import ProcessMesh, boxes
-from onecard.layout import Layout
+from onecard import ProcessMesh
+from onecard.place import boxes
+from onecard.place.layout import Layout
 
 
 def draw(r: random.Random, shape: tuple[int, ...]) -> boxes.Box:

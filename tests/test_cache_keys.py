@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import onecard as oc
-from onecard import resharding
-from onecard.layout import Layout
+from onecard.moves import resharding
+from onecard.place.layout import Layout
 from onecard.testing import assert_close, multirank
 
 ONE = oc.ProcessMesh([0], ["x"])

@@ -19,8 +19,9 @@ from checkpoints import counted, equal
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.checkpoint import Rename, crc, files
-from onecard.checkpoint.index import NAME
+from onecard.checkpoint import Rename
+from onecard.checkpoint.format import crc, files
+from onecard.checkpoint.format.index import NAME
 from onecard.errors import CheckpointError
 from onecard.testing import multirank
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 import onecard as oc
-from onecard.checkpoint import claim, files
-from onecard.checkpoint.index import NAME
-from onecard.comm import world
+from onecard.checkpoint.format import files
+from onecard.checkpoint.format.index import NAME
+from onecard.checkpoint.writer import claim
+from onecard.comm.world import world
 from onecard.errors import CheckpointError
 from onecard.testing import multirank, run_ranks
 
@@ -410,3 +412,17 @@ def test_interrupted_steps_are_skipped_and_cleaned_up(tmp_path: Path) -> None:
     # What was interrupted is gone, the oldest good one too; the damaged one counts for nothing, and stays to be looked at.
     assert [f.step for f in oc.checkpoint.list(tmp_path)] == [2, 3, 5]
     assert json.loads((tmp_path / "step-00000005" / NAME).read_text())["content"]["step"] == 5
+
+
+def test_a_folder_made_anew_is_claimed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "is_job", lambda: True)
+    place = tmp_path / "steps"
+    for _ in range(2):
+        place.mkdir()
+        assert claim.take(place) == -1
+        other = os.open(place, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        place.rmdir()
+    claim.give_up(place)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.errors import CheckpointError
-from onecard.fleet import meta_parallel, sequence
+from onecard.fleet import meta_parallel
+from onecard.fleet.layers import sequence
 from onecard.testing import run_ranks
 
 WIDTH, HEAD, HEADS, KV, HIDDEN, CLASSES, TIME = 8, 2, 4, 2, 10, 11, 6

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.checkpoint import Rename
+from onecard.checkpoint.format.index import Entry, File, Piece, check_entry, overlap
 from onecard.errors import CheckpointError
 from onecard.testing import multirank
 
@@ -218,3 +219,17 @@ def test_safetensors_own_opinion(tmp_path: Path) -> None:
 
 def bits(x: Tensor) -> Any:
     return x.dtype, x.shape, x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []
+
+
+def test_a_box_of_nothing_has_nothing_in_common_with_others() -> None:
+    assert not overlap([((0, 4), (0, 2)), ((2, 2), (0, 2)), ((4, 6), (0, 2))])
+    assert overlap([((0, 4), (0, 2)), ((3, 6), (1, 2))])
+
+
+@pytest.mark.parametrize("offset", [0, 63, 85])
+def test_a_tensor_lies_within_the_data_of_its_file(offset: int) -> None:
+    piece = Piece("a.safetensors", ((0, 4),), offset, 16, None)
+    with pytest.raises(CheckpointError, match="do not lie within the data"):
+        check_entry(
+            Path("index.json"), "x", Entry(torch.float32, (4,), (piece,)), {"a.safetensors": File(100, 64, None)}
+        )

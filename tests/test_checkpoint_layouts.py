@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.checkpoint.pieces import plan, sources_of
-from onecard.layout import Layout
-from onecard.parts import Part
+from onecard.checkpoint.format.pieces import plan, sources_of
+from onecard.place.layout import Layout
+from onecard.place.parts import Part
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.testing import multirank

@@ -87,6 +87,13 @@ def test_views_of_other_values_are_not_the_same(tmp_path: Path) -> None:
         assert equal(oc.checkpoint.load(tmp_path / str(number)), few)
 
 
+def test_negated_views_are_saved_as_they_read(tmp_path: Path) -> None:
+    x = torch.arange(4.0)
+    oc.save_state_dict({"negated": torch._neg_view(x), "imaginary": torch.complex(x, x).conj().imag}, tmp_path)
+    for value in oc.checkpoint.load(tmp_path).values():
+        assert torch.equal(value, -x)
+
+
 def test_memory_that_two_names_share(tmp_path: Path) -> None:
     """Two saved values for one place in memory: torch would keep the one that comes last."""
     oc.save_state_dict(
@@ -102,6 +109,10 @@ def test_memory_that_two_names_share(tmp_path: Path) -> None:
     x = torch.full((4,), 7.0)
     oc.load_state_dict({"a": x, "same": x, "half": x[2:]}, tmp_path, unexpected="ignore")
     assert (x == 1).all()
+    oc.save_state_dict({"large": torch.ones(8), "within": torch.ones(2), "none": torch.zeros(2)}, tmp_path / "three")
+    x = torch.full((8,), 7.0)
+    with pytest.raises(CheckpointError, match=r"'(large|none)' shares memory with '.*, and their saved values differ"):
+        oc.load_state_dict({"large": x, "within": x[1:3], "none": x[5:7]}, tmp_path / "three")
     tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     tied[1].weight = tied[0].weight
     oc.save_state_dict({"0.weight": torch.ones(2, 2)}, tmp_path / "once")  # as Hugging Face writes tied weights

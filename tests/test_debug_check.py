@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import onecard as oc
-from onecard.comm import collectives
-from onecard.comm.groups import group
+from onecard.comm.issue import collectives
+from onecard.comm.issue.groups import group
 from onecard.errors import CommunicationError
 from onecard.testing import run_ranks
 

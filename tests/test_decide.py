@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
-from onecard.layout import Layout
-from onecard.resharding import seconds
+from onecard.moves.resharding import seconds
+from onecard.place.layout import Layout
 from onecard.rules.decide import decide, exactly, strategies
 from onecard.rules.rule import Form, bind
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import prod
 
 from onecard import ProcessMesh
-from onecard.layout import Layout
-from onecard.resharding import seconds
+from onecard.moves.resharding import seconds
+from onecard.place.layout import Layout
 from onecard.rules.decide import decide
 from onecard.rules.notation import parse
 from onecard.rules.rule import Bound, Form, bind

@@ -301,7 +301,7 @@ def test_a_run_goes_on_from_its_checkpoint(gpt: Any, corpus_folder: Path, tmp_pa
         return [record.loss for record in gpt.train.run_steps(model, corpus, None, args, args.steps, folder)]
 
     whole = losses(args)
-    oc.checkpoint.saving.finish()
+    oc.checkpoint.writer.saving.finish()
     kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000006"]
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import onecard as oc
-from onecard.comm import record
+from onecard.comm.base import record
 from onecard.errors import ImplicitCommunication
 from onecard.testing import assert_close, multirank
 

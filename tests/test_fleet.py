@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
 from onecard import fleet
-from onecard.comm.pretend import pretend
+from onecard.comm.world.pretend import pretend
 from onecard.errors import CommunicationError
 from onecard.fleet.names import ELSEWHERE
 from onecard.testing import run_ranks

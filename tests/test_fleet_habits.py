@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet import sequence
+from onecard.fleet.gradients import hooks, pending
+from onecard.fleet.layers import sequence
 from onecard.testing import RankError, run_ranks
 
 mp = fleet.meta_parallel
@@ -291,3 +293,40 @@ def norms() -> None:
 
 def test_norms_of_every_dtype_and_size() -> None:
     run_ranks(norms, 2)
+
+
+def read_from_a_file() -> None:
+    begin()
+    mark = fleet.sum_over(nn.Parameter(torch.ones(2)), oc.new_group([0, 1]))
+    file = io.BytesIO()
+    torch.save(mark, file)
+    file.seek(0)
+    p = torch.load(file, weights_only=False)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    for step in range(2):
+        (p * (oc.get_rank() + 1)).sum().backward()
+        optimizer.step()
+        assert torch.equal(p.detach(), torch.full((2,), 1.0 - 3 * (step + 1))), (step, p)
+        optimizer.zero_grad()
+
+
+def test_a_parameter_from_a_file_is_summed_at_every_step() -> None:
+    run_ranks(read_from_a_file, 2)
+
+
+def assigned_after_another_was_read() -> None:
+    begin()
+    p = nn.Parameter(torch.ones(2))
+    state = hooks.watch(p, pending.Family([p]))
+    assert p.grad is None  # read before backward: it says nothing of the gradient that backward makes
+    (p * 2).sum().backward()
+    state.is_whole()  # another one of the family was read
+    p.grad = torch.ones(2)
+    assert state.summand
+    state.is_whole()
+    p.grad = p.grad * 2
+    assert not state.summand
+
+
+def test_what_a_program_assigns_is_judged_by_what_it_has_read_since_backward() -> None:
+    run_ranks(assigned_after_another_was_read, 1)

@@ -13,12 +13,12 @@ from torch import nn
 
 import onecard as oc
 from onecard import fleet
-from onecard._torch import TorchDispatchMode
-from onecard.comm import plain
+from onecard._torch.names import TorchDispatchMode
+from onecard.comm.issue import plain
 from onecard.errors import CommunicationError
-from onecard.fleet import sequence
-from onecard.fleet.parameters import part_sizes
-from onecard.fleet.transformer import ParallelTransformerLayer
+from onecard.fleet.layers import sequence
+from onecard.fleet.layers.parameters import part_sizes
+from onecard.fleet.layers.transformer import ParallelTransformerLayer
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel

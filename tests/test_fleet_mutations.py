@@ -14,8 +14,13 @@ import test_fleet_whole as wholes
 from torch import Tensor
 
 from onecard import fleet
-from onecard.fleet import context, gradients, linear, mappings, merging, norms, pending, rng, vocabulary, whole
+from onecard.fleet.gradients import hooks, merging
+from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.grid import rng
+from onecard.fleet.layers import context, linear, mappings, vocabulary
+from onecard.fleet.zero import whole
 from onecard.testing import RankError, run_ranks
+from onecard.train import norms
 
 Plant = tuple[Any, str, Any]
 
@@ -45,7 +50,7 @@ def sums_twice() -> Plant:
 
 def counts_replicas() -> Plant:
     """The norm counts a parameter once for each rank that has it."""
-    return norms, "_owned", lambda p: iter([] if p.grad is None else [p.grad])
+    return norms, "counted", lambda shard, grad, lines: iter([grad])
 
 
 def local_mean(losses: Tensor, valid: Tensor, group: Any = None) -> Tensor:
@@ -92,12 +97,12 @@ def unbalanced_mask() -> Plant:
 
 def no_sum_of_x() -> Plant:
     """A column-parallel layer leaves the gradient of its input as this rank's summand."""
-    return linear.started, "all_reduce", lambda x, *args, **kwargs: linear.started.Started.complete(x)
+    return linear.started, "all_reduce", lambda x, *args, **kwargs: linear.started.Handle.complete(x)
 
 
 def nobody_sums() -> Plant:
     """A gradient that the program reads is what this rank's backward has left."""
-    return pending.Family, "look", lambda self, p: None
+    return hooks, "look", lambda p, state: None
 
 
 def all_add_up() -> Plant:

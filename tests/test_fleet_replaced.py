@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, spectral_norm, weight_norm
 
 from onecard import fleet
-from onecard.fleet.carried import install
+from onecard.fleet.zero.carried import install
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel
@@ -56,6 +56,14 @@ def by_hand(net: nn.Module) -> nn.Module:
         for name, p in [*module._parameters.items()]:
             if p is not None:
                 setattr(module, name, nn.Parameter(p.detach().clone(), p.requires_grad))
+    return net
+
+
+def in_the_dict(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        for name, p in [*module._parameters.items()]:
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.detach().clone(), p.requires_grad)
     return net
 
 
@@ -114,6 +122,8 @@ def all_changes(which: slice) -> None:
         trained(alone, fleet.distributed_model(change(net)), hcg, f"{change.__name__}, then distributed_model")
         alone, net = pair()
         trained(alone, change(fleet.distributed_model(net)), hcg, f"distributed_model, then {change.__name__}")
+    alone, net = pair()
+    trained(alone, in_the_dict(fleet.distributed_model(net)), hcg, "past the module's own assignment")
     alone, net = pair(Blocks)
     trained(alone, fleet.distributed_model(net), hcg, "copies of a block")
 

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet import gradients
-from onecard.fleet.strategy import FleetError
+from onecard.errors import FleetError
+from onecard.fleet.gradients import sums as gradients
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel

@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet import context, sequence
-from onecard.fleet.transformer import ParallelTransformerLayer
+from onecard.fleet.layers import context, sequence
+from onecard.fleet.layers.transformer import ParallelTransformerLayer
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel
@@ -196,7 +196,7 @@ class Mixed(nn.Module):
         if self.sequence_parallel:
             x = sequence.all_gather(x)
         elif isinstance(self.table, mp.VocabParallelEmbedding):
-            from onecard.fleet.mappings import copy_to
+            from onecard.fleet.layers.mappings import copy_to
 
             x = copy_to(x, self.table.group)
         return F.linear(x, self.table.weight)

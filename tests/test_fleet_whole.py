@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.errors import RecordingError
-from onecard.fleet import judged
+from onecard.fleet.zero import judged
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from onecard.comm import flight
-from onecard.comm.flight import Board, Entry, describe, out_of_step, overtaken, rank_text, read
+from onecard.comm.base import flight
+from onecard.comm.base.flight import Board, Entry, describe, out_of_step, overtaken, rank_text, read
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecard.comm import claims
+from onecard.comm.agree import claims
 from onecard.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
 from onecard import fleet
-from onecard.errors import CommunicationError
-from onecard.fleet import parameters
-from onecard.fleet.strategy import FleetError
+from onecard.errors import CommunicationError, FleetError
+from onecard.fleet.layers import parameters
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from habits_levels import HABITS, LEVELS, RECORDED, check, in_steps
+import torch
+from habits_levels import HABITS, LEVELS, PIPELINES, RECORDED, STAGES, check, in_steps
+from torch import nn
 
 from onecard import fleet
-from onecard.fleet import local_parameter, sharded_model
-from onecard.parallel import master
-from onecard.parallel.blocks import Piece
-from onecard.parallel.zero import ShardedUpdate
+from onecard.fleet.layers import tied_layers
+from onecard.fleet.zero import local_parameter, sharded_model
+from onecard.pipeline.run import waiting_hooks
 from onecard.testing import run_ranks
+from onecard.train.zero import master
+from onecard.train.zero.blocks import Piece
+from onecard.train.zero.zero import ShardedUpdate
 
 MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO") and level not in RECORDED)
-BY_HAND = tuple(level for level in LEVELS if level not in MARKS and level not in RECORDED)
+BY_HAND = tuple(level for level in LEVELS if level not in (*MARKS, *RECORDED, *STAGES, *PIPELINES))
 
 
 def column(levels: tuple[str, ...], habits: tuple[str, ...], plant: Callable[[], None] | None = None) -> dict[str, str]:
@@ -27,7 +31,9 @@ def column(levels: tuple[str, ...], habits: tuple[str, ...], plant: Callable[[],
     return {cell: fault for cell, fault in found.items() if fault}
 
 
-@pytest.mark.parametrize("levels", [MARKS, BY_HAND], ids=["marks", "by hand"])
+@pytest.mark.parametrize(
+    "levels", [MARKS, BY_HAND, STAGES, PIPELINES], ids=["marks", "by hand", "stages by marks", "pipelines"]
+)
 def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
     for wrong in run_ranks(column, 2, levels, tuple(HABITS), timeout=300):
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
@@ -36,6 +42,28 @@ def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
 def test_every_cell_that_is_recorded_is_one_card() -> None:
     for wrong in run_ranks(column, 2, RECORDED, in_steps(), timeout=300):
         assert not wrong, "\n".join(f"{cell}: {fault}" for cell, fault in wrong.items())
+
+
+def closes_over_a_layer() -> str:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    first, second, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.ones(4, 6)
+    layers = [first, nn.GELU(), second, lambda h: h @ first.weight]
+    model = fleet.distributed_model(fleet.PipelineLayer(layers, loss_fn=nn.functional.mse_loss))
+    try:
+        model.forward_backward_pipeline([x, x])
+    except fleet.FleetError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_reads_one_of_another_rank_is_refused() -> None:
+    first, second = run_ranks(closes_over_a_layer, 2)
+    assert not first
+    assert "on rank 1 have read parameter 0.weight" in second
+    assert "SharedLayerDesc" in second
 
 
 # ---- Faults that are planted
@@ -67,12 +95,24 @@ def written_is_lost() -> None:
     Piece.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
 
 
+def hooks_do_not_wait() -> None:
+    """A hook is given the gradient of each microbatch."""
+    waiting_hooks._users_hooks = lambda p, among=None: []
+
+
+def ties_are_forgotten() -> None:
+    """One parameter on two ranks becomes two."""
+    tied_layers.tie = lambda *args: None
+
+
 PLANTS: dict[Callable[[], None], tuple[tuple[str, ...], tuple[str, ...]]] = {
     masters_are_believed: (("os_g offload", "ZeRO 1 offload"), ("weights_clamped", "loaded_between")),
     closures_see_parts: (("os", "os_g"), ("lbfgs",)),
     hooks_see_summands: (("os",), ("hooks_on_parameters", "hooks_before")),
     inputs_are_twins: (("os", "os_g"), ("gradients_of_some",)),
     written_is_lost: (("p_g_os",), ("one_weight_written",)),
+    hooks_do_not_wait: (("stages 1F1B", "pp ZBH1"), ("hooks_on_parameters", "hooks_after_accumulation")),
+    ties_are_forgotten: (("pp 1F1B",), ("tied",)),
 }
 
 
@@ -96,6 +136,8 @@ PLACES = [
     (local_parameter.Local, "of_whole"),
     (sharded_model, "plain_of"),
     (Piece, "forget"),
+    (waiting_hooks, "_users_hooks"),
+    (tied_layers, "tie"),
 ]
 
 

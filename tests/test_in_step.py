@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import onecard as oc
-from onecard.comm import record
+from onecard.comm.base import record
 from onecard.testing import assert_close, run_ranks
 
 S, R = oc.Shard, oc.Replicate

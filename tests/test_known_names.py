@@ -10,7 +10,7 @@ from torch import nn
 import onecard as oc
 from onecard import fleet
 from onecard.errors import CommunicationError
-from onecard.fleet.exchanges import P2POp
+from onecard.fleet.front.exchanges import P2POp
 from onecard.testing import run_ranks
 
 

@@ -153,7 +153,7 @@ def test_the_logs_of_an_earlier_job_are_set_aside(tmp_path):
 UNEQUAL = """
     import os, torch
     import onecard as oc
-    from onecard.comm import collectives, groups
+    from onecard.comm.issue import collectives, groups
     group = groups.group(oc.ProcessMesh([0, 1], ["x"]), 0)
     for size in (5, 5, 5 + int(os.environ["RANK"])):
         collectives.{call}(torch.ones(size), group{more})

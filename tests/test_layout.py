@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
 from onecard.errors import LayoutError, MeshError
-from onecard.layout import Layout, check_placements
-from onecard.parts import chunk
+from onecard.place.layout import Layout, check_placements
+from onecard.place.parts import chunk
 
 ONE = ProcessMesh([0, 1, 2], ["x"])
 TWO = ProcessMesh([[0, 1, 2], [3, 4, 5]], ["dp", "tp"])
@@ -92,9 +92,9 @@ def test_the_order_of_axes_matters():
 
 def test_a_rank_outside_the_mesh_holds_nothing(monkeypatch):
     layout = Layout.of(ONE, 2, [Shard(0)])
-    monkeypatch.setattr("onecard.mesh.rank_source", lambda: 7)
+    monkeypatch.setattr("onecard.place.mesh.rank_source", lambda: 7)
     assert layout.local_shape((6, 4)) == layout.local_offset((6, 4)) == (0, 0)
-    monkeypatch.setattr("onecard.mesh.rank_source", lambda: 2)
+    monkeypatch.setattr("onecard.place.mesh.rank_source", lambda: 2)
     assert (layout.local_shape((5, 4)), layout.local_offset((5, 4))) == ((1, 4), (4, 0))
 
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from onecard import ProcessMesh
 from onecard.errors import LayoutError
-from onecard.layout import Layout
-from onecard.parts import Part, is_merged, merge
-from onecard.resharding import alike, plan, seconds
-from onecard.transfer import lower_bound
+from onecard.moves.resharding import alike, plan, seconds
+from onecard.moves.transfer import lower_bound
+from onecard.place.layout import Layout
+from onecard.place.parts import Part, is_merged, merge
 
 ITEM = 8
 PRODUCTS = {12: [(12,), (2, 6), (6, 2), (3, 4), (4, 3), (2, 3, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}

@@ -20,7 +20,7 @@ def seed_mesh():
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    return lambda rank: monkeypatch.setattr("onecard.mesh.rank_source", lambda: rank)
+    return lambda rank: monkeypatch.setattr("onecard.place.mesh.rank_source", lambda: rank)
 
 
 def test_attributes(seed_mesh):
@@ -170,7 +170,7 @@ def test_coordinates(seed_mesh, as_rank):
 
 
 def test_the_rank_comes_from_the_launcher_unless_a_process_group_says_otherwise(monkeypatch):
-    from onecard.mesh import _rank_from_environment
+    from onecard.place.mesh import _rank_from_environment
 
     monkeypatch.setenv("RANK", "3")
     assert _rank_from_environment() == 3

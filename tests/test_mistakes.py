@@ -18,7 +18,8 @@ from launching import launched, start
 from torch import nn
 
 import onecard as oc
-from onecard.comm import check, shm
+from onecard.comm import shm
+from onecard.comm.agree import check
 from onecard.errors import CommunicationError, DispatchError, LayoutError, OnecardError
 from onecard.testing import RankError, assert_close, multirank, run_ranks
 
@@ -229,6 +230,16 @@ def test_the_check_finds_no_fault_in_a_right_program():
 
 
 # 6. Two meshes
+
+
+@multirank(2)
+def test_an_index_below_zero_is_no_other_ranks():
+    table = oc.shard_tensor(torch.ones(6, 2), pair(), [oc.Shard(0)])
+    for index in (-1, -7, 6):
+        for call in (torch.nn.functional.embedding, lambda i, t: torch.index_select(t, 0, i)):
+            for given in (torch.ones(6, 2), table):
+                with pytest.raises((IndexError, RuntimeError), match="out of range"):
+                    call(torch.tensor([0, index]), given)
 
 
 @multirank(2)

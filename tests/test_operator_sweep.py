@@ -17,8 +17,8 @@ if BENCHMARKS not in sys.path:  # the ranks import this file too
 import onecard as oc  # noqa: E402
 import operator_sweep  # noqa: E402
 from onecard.errors import DispatchError  # noqa: E402
-from onecard.graph.passes import PASSES  # noqa: E402
 from onecard.rules.register import unproved  # noqa: E402
+from onecard.static.passes import PASSES  # noqa: E402
 from onecard.testing import assert_close, multirank  # noqa: E402
 from sweep import engine, report  # noqa: E402
 from sweep.compare import difference  # noqa: E402

@@ -167,6 +167,24 @@ def test_large_gradients_travel_alone_from_where_they_lie() -> None:
     assert_same_parameters(plain, twin)
 
 
+@pytest.mark.parametrize("cut", ["reduce_scatter", "all_reduce"])
+@multirank(4)
+def test_buckets_are_described_alike_on_all_ranks_where_another_axis_cuts_unevenly(cut: str) -> None:
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
+    rows, columns = oc.Shard(0), oc.Shard(0) if cut == "reduce_scatter" else oc.Replicate()
+    params = [nn.Parameter(oc.shard_tensor(torch.ones(5), mesh, [rows, columns])) for _ in range(2)]
+    optimizer = oc.shard_optimizer(torch.optim.Adam(params))
+    x = oc.shard_tensor(torch.ones(4, 5), mesh, [oc.Shard(1), oc.Shard(0)])
+    with oc.explain() as report:
+        sum((x * p).sum() for p in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert [(m.shape, m.tensors) for m in report.messages if (m.operator, m.step.kind) == ("gradients", cut)] == [
+        ((10,), 2)
+    ]
+    for p in params:
+        assert_close(p.grad.full_tensor(), torch.full((5,), 4.0))  # type: ignore[union-attr]
+
+
 # states
 
 
@@ -260,3 +278,20 @@ def test_an_optimizer_of_parameters_that_were_replaced() -> None:
         with pytest.raises(LayoutError, match="would train nothing"):
             optimizer.step()
     oc.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+
+
+@multirank(2)
+def test_a_fused_step_on_parameters_that_lie_by_columns() -> None:
+    """The kernel counts elements from the first one: states that were moved lie in memory as their parameter does."""
+    torch.manual_seed(0)
+    given, x = torch.randn(4, 6), torch.randn(8, 6)
+    alone, twin = (nn.Parameter(w.t()) for w in (given.clone(), oc.shard_tensor(given, MESH, [oc.Replicate()])))
+    assert alone.stride() == twin.stride() == (1, 6)
+    optimizers = [torch.optim.Adam([p], 0.1, fused=True) for p in (alone, twin)]
+    oc.shard_optimizer(optimizers[1], lambda key, parameter, state: oc.reshard(state, MESH, [oc.Shard(0)]))
+    for p, optimizer in zip((alone, twin), optimizers, strict=True):
+        for _ in range(3):
+            (x @ p).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(twin.detach(), alone.detach())

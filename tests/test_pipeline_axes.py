@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet import context, sequence
+from onecard.fleet.layers import context, sequence
 from onecard.testing import run_ranks
 
 Desc = fleet.LayerDesc

@@ -338,12 +338,10 @@ def test_measured_memory_is_the_predicted_one_and_1f1b_saves_the_seeds_part() ->
     assert 1 - most["1F1B"] / most["F-then-B"] >= 0.375
 
 
-def test_a_pretended_world_has_stages_but_no_steps() -> None:
+def test_a_pretended_world_says_what_stages_cannot_know() -> None:
     with oc.pretend(4, rank=2):
-        begin("1F1B", 2, 2, pp=4)
-        layer = fleet.PipelineLayer(gpt(5), loss_fn=token_loss)
-        assert layer.stages == [2] and next(name.split(".")[0] for name, _ in layer.named_parameters()) == "4"
-        model = fleet.distributed_model(layer)
-        assert "in a pretended world nothing arrives" in said(
-            lambda: model.forward_backward_pipeline([*tokens(4)]), ScheduleError
+        runner = pipeline.Runner({2: nn.Linear(4, 4)}, nn.functional.mse_loss)
+        x = torch.ones(4, 4)
+        assert "say what a stage would be given" in said(
+            lambda: runner.step(pipeline.one_f_one_b(4, 2), x, x), ScheduleError
         )

@@ -351,7 +351,7 @@ def table(parallel: bool) -> Any:
 
 
 def tied_head(layer: Any, x: Tensor) -> Tensor:
-    from onecard.fleet.mappings import copy_to
+    from onecard.fleet.layers.mappings import copy_to
 
     return F.linear(copy_to(x, layer.group) if hasattr(layer, "group") else x, layer.weight)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from onecard._torch import TorchDispatchMode
-from onecard.pipeline.halves import input_half
+from onecard._torch.names import TorchDispatchMode
+from onecard.pipeline.run.halves import input_half
 
 
 class Scaled(torch.autograd.Function):

@@ -9,7 +9,7 @@ from pipeline_programs import OneCard, begin, compare, gpt, token_loss, tokens
 
 import onecard as oc
 from onecard import fleet
-from onecard.pipeline.modes import MODES
+from onecard.pipeline.schedule.modes import MODES
 from onecard.testing import run_ranks
 
 SIZE = 2  # of microbatches; the last of every second case is smaller

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet, pipeline
 from onecard.errors import ScheduleError
-from onecard.pipeline.shares import Shares
+from onecard.pipeline.run.shares import Shares
 from onecard.testing import run_ranks
 
 CLASSES = 7
@@ -148,6 +148,16 @@ def test_two_means_that_agree_by_chance_are_told_when_they_do_not() -> None:
     assert weights(shares.loss_fn, *batch(ignored=False), shares) == [0.25] * 4
     with pytest.raises(ScheduleError, match="but by several"):
         weights(shares.loss_fn, *batch(), shares)
+
+
+def test_labels_that_differ_by_little_are_told_apart() -> None:
+    out, y = torch.randn(8, 32, CLASSES), torch.zeros(8, 32, dtype=torch.long)
+    count = lambda y: counted(y).sum()  # noqa: E731
+    loss: Loss = lambda out, y: ce(out, y, reduction="sum") / count(y) * count(y) / len(y)  # noqa: E731
+    shares = Shares(loss)
+    assert weights(loss, out, y, shares) == [0.25] * 4
+    y[0, :2] = -100
+    assert weights(loss, out, y, shares) == [0.25] * 4  # not the first divisor's
 
 
 def test_finding_out_leaves_nothing_behind() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet, pipeline
-from onecard.errors import LayoutError
+from onecard.errors import ImplicitCommunication, LayoutError
 from onecard.testing import run_ranks
 
 ONE, TWO, THREE = oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3
@@ -87,6 +87,15 @@ def largest_and_bad() -> None:
         p.grad[0] = value
     close(nn.utils.clip_grad_norm_([*parts, plain], 100.0), torch.tensor(13.0), "of two meshes and a plain tensor")
     close(nn.utils.get_total_norm([p.grad for p in (*parts, plain)], float("inf")), torch.tensor(12.0), "the largest")
+    with oc.explain() as messages:  # of any number of meshes
+        nn.utils.clip_grad_norm_([*parts, plain], 100.0)
+    assert [(m.step.kind, m.step.bytes, m.explicit) for m in messages.messages] == [("all_gather", 8, False)]
+    with pytest.raises(ImplicitCommunication), oc.no_implicit_communication():  # on every rank
+        nn.utils.clip_grad_norm_(parts, 1.0)
+    parts[0].grad[0] = float("inf")
+    assert nn.utils.get_total_norm([p.grad for p in parts]).item() == float("inf")  # and no NaN
+    with pytest.raises(LayoutError, match="norm_type is 0"):
+        nn.utils.get_total_norm([p.grad for p in parts], 0.0)
     parts[1].grad[0] = float("nan")
     with pytest.raises(RuntimeError, match="norm of order 2"):  # on both ranks
         nn.utils.clip_grad_norm_(parts, 1.0, error_if_nonfinite=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import onecard as oc
-from onecard.comm import differentiable as d
-from onecard.comm import plain, started
-from onecard.comm.ranks import Ranks, of_ranks
+from onecard.comm.issue import differentiable as d
+from onecard.comm.issue import plain, started
+from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import CommunicationError
 from onecard.testing import assert_close, run_ranks
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import onecard as oc
-from onecard.comm import groups
-from onecard.comm.state import kept
+from onecard.comm.base.state import kept
+from onecard.comm.issue import groups
 from onecard.errors import CommunicationError, DispatchError
 from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, multirank
@@ -27,28 +27,26 @@ R, S = oc.Replicate, oc.Shard
 # What changes at run time and is not of one world, with the reason why that is right.
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
-        "comm.check._switched", "comm.groups.also_forget",
+        "comm.agree.check._switched", "comm.issue.groups.also_forget",
         "comm.shm.functional._kept", "tensor.dispatch.entries.builders", "tensor.dispatch.entries.drawing",
         "tensor.dispatch.entries.wholes",
     ),
-    "the mechanism itself": ("comm.state.kept",),
+    "the mechanism itself": ("comm.base.state.kept",),
     "functions of their key alone, of a bounded number of entries": (
-        "comm.clock._codes", "comm.shm.reduction.fold", "fleet.local_parameter._kind",
+        "comm.agree.clock._codes", "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
         "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
         "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place",
     ),
     "of objects, for as long as they live": (
-        "comm.shm.group.alive", "fleet.merging._known", "fleet.scaling._resting",
-        "fleet.whole._known", "fleet.whole._wholes", "fleet.whole.divided",
-        "parallel.layer.replaced", "parallel.optimizer._checked",
-        "parallel.resume._seen", "parallel.resume.sharders",
+        "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",
+        "fleet.zero.whole._known", "fleet.zero.whole._wholes", "fleet.zero.whole.divided",
+        "train.layer.replaced", "train.zero.optimizer._checked",
+        "train.zero.resume._seen", "train.zero.resume.sharders",
         "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
     ),
     "what the environment asks of the process, or has been said to it": (
-        "comm.check.on", "comm.shm.backend._warned", "fleet.as_torch._done", "fleet.carried._done",
-        "fleet.sharded_model._installed", "fleet.training._hooked",
-        "parallel.clipping._done",
+        "comm.agree.check.on", "comm.shm.backend._warned",
     ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip
@@ -104,10 +102,10 @@ def test_what_changes_at_run_time_is_a_worlds_or_listed():
     """A new table must say which it is: a ``Kept``, or listed above with its reason."""
     listed = {name for names in OF_ALL_WORLDS.values() for name in names}
     found = set()
-    for path in sorted(p for layer in ("comm", "tensor", "parallel", "fleet") for p in (PACKAGE / layer).rglob("*.py")):
+    for path in sorted(p for layer in ("comm", "tensor", "train", "fleet") for p in (PACKAGE / layer).rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         found |= {f"{name}.{table}" for table in changing(path.read_text())}
-        found |= {n for n in assigned_elsewhere(path.read_text()) if n.startswith(("comm.", "tensor.", "parallel."))}
+        found |= {n for n in assigned_elsewhere(path.read_text()) if n.startswith(("comm.", "tensor.", "train."))}
     assert found == listed
     assert changing("a: dict[int, int] = {}\nb = [1]\nd = weakref.WeakSet()\n@cache\ndef c():\n    global e") == [
         "a",
@@ -115,7 +113,7 @@ def test_what_changes_at_run_time_is_a_worlds_or_listed():
         "c",
         "e",
     ]
-    assert assigned_elsewhere("from onecard.comm import flight\nflight.board = 1") == ["comm.flight.board"]
+    assert assigned_elsewhere("from onecard.comm.base import flight\nflight.board = 1") == ["comm.base.flight.board"]
 
 
 def state() -> list[Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.cost import Machine
+from onecard.machine.cost import Machine
 from onecard.tensor.dispatch.entry import programs
 from onecard.testing import assert_close, run_ranks
 

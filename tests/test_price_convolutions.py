@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import onecard as oc
-from onecard.graph import convolutions, families, probes
-from onecard.graph.live import Live
+from onecard.static.measure import probes
+from onecard.static.price import convolutions, families, price
+from onecard.static.price.live import Live
 
 # batch, channels in and out, side, kernel, stride, padding, groups, transposed
 CASES = {
@@ -52,9 +53,9 @@ def test_multiply_adds(name: str) -> None:
     call = F.conv_transpose2d if transposed else F.conv2d
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         call(x, w, None, stride=stride, padding=padding, groups=groups)
-    once = convolutions.products(convolutions.call_of(forward))  # type: ignore[arg-type]
+    once = price.work(forward).macs
     assert 2 * once == counter.get_total_flops() or groups > 1
-    assert convolutions.products(convolutions.call_of(backward)) == 2 * once  # type: ignore[arg-type]
+    assert price.work(backward).macs == 2 * once
     if not transposed:
         out = forward.meta["tensor"][0]
         assert once == torch.Size(out).numel() * x.shape[1] // groups * w.shape[2] * w.shape[3]
@@ -115,7 +116,7 @@ def test_the_first_layer_has_no_gradient_of_its_images() -> None:
     forward, backward, _ = recorded(CASES["images"], first=True)
     call = convolutions.call_of(backward)
     assert call is not None and call.wanted == (False, True, False)
-    assert convolutions.products(call) == convolutions.products(convolutions.call_of(forward))  # type: ignore[arg-type]
+    assert price.work(backward).macs == price.work(forward).macs
 
 
 def test_seconds_by_channels() -> None:
@@ -128,7 +129,7 @@ def test_seconds_by_channels() -> None:
     for name in ("dense", "each channel", "grouped", "images"):
         forward, backward, _ = recorded(CASES[name])
         for kind, node in (("forward", forward), ("backward", backward)):
-            made = convolutions.products(convolutions.call_of(node))  # type: ignore[arg-type]
+            made = int(price.work(node).macs)
             seconds[name, kind] = families.seconds(node, curves, made, 0) / made  # type: ignore[operator]
     assert seconds["each channel", "forward"] == pytest.approx(1e-9)
     assert seconds["dense", "forward"] == pytest.approx(1 / (8e9 * 64e9) ** 0.5)  # 32 lies between 16 and 64

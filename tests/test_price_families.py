@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import onecard as oc
-from onecard.graph import families, measure, measure_messages, probes, together
+from onecard.static.measure import measure, measure_messages, probes, together
+from onecard.static.price import families, price
 from onecard.testing import run_ranks
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Tensor], Any]]] = {
@@ -82,7 +83,7 @@ def test_heads_take_their_time_one_after_the_other() -> None:
         made = nodes_of(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
         (node,) = (n for n in made if "attention" in str(n.target))
         curves = {f"attention {width}": line(1e6) for width in families.WIDTHS}
-        found[heads] = seconds(node, curves, families.attention_products(node))
+        found[heads] = seconds(node, curves, int(price.work(node).macs))
     assert found[2] == pytest.approx(3 * 2 * 2 * 16 * 16 * 64 / 100) and found[6] == pytest.approx(3 * found[2])
 
 

@@ -22,7 +22,7 @@ from random_operators import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.random import Key, fill, law, new_key
 from onecard.random.philox import philox
 from onecard.tensor.dist_tensor import wrap

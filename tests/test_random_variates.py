@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.random import Key, fill, law, new_key, permutation
 from onecard.random.permute import SORTED, _Bijection
 from onecard.random.philox import philox

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from onecard.reductions import REDUCTION, REDUCTIONS, commute, join, power_of, reduction
+from onecard.place.reductions import REDUCTION, REDUCTIONS, commute, join, power_of, reduction
 
 NORMS = ("norm1.0", "norm2.0", "norm3.5", "norm-1.5")
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int8, torch.bool)

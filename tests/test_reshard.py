@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import onecard as oc
-from onecard import _torch
-from onecard.comm import Group, collectives, group
+from onecard._torch import names as _torch
+from onecard.comm import Group, group
+from onecard.comm.issue import collectives
 from onecard.errors import CommunicationError, LayoutError, MeshError
 from onecard.testing import assert_close, multirank
 

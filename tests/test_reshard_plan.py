@@ -12,10 +12,10 @@ from naive_layouts import JOIN, distribute, gathered, line, places
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import ProcessMesh
-from onecard.cost import MACHINE
 from onecard.errors import LayoutError
-from onecard.layout import Layout
-from onecard.resharding import plan, seconds
+from onecard.machine.cost import MACHINE
+from onecard.moves.resharding import plan, seconds
+from onecard.place.layout import Layout
 
 ITEM = 8  # bytes of a float64
 OPS = ["sum", "avg", "max", "min", "product"]

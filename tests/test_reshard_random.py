@@ -10,7 +10,7 @@ import torch.distributed as dist
 from naive_layouts import distribute, gathered
 
 import onecard as oc
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.tensor.moves import MeshTransfer, Reshard
 from onecard.testing import assert_close, multirank
 

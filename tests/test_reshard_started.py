@@ -17,10 +17,10 @@ from test_reshard_random import a_case, a_layout, resharded
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.comm import started
-from onecard.comm.run import messages
-from onecard.layout import Layout
-from onecard.resharding import plan
+from onecard.comm.issue import started
+from onecard.comm.issue.run import messages
+from onecard.moves.resharding import plan
+from onecard.place.layout import Layout
 from onecard.tensor import moves
 from onecard.testing import assert_close, run_ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import onecard as oc
-from onecard.comm import record
+from onecard.comm.base import record
 from onecard.rules.registry import rows
 from onecard.testing import assert_close, multirank
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onecard.comm import shm, world
+from onecard.comm import shm
 from onecard.comm.shm import futex, peers, rendezvous, segment
+from onecard.comm.world import world
 from onecard.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")

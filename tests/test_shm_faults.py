@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -194,6 +195,10 @@ def mismatch(kind):
         dist.all_to_all_single(torch.empty(3 + rank), x[:4], [2, 1 + rank], [2, 2])
     elif kind == "message":
         dist.send(torch.ones(4), 1) if rank == 0 else dist.recv(torch.empty(5), 0)
+    elif kind == "together":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_reduce_coalesced([torch.ones(2 + rank), torch.ones(3 - rank)])
     else:
         dist.all_reduce(x)
 
@@ -205,6 +210,7 @@ def mismatch(kind):
         ("size", ["rank 0 all_reduce(sum) #1 of 9 float32", "rank 1 all_reduce(sum) #1 of 8 float32"]),
         ("dtype", ["rank 0 all_reduce(sum) #1 of 8 float32", "rank 1 all_reduce(sum) #1 of 8 float64"]),
         ("reduction", ["rank 0 all_reduce(sum) #1 of 8 float32", "rank 1 all_reduce(max) #1 of 8 float32"]),
+        ("together", ["rank 0 all_reduce(sum) #1 of 5 float32", "rank 1 all_reduce(sum) #1 of 5 float32"]),
         ("root", ["with root 0", "with root 1"]),
         ("split", ["rank 1 sends 8 bytes to rank 0, which expects 4, in all_to_all #1"]),
         ("message", ["rank 0 sends 4 float32 (message 1, tag 0) to rank 1, which receives 5 float32"]),

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import onecard as oc
-from onecard.comm import agree, world
-from onecard.comm.prints import fingerprint
-from onecard.comm.sparse_check import SLOTS, Site, _telling
+from onecard.comm.agree import agree
+from onecard.comm.agree.prints import fingerprint
+from onecard.comm.agree.sparse_check import SLOTS, Site, _telling
+from onecard.comm.world import world
 from onecard.errors import CommunicationError
 from onecard.testing import RankError, multirank, run_ranks
 

@@ -16,9 +16,10 @@ from comparing import compared, each, each_other
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.comm import sparse_check, world
+from onecard.comm.agree import sparse_check
+from onecard.comm.world import world
 from onecard.errors import RecordingError
-from onecard.graph.rechecked import next_check
+from onecard.static.run.rechecked import next_check
 from onecard.testing import RankError, run_ranks
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -70,6 +71,18 @@ def made_of_values(x: Tensor) -> Tensor:
     return x * torch.tensor([hidden["value"]("ONECARD_TEST_VALUE"), 1.0, 2.0])
 
 
+def optional(x: Tensor) -> Tensor:
+    return x.clamp(1.0) if hidden["value"]("ONECARD_TEST_VALUE") < 2 else x.clamp(1.0, 3.0)
+
+
+def listed(x: Tensor) -> Tensor:
+    return torch.cat([x, X] if hidden["value"]("ONECARD_TEST_VALUE") < 2 else [x, X, X])
+
+
+def option(x: Tensor) -> Tensor:
+    return torch.add(x, X) if hidden["value"]("ONECARD_TEST_VALUE") < 2 else torch.add(x, X, alpha=3)
+
+
 def plain_result(x: Tensor) -> tuple[Tensor, float]:
     return x + 1.0, hidden["value"]("ONECARD_TEST_VALUE")
 
@@ -78,7 +91,11 @@ def form(x: Tensor) -> list[Tensor]:
     return [x * 1.0] * int(hidden["value"]("ONECARD_TEST_VALUE"))
 
 
-@pytest.mark.parametrize("step", [constant, branch, more, made_of_values, plain_result, form], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "step",
+    [constant, branch, more, made_of_values, optional, listed, option, plain_result, form],
+    ids=lambda f: f.__name__,
+)
 def test_what_no_guard_knows_is_told_at_the_next_check(step: Callable[..., Any], table: Callable[[int], None]) -> None:
     found, told = calls(step, table)
     table(9)

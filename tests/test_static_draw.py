@@ -12,8 +12,8 @@ from test_static_pretend import grid, pretended, recorded
 
 import onecard as oc
 from onecard.errors import RecordingError
-from onecard.graph.draw import COLOURS, LETTER
-from onecard.graph.folded import folded
+from onecard.static.show.draw import COLOURS, LETTER
+from onecard.static.show.folded import folded
 
 SVG = "{http://www.w3.org/2000/svg}"
 

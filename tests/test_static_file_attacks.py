@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_flatten
 
 import onecard as oc
 from onecard.errors import RecordingError
-from onecard.graph import saved
-from onecard.graph.source import Source
+from onecard.static.code.source import Source
+from onecard.static.file import saved
 
-GRAPH = Path(oc.__file__).parent / "graph"
+GRAPH = Path(oc.__file__).parent / "static"
 
 
 def rewritten(path: Path, change: Callable[[Any], None]) -> None:

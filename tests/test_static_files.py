@@ -19,7 +19,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import RecordingError
-from onecard.graph import saved
+from onecard.static.file import saved
 from onecard.testing import run_ranks
 
 

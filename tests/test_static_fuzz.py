@@ -13,7 +13,7 @@ from torch import Tensor
 
 import onecard as oc
 from onecard.errors import RecordingError
-from onecard.graph.passes import in_place, inplace
+from onecard.static.passes import in_place, inplace
 from onecard.testing import run_ranks
 
 SIZE = 4
@@ -106,7 +106,7 @@ def test_random_programs_on_one_card() -> None:
 
 
 def on_two_ranks(seeds: range) -> int:
-    from onecard.graph.passes import overlap
+    from onecard.static.passes import overlap
 
     overlap.LARGE = 0
     where = oc.ProcessMesh([0, 1], ["dp"])

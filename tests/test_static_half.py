@@ -17,7 +17,7 @@ from static_programs import gpt, mesh
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 

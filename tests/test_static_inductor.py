@@ -12,9 +12,9 @@ from fuzz.recorded import many
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.errors import RecordingError
-from onecard.graph import segments
+from onecard.static.code import segments
 
 
 def plainly(graph: Any, given: Any) -> Callable[..., Any]:

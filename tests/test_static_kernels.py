@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.errors import RecordingError
-from onecard.graph import kernels
-from onecard.graph.passes import PASSES, fastest, kernel
+from onecard.static.passes import PASSES, fastest, kernel, kernels
 from onecard.testing import run_ranks
 
 

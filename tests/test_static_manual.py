@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet import context
-from onecard.fleet.transformer import ParallelTransformerLayer
+from onecard.fleet.layers import context
+from onecard.fleet.layers.transformer import ParallelTransformerLayer
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel

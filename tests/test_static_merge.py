@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.comm import again
+from onecard.comm.issue import again
 from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import onecard as oc
-from onecard._torch import tree_leaves, tree_map
+from onecard._torch.names import tree_leaves, tree_map
 from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 
@@ -38,10 +38,12 @@ class Step:
     after: Callable[[], Any] = nothing
     last: Callable[[], Any] = nothing
     avg: bool = True
+    clears: bool = True
     given: Callable[[Tensor, Tensor], Any] = field(default=lambda x, y: (x, y))
 
     def whole(self, *batch: Any) -> Any:
-        self.optimizer.zero_grad()
+        if self.clears:
+            self.optimizer.zero_grad()
         self.before()
         result = self.each(1.0, *batch)
         self.after()
@@ -50,7 +52,8 @@ class Step:
         return result
 
     def loop(self, *batch: Any) -> list[Any]:
-        self.optimizer.zero_grad()
+        if self.clears:
+            self.optimizer.zero_grad()
         self.before()
         results = [
             tree_leaves(self.each(1 / K if self.avg else 1.0, *tree_map(partial(part, i), batch))) for i in range(K)
@@ -147,6 +150,11 @@ def noise_on_gradients() -> Step:
     return made
 
 
+def cleared_by_the_program() -> Step:
+    """Recorded where no gradients are, on a microbatch whose gradients may not stay."""
+    return plain(clears=False)
+
+
 def clipped() -> Step:
     made = plain()
     made.after = lambda: nn.utils.clip_grad_norm_(made.model.parameters(), 0.1)
@@ -200,6 +208,7 @@ CASES = [
     an_average_ahead_of_the_batch,
     an_average_after_the_step,
     noise_on_gradients,
+    cleared_by_the_program,
     clipped,
     gradient_penalty,
     sums_beside_what_is_no_sum,
@@ -225,6 +234,8 @@ def test_a_habit_is_the_loop(case: Callable[[], Step]) -> None:
         torch.manual_seed(5)
         seen = []
         for i, batch in enumerate(batches()):
+            if not made.clears:
+                made.optimizer.zero_grad()
             call = made.whole if i == 0 and not static else run  # the first call runs as it is
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -262,6 +273,14 @@ def test_arguments_of_other_lengths_are_refused() -> None:
     assert "argument 'weight' has 4 rows where 'batch[0]' has 16" in said and "should be read by the step" in said
     for more in (torch.ones(3), torch.ones(1)):  # that could not be cut anyway
         assert f"has {len(more)} rows where 'batch[0]' has 16" in refusal(step, {"x": x, "y": y}, more)
+
+
+def test_a_rate_that_the_step_sets_is_refused_and_stays() -> None:
+    made = plain()
+    (group,) = made.optimizer.param_groups
+    made.last = lambda: group.update(lr=group["lr"] * 0.5)
+    assert "the step sets an optimizer's lr" in refusal(made.whole, *batches()[0])
+    assert group["lr"] == 0.5e-2  # that of the first call, which ran as it is
 
 
 def test_a_step_without_a_batch_is_refused() -> None:

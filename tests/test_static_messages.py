@@ -13,11 +13,9 @@ from test_static_passes import recorded_step, replayed, same
 from torch import Tensor, fx
 
 import onecard as oc
-from onecard.comm import again
+from onecard.comm.issue import again
 from onecard.errors import RecordingError
-from onecard.graph import price
-from onecard.graph.order import Order, check_started, line_up
-from onecard.graph.passes import (
+from onecard.static.passes import (
     PASSES,
     cut_buckets,
     optimised,
@@ -27,6 +25,8 @@ from onecard.graph.passes import (
     scattered,
     small_together,
 )
+from onecard.static.price import price
+from onecard.static.step.order import Order, check_started, line_up
 from onecard.testing import RankError, run_ranks
 
 R, S = oc.Replicate(), oc.Shard
@@ -253,14 +253,16 @@ def drops_one() -> None:
             copy.erase_node(messages(copy)[0])
         return copy
 
-    PASSES["equal"] = dropped
+    PASSES["common_subexpressions"] = dropped
     step = oc.to_static(lambda x: oc.unshard(x.sum()) * 2)
     step(x)
     step(x)
 
 
 def test_a_pass_that_drops_a_message_on_one_rank_is_named() -> None:
-    with pytest.raises(RankError, match="the messages among ranks \\[0, 1\\] differ after the pass 'equal'"):
+    with pytest.raises(
+        RankError, match="the messages among ranks \\[0, 1\\] differ after the pass 'common_subexpressions'"
+    ):
         run_ranks(drops_one, 2)
 
 
@@ -307,7 +309,7 @@ def products_before() -> list[int]:
     found, products = [], 0
     for node in graph.nodes:
         found += [products] * (node.target is again.message)
-        products += price.work(node)[0] > 0 if node.op == "call_function" else 0
+        products += price.work(node).macs > 0 if node.op == "call_function" else 0
     return [*found, products]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from onecard.graph.order import Order
+from onecard.static.step.order import Order
 
 aten = torch.ops.aten
 READS = (aten.mul.Tensor, aten.sub.Tensor)

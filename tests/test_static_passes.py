@@ -14,10 +14,10 @@ from static_programs import gpt, mesh, mixed
 from torch import Tensor, fx
 
 import onecard as oc
-from onecard.comm import again
+from onecard.comm.issue import again
 from onecard.errors import RecordingError
-from onecard.graph.compiled import below
-from onecard.graph.passes import PASSES, dead_nodes, equal_nodes, optimised, plain_names
+from onecard.static.code.compiled import below
+from onecard.static.passes import PASSES, StaticOptions, chosen, dead_nodes, equal_nodes, optimised, plain_names
 from onecard.testing import run_ranks
 
 
@@ -219,6 +219,17 @@ def test_a_node_before_its_data_is_seen() -> None:
 
 def test_unknown_passes_are_refused() -> None:
     recording = oc.record(lambda x: x + 1)(torch.ones(2))
-    with pytest.raises(RecordingError, match="no pass 'ded'; there are apart, fixed, names, equal"):
+    with pytest.raises(RecordingError, match="no pass 'ded'; there are decompositions, fixed, noop_views"):
         optimised(recording, ["ded"])
     assert operator.add(1, 1) == 2
+
+
+def test_passes_by_the_names_that_they_had() -> None:
+    had, have = (
+        chosen(StaticOptions(without=["equal", "names", "apart"])),
+        ("common_subexpressions", "noop_views", "decompositions"),
+    )
+    assert [*had] == [name for name in PASSES if name not in have]
+    assert StaticOptions(also=["half"]).dtype is StaticOptions(also=["bfloat16"]).dtype is torch.bfloat16
+    with pytest.raises(oc.errors.RecordingError, match="there is no pass 'common'"):
+        oc.to_static(lambda x: x, without=["common"])

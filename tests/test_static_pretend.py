@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import onecard as oc
-from onecard.comm import again
+from onecard.comm.issue import again
 from onecard.errors import MeshError
-from onecard.graph.passes import optimised
-from onecard.graph.price import called
+from onecard.static.passes import optimised
+from onecard.static.price.price import called
 from onecard.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
@@ -112,8 +112,11 @@ def test_the_last_rank_of_an_uneven_cut_has_less() -> None:
 
 
 def test_large_models_take_no_memory() -> None:
-    """A layer whose parameters take 30 GB for one rank of 100,000; as many nodes as in a world of 64."""
-    small = pretended(64, 17, lambda: recorded(grid(8, 8), width=2**16, words=2**16))
+    """A layer whose parameters take 30 GB for one rank of 100,000; as many nodes as in a world of half the size.
+
+    In one of 64 the gradient of the embedding is another program: the few rows are gathered, the table is not summed.
+    """
+    small = pretended(50_000, 17, lambda: recorded(grid(6_250, 8), width=2**16, words=2**16))
     large = pretended(100_000, 17, lambda: recorded(grid(12_500, 8), width=2**16, words=2**16))
     assert len(list(large.nodes())) == len(list(small.nodes()))
     found = large.cost()

@@ -17,10 +17,12 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import onecard as oc
-from onecard.comm import again
+from onecard.comm.issue import again
 from onecard.errors import CostError, LayoutError, RecordingError
-from onecard.graph import price
-from onecard.graph.live import Live
+from onecard.machine.events import Panel
+from onecard.machine.pictures import text_of
+from onecard.static.price import price
+from onecard.static.price.live import Live
 from onecard.testing import run_ranks
 
 aten = torch.ops.aten
@@ -267,7 +269,7 @@ def test_presets_and_json() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onecard.graph import measure
+    from onecard.static.measure import measure
 
     monkeypatch.setattr(measure, "LONG", 1e-4)
     monkeypatch.setattr(measure, "ROUNDS", 3)
@@ -319,6 +321,14 @@ def test_trace(tmp_path: Path) -> None:
     assert {e["cat"] for e in runs[0]} == {"forward", "backward", "optimizer"}
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"priced: a machine", "measured"}
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(runs[1], runs[1][1:], strict=False))
+    priced = recording.cost().events(rank=3)
+    assert [e.name for e in priced] == [n.operator for n in recording.cost().nodes]
+    assert {(e.rank, e.stream) for e in priced} == {(3, "operators")} and sum(e.bytes for e in priced) == 0
+    assert [e["ts"] for e in runs[0]] == pytest.approx([e.begin * 1e6 for e in priced if e.seconds])
+    drawn = str(
+        text_of(Panel("a step", priced), dict.fromkeys(("forward", "backward", "optimizer"), "#ffffff"), width=90)
+    )
+    assert drawn.startswith("a step\noperators │") and max(map(len, drawn.splitlines())) <= 90
     other = oc.record(lambda x: x.cosh())(torch.ones(2))
     with pytest.raises(RecordingError, match="another recording"):
         other.trace(tmp_path / "other.json", measured=spans)

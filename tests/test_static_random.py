@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import onecard as oc
 from onecard import recorded
 from onecard.errors import RecordingError
-from onecard.graph import passes
-from onecard.graph.order import draws
-from onecard.graph.passes import PASSES
-from onecard.graph.writes import written_by
+from onecard.static import passes
+from onecard.static.passes import PASSES
+from onecard.static.step.order import draws
+from onecard.static.step.writes import written_by
 from onecard.testing import run_ranks
 
 Net = Callable[[Tensor], Tensor]

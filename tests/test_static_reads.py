@@ -18,7 +18,7 @@ from habits_static import BY_CHECKING, HABITS, Habit
 from torch import Tensor
 
 import onecard as oc
-from onecard.comm import sparse_check
+from onecard.comm.agree import sparse_check
 from onecard.errors import RecordingError
 
 CALLS = 6

@@ -213,8 +213,9 @@ def test_an_encoder_in_evaluation_with_padding(laid_out: bool) -> None:
     assert len(run.recordings) == 1
     attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     attend = oc.to_static(lambda x: attention(x, x, x)[0])
-    with torch.no_grad():
-        assert all(torch.equal(attend(x + i), attention(x + i, x + i, x + i)[0]) for i in range(6))
+    with torch.no_grad():  # the same products in kernels of other shapes: equal to the bit on some processors only
+        for i in range(6):
+            torch.testing.assert_close(attend(x + i), attention(x + i, x + i, x + i)[0])
 
 
 def compared(make: Callable[[], tuple[Any, Any, Any]], calls: int = 9) -> Any:

@@ -9,10 +9,10 @@ import torch
 from fuzz.recorded import Verdict, many
 from torch import fx
 
-from onecard.graph import passes
-from onecard.graph.order import name_of
-from onecard.graph.passes import inplace
-from onecard.graph.recorder import Recorder
+from onecard.static import passes
+from onecard.static.capture.recorder import Recorder
+from onecard.static.passes import inplace
+from onecard.static.step.order import name_of
 from onecard.testing import run_ranks
 
 # With torch 2.11 the last bit of a momentum of seed 2 is another one (1e-17; the gradient's is not).

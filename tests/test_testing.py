@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import onecard.testing
-from onecard.comm.world import default_backend
+from onecard.comm.world.world import default_backend
 from onecard.testing import RankError, RankTimeout, assert_close, multirank, preload, run_ranks
 from onecard.testing._job import Report
 from onecard.testing._report import Death, root_cause

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import onecard as oc
 from onecard import fleet
-from onecard.fleet.strategy import FleetError
+from onecard.errors import FleetError
 from onecard.testing import assert_close, run_ranks
 
 R, S = oc.Replicate(), oc.Shard

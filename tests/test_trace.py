@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import onecard as oc
-from onecard.comm import collectives, group
+from onecard.comm import group
+from onecard.comm.issue import collectives
 from onecard.errors import CommunicationError
 from onecard.testing import assert_close, run_ranks
 

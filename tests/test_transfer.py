@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onecard as oc
-from onecard.comm import hosts, world
+from onecard.comm.world import hosts, world
 from onecard.errors import CommunicationError
 from onecard.testing import RankError, assert_close, multirank, run_ranks
 

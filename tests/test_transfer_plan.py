@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onecard as oc
-from onecard.cost import MACHINE
-from onecard.layout import Layout
-from onecard.transfer import box_of, far_lower_bound, lower_bound, plan_transfer, reduced_source
+from onecard.machine.cost import MACHINE
+from onecard.moves.transfer import box_of, far_lower_bound, lower_bound, plan_transfer, reduced_source
+from onecard.place.layout import Layout
 
 
 def nth_permutation(items, n):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 from onecard.rules.samples import Sample, elsewhere, samples

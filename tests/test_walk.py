@@ -80,7 +80,12 @@ def test_each_file_is_named_once_where_it_is_first_needed(walked):
     seen: set[str] = set()
     for phase, files in phases.items():
         # fleet.init, if it ran in this process before, has every optimizer ask for fleet's own parameters.
-        first = {file for _, file in walked[phase] if not file.startswith("fleet/")} - seen - values
+        # An import of torch's, wherever it is, asks the finder of addresses.
+        first = (
+            {file for _, file in walked[phase] if not file.startswith(("fleet/", "_addresses", "train/shard"))}
+            - seen
+            - values
+        )
         assert {*files} == first, phase
         seen |= first
 
@@ -93,6 +98,6 @@ def test_no_step_goes_back_up(walked):
         if caller not in ("", file) and not {caller, file} & values:
             below.setdefault(caller, set()).add(file)
     graphlib.TopologicalSorter(below).prepare()  # raises a CycleError
-    below["comm/run.py"].add("tensor/dispatch/entry.py")  # so it would be seen
+    below["comm/issue/run.py"].add("tensor/dispatch/entry.py")  # so it would be seen
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(below).prepare()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onecard as oc
-from onecard.comm import check
+from onecard.comm.agree import check
 from onecard.errors import CommunicationError, DispatchError, LayoutError, MeshError
 from onecard.testing import multirank
 

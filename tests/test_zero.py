@@ -349,3 +349,33 @@ def recorded(stage: int) -> None:
 def test_recorded_steps_replay_bit_for_bit():
     for stage in STAGES:
         run_ranks(recorded, 2, stage)
+
+
+@multirank(4)
+def test_a_dim_that_two_axes_cut_whichever_is_outside():
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    torch.manual_seed(0)
+    given, x = torch.randn(9, 3), torch.randn(4, 9)
+    for stage in STAGES.values():
+        alone, weight = nn.Parameter(given.clone()), nn.Parameter(oc.shard_tensor(given, mesh, [S(0), S(0)]))
+        optimizer = oc.shard_optimizer(torch.optim.SGD([weight], 0.1), stage("dp", mesh))
+        for p, step, batch in (
+            (alone, torch.optim.SGD([alone], 0.1).step, x),
+            (weight, optimizer.step, oc.shard_tensor(x, mesh, [S(0), S(1)])),
+        ):
+            (batch @ p).square().sum().backward()
+            step()
+        assert_close(weight.detach(), alone.detach())
+
+
+@multirank(4)
+def test_parameters_whose_parts_together_are_longer_on_some_ranks():
+    mesh = oc.ProcessMesh(range(4), ["dp"])
+    given = [torch.arange(6.0).view(2, 3), torch.arange(4.0)]  # parts of 4, 4, 1 and 1 elements
+    for stage in STAGES.values():
+        params = [nn.Parameter(oc.shard_tensor(x, mesh, [R])) for x in given]
+        optimizer = oc.shard_optimizer(torch.optim.SGD(params, 1.0), stage("dp", mesh))
+        sum((p * p.detach()).sum() for p in params).backward()
+        optimizer.step()
+        for p in params:
+            assert_close(p.detach(), torch.zeros(p.shape))

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 import onecard as oc
 from onecard.errors import LayoutError
-from onecard.parallel import blocks
-from onecard.parallel.block_names import blocks_of
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
+from onecard.train.zero import blocks
+from onecard.train.zero.block_names import blocks_of
 
 R, S = oc.Replicate(), oc.Shard
 POLICIES: dict[str, Any] = {"always": True, "never": False, "by block": lambda name, block: name.startswith("blocks.1")}

@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 
 import onecard as oc
 from onecard.errors import CommunicationError
-from onecard.parallel import reducer
-from onecard.parallel.reducer import Reducer
 from onecard.tensor import buckets
 from onecard.testing import run_ranks
+from onecard.train.zero import reducer
+from onecard.train.zero.reducer import Reducer
 
 S = oc.Shard
 

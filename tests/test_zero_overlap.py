@@ -10,7 +10,7 @@ from test_zero import OPTIMIZERS, STAGES, distributed, one_card, train
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.comm import started
+from onecard.comm.issue import collectives
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
 
@@ -58,7 +58,7 @@ def counted() -> list[str]:
     """Notes what is left under way."""
     begun: list[str] = []
     for name in ("reduced", "scattered"):
-        was = getattr(started, name)
+        was = getattr(collectives, name)
 
         def start(*args: Any, name: str = name, was: Any = was, **kwargs: Any) -> Any:
             handle = was(*args, **kwargs)
@@ -66,7 +66,7 @@ def counted() -> list[str]:
                 begun.append(name)
             return handle
 
-        setattr(started, name, start)
+        setattr(collectives, name, start)
     return begun
 
 

@@ -147,3 +147,46 @@ def test_bytes_are_those_of_the_zero_paper():
     """Figure 1: 7.5 billion parameters, mixed precision with Adam, 64 ranks."""
     found = [bytes_of(1, 1), *(bytes_of(stage, 64) for stage in STAGES)]
     assert [round(gb, 1) for gb in found] == [120.0, 31.4, 16.6, 1.9], found
+
+
+def views_of_parameters() -> None:
+    """A view that had to be copied shows what a step has written, and what the program writes counts in the next step."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    given, x = torch.arange(12.0).reshape(6, 2), torch.ones(4, 6)
+    for cut in (R, S(0)):  # by ZeRO, and by hand
+        alone, weight = nn.Parameter(given.clone()), nn.Parameter(oc.shard_tensor(given, mesh, [cut]))
+        optimizers = [torch.optim.SGD([p], 0.5) for p in (alone, weight)]
+        oc.shard_optimizer(optimizers[1], oc.ShardingStage1("dp", mesh, offload=True))
+        views, batches = [p.detach()[1:5] for p in (alone, weight)], (x, oc.shard_tensor(x, mesh, [S(0)]))
+        for step in range(3):
+            for p, optimizer, batch in zip((alone, weight), optimizers, batches, strict=True):
+                (batch @ p).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_close(oc.unshard(views[1]), views[0])
+            for p in (alone, weight):
+                p.data.mul_(-1.0) if step == 1 else p.detach().clamp_(max=5.0)
+            assert_close(oc.unshard(weight.detach()), alone.detach())
+
+
+def test_views_of_parameters_whose_states_are_elsewhere():
+    run_ranks(views_of_parameters, 2)
+
+
+def assigned_states() -> None:
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    weight = nn.Parameter(oc.shard_tensor(torch.ones(4), mesh, [R]))
+    optimizer = oc.shard_optimizer(torch.optim.SGD([weight], 0.5), oc.ShardingStage1("dp", mesh, offload=True))
+    for value in (3.0, 5.0):
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state[weight] = {"master_weight": oc.shard_tensor(torch.full((4,), value), mesh, [S(0)])}
+        (weight * 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close(oc.unshard(weight.detach()), torch.full((4,), value - 1.0))
+
+
+def test_a_copy_that_the_program_assigns_is_taken():
+    run_ranks(assigned_states, 2)

@@ -10,11 +10,11 @@ import pytest
 from fuzz.zero import Program, Step, difference, draw, search, work
 
 from onecard import fleet
-from onecard.fleet import sharded_model
-from onecard.parallel.blocks import Piece
-from onecard.parallel.reducer import Reducer
+from onecard.fleet.zero import sharded_model
 from onecard.tensor import buckets
 from onecard.testing import run_ranks
+from onecard.train.zero.blocks import Piece
+from onecard.train.zero.reducer import Reducer
 
 
 def test_random_programs_are_one_card() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from live_memory import eager_peak, measured_peak
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import onecard as oc
 from onecard import fleet
-from onecard.comm import again
-from onecard.graph import capture
-from onecard.graph.order import only_moves
-from onecard.graph.passes import overlap
-from onecard.graph.passes._new import nbytes
+from onecard.comm.issue import again
+from onecard.static.capture import capture
+from onecard.static.capture.refilled import renew
+from onecard.static.passes import overlap
+from onecard.static.passes.adding import nbytes
+from onecard.static.step.order import only_moves
 from onecard.tensor import buckets
 from onecard.testing import run_ranks
 
@@ -182,3 +184,21 @@ def planted() -> None:
 
 def test_levels_in_more_memory_or_without_overlap_are_seen() -> None:
     run_ranks(planted, 2, timeout=120)
+
+
+def test_names_of_memory_that_was_refilled_twice_are_of_the_last() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.clone.default, (x,))
+    view = graph.call_function(torch.ops.aten.view.default, (first, [4]))
+    made = [first]
+    for node in (x, first, view):
+        node.meta["tensor"] = ((4,), (1,), torch.float32, torch.device("cpu"))
+    users = []
+    for _ in range(2):
+        made.append(graph.call_function(torch.ops.aten.clone.default, (x,)))
+        made[-1].meta["tensor"] = x.meta["tensor"]
+        users.append(graph.call_function(torch.ops.aten.neg.default, (view,)))
+    users.append(graph.call_function(torch.ops.aten.neg.default, (first,)))
+    renew(graph, [*pairwise(made)])
+    assert [user.args[0].args[0] for user in users[:2]] == made[1:] and users[2].args[0] is made[2]

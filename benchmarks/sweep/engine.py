@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
 from onecard import to_static
-from onecard.graph import rechecked
+from onecard.static.run import rechecked
 from sweep.compare import difference
 from sweep.libraries import Library, make
 from sweep.samples import (

@@ -55,7 +55,7 @@ class Onecard:
         """How operators without a row were run: "decomposed", "gathered"."""
         seen: set[str] = set()
 
-        def note(event: fallback.Event) -> None:
+        def note(event: fallback.FallbackCall) -> None:
             seen.add(event.how)
 
         fallback.observers.here.append(note)

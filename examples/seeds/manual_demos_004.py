@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import onecard as oc
-from onecard.fleet.mappings import copy_to, reduce_from
+from onecard.fleet.layers.mappings import copy_to, reduce_from
 
 
 def mlp_on_one_process(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """onecard: write for one card, train on any mesh, same numbers."""
 
+from types import ModuleType as _ModuleType
+
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from onecard import _addresses
 from onecard import checkpoint as checkpoint
 from onecard import fleet as fleet
-from onecard import modules as _modules  # noqa: F401 - takes over nn.LSTM and its kin, nn.CTCLoss, nn.TransformerEncoder
+from onecard._torch.patches import unpatch
+from onecard._version import __version__ as __version__
 from onecard.as_json import from_json, to_json
 from onecard.checkpoint import load_state_dict, save_state_dict
-from onecard.comm import differentiable as differentiable
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
-from onecard.comm.pretend import pretend
-from onecard.cost import Link, Machine
-from onecard.elsewhere import refuse as __getattr__  # noqa: F401 - names that only other libraries have
-from onecard.fleet.collective import (
+from onecard.comm.issue import differentiable as differentiable
+from onecard.comm.world.pretend import pretend
+from onecard.elsewhere import refuse as _refuse
+from onecard.fleet.front.collective import (
     ReduceOp,
     all_gather,
     all_gather_object,
@@ -32,7 +35,7 @@ from onecard.fleet.collective import (
     send,
     wait,
 )
-from onecard.fleet.exchanges import (
+from onecard.fleet.front.exchanges import (
     P2POp,
     alltoall_single,
     batch_isend_irecv,
@@ -41,27 +44,16 @@ from onecard.fleet.exchanges import (
     is_initialized,
     scatter_object_list,
 )
-from onecard.fleet.splitting import split
-from onecard.fleet.tokens import token_mean
-from onecard.graph import Recording, Static, load_recording, record, to_static
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.message_report import Report, explain, no_implicit_communication
-from onecard.operator_report import Coverage, coverage
-from onecard.parallel import (
-    DistributedBatchSampler,
-    ShardDataloader,
-    ShardingStage1,
-    ShardingStage2,
-    ShardingStage3,
-    local_map,
-    shard_dataloader,
-    shard_layer,
-    shard_op,
-    shard_optimizer,
-)
+from onecard.fleet.layers.splitting import split
+from onecard.fleet.layers.tokens import token_mean
+from onecard.launch.spawning import spawn
+from onecard.machine.cost import Link, Machine
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.reports.messages import Report, explain, no_implicit_communication
+from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
-from onecard.spawning import spawn
+from onecard.static import Recording, Static, load_recording, record, to_static
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
@@ -79,17 +71,33 @@ from onecard.tensor import (
     to_dtensor,
     unshard,
 )
+from onecard.train import (
+    DistributedBatchSampler,
+    ShardDataloader,
+    ShardingStage1,
+    ShardingStage2,
+    ShardingStage3,
+    local_map,
+    shard_dataloader,
+    shard_layer,
+    shard_op,
+    shard_optimizer,
+)
+from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM and its kin, nn.CTCLoss, nn.TransformerEncoder
 
-__version__ = "0.1.0"
 __all__ = [
     "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json", "from_local",
     "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",
     "record", "register_rule", "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
-    "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unshard",
+    "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unpatch", "unshard",
     "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
     "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
     "P2POp", "alltoall_single", "batch_isend_irecv", "broadcast_object_list", "get_backend", "is_initialized",
     "scatter_object_list", "deferred_init", "manual_seed", "one_card_random", "rand", "randint", "randn", "randperm",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> _ModuleType:
+    return _addresses.module_or(lambda _, name: _refuse(name))(__name__, name)

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from onecard.cost import Curve, Link, Machine
 from onecard.errors import LayoutError, OnecardError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.parts import Axes, Dim, Part, is_merged
-from onecard.reductions import REDUCTION, commute
+from onecard.machine.cost import Curve, Link, Machine
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.parts import Axes, Dim, Part, is_merged
+from onecard.place.reductions import REDUCTION, commute
 from onecard.tensor.spec import Spec
 
 VERSION = 1

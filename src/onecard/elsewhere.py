@@ -39,7 +39,7 @@ PADDLE = {
     "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
     "DistModel": _STATIC,
     "Engine": _STATIC,
-    "Strategy": "`oc.shard_optimizer(optimizer, oc.ShardingStage1())`, `to_static(step, also=['recompute', 'half'])`, "
+    "Strategy": "`oc.shard_optimizer(optimizer, oc.ShardingStage1())`, `to_static(step, also=['recompute', 'bfloat16'])`, "
     "`to_static(step, k_steps=4, avg=True)` for gradient_merge; `pipeline.step_by_marks` for pipeline",
     "DataParallel": _DDP,
     "seed": "`oc.manual_seed(s)`",

@@ -46,6 +46,10 @@ class CostError(OnecardError, ValueError):
     """A machine that is not known, or that cannot be."""
 
 
+class FleetError(OnecardError, ValueError):
+    """A strategy of the manual level that cannot be, or a call that does not fit it."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

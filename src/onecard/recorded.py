@@ -1,4 +1,4 @@
-"""What a recording of a step (``onecard.graph``) keeps whole: calls that become one node, and what it must not see.
+"""What a recording of a step (``onecard.static``) keeps whole: calls that become one node, and what it must not see.
 
 The layers below the recorder ask here; nothing is recorded unless somebody records.
 """

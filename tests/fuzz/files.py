@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.errors import OnecardError
-from onecard.graph import saved
+from onecard.static.file import saved
 
 PORTION = 500
 MARK = "pwned"

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from fuzz.wide import is_rounding, width
 from onecard import fleet
-from onecard.fleet import context, sequence
-from onecard.fleet.mappings import copy_to
+from onecard.fleet.layers import context, sequence
+from onecard.fleet.layers.mappings import copy_to
 from onecard.testing import run_ranks
 
 mp = fleet.meta_parallel

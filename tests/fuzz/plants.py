@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import onecard as oc
-from onecard.comm import collectives
+from onecard.comm.issue import collectives
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows
 from onecard.tensor.aliasing import memory

@@ -29,9 +29,9 @@ import onecard as oc
 from fuzz.draw import draw
 from fuzz.program import MESHES, Program, axes_of, helpers, ints, normal, size_of
 from fuzz.twin import double, one_card
-from onecard._torch import TorchDispatchMode
+from onecard._torch.names import TorchDispatchMode
 from onecard.errors import RecordingError
-from onecard.graph.passes import PASSES
+from onecard.static.passes import PASSES
 from onecard.testing import run_ranks
 
 CALLS = 7
@@ -263,7 +263,7 @@ def found_beside(a: dict[str, Any], b: dict[str, Any], name: str) -> str:
 def many(seeds: list[int], ranks: tuple[Any, ...] | None, **options: Any) -> list[Verdict]:
     """Judge programs, one after the other: on every rank, or in this process."""
     if ranks is not None:
-        from onecard.graph.passes import overlap
+        from onecard.static.passes import overlap
 
         overlap.LARGE = 0  # the messages of small programs are started, too
     found = []

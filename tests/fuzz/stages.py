@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import onecard as oc
 from fuzz.wide import is_rounding, width
 from onecard import fleet, pipeline
-from onecard.pipeline.modes import MODES
+from onecard.pipeline.schedule.modes import MODES
 from onecard.testing import run_ranks
 
 WIDTH, CLASSES = 5, 4

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import onecard as oc
 from fuzz.program import Program, axes_of, helpers
-from onecard import resharding
-from onecard.comm import record
-from onecard.comm.run import run as run_steps
-from onecard.layout import Layout
+from onecard.comm.base import record
+from onecard.comm.issue.run import run as run_steps
+from onecard.moves import resharding
+from onecard.place.layout import Layout
 
 TOLERANCE = 1e-8
 # What the documentation says is refused; every other error is a failure.
@@ -87,10 +87,7 @@ def on_mesh(program: Program) -> tuple[Outcome, str]:
     at, step = -1, 0
 
     def observer(m: record.Message) -> None:
-        size = (
-            m.tensors if m.tensors > 1 else list(m.shape)
-        )  # a bucket holds parts, which may differ across lines of ranks
-        messages.append(f"{m.step.kind} {m.operator} {m.operand} {size}")
+        messages.append(f"{m.step.kind} {m.operator} {m.operand} {list(m.shape)} of {m.tensors}")
 
     record.observers.here.append(observer)
     try:

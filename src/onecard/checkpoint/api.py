@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onecard.checkpoint import folder as folders
-from onecard.checkpoint import loading, saving
-from onecard.checkpoint.changes import Change
-from onecard.checkpoint.crc import crc32
-from onecard.checkpoint.files import Input
-from onecard.checkpoint.folder import CheckpointWarning, Found
-from onecard.checkpoint.index import BLOCK, Index
-from onecard.checkpoint.saving import Saving
-from onecard.comm import world
+from onecard.checkpoint.format import folder as folders
+from onecard.checkpoint.format.crc import crc32
+from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.folder import CheckpointWarning, Found
+from onecard.checkpoint.format.index import BLOCK, Index
+from onecard.checkpoint.reader import loading
+from onecard.checkpoint.reader.changes import Change
+from onecard.checkpoint.writer import saving
+from onecard.checkpoint.writer.saving import Saving
+from onecard.comm.world import world
 from onecard.errors import CheckpointError
 
 Place = str | os.PathLike[str]

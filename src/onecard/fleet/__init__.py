@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
-from onecard.comm import world
-from onecard.comm.ranks import of_ranks
-from onecard.fleet import as_torch, mappings, meta_parallel, names, recomputing, saved, scaling, training, utils
-from onecard.fleet.context import ring_attention, ulysses_attention
-from onecard.fleet.gradients import sync
-from onecard.fleet.initial import (
+from onecard._addresses import module_or
+from onecard.comm.issue.ranks import of_ranks
+from onecard.comm.world import world
+from onecard.errors import FleetError
+from onecard.fleet import meta_parallel, names, utils
+from onecard.fleet.front import training
+from onecard.fleet.front.pipeline_parallel import PipelineParallel
+from onecard.fleet.front.sharding import group_sharded_parallel, save_group_sharded_model
+from onecard.fleet.front.training import distributed_model, distributed_optimizer
+from onecard.fleet.gradients import clipping, scaling
+from onecard.fleet.gradients.clipping import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm
+from onecard.fleet.gradients.hooks import sync
+from onecard.fleet.gradients.scaling import GradScaler, distributed_scaler
+from onecard.fleet.grid.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
+from onecard.fleet.grid.strategy import DistributedStrategy
+from onecard.fleet.grid.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
+from onecard.fleet.layers import mappings, recomputing, saved
+from onecard.fleet.layers.context import ring_attention, ulysses_attention
+from onecard.fleet.layers.initial import (
     Assign,
     Constant,
     KaimingUniform,
@@ -20,22 +34,17 @@ from onecard.fleet.initial import (
     XavierUniform,
     draw_parts,
 )
-from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
-from onecard.fleet.norms import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm
-from onecard.fleet.parameters import Held, Run, held, mark, part_sizes, sum_over
-from onecard.fleet.pipeline_layer import PipelineLayer
-from onecard.fleet.pipeline_parallel import PipelineParallel
-from onecard.fleet.recomputing import recompute
-from onecard.fleet.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
-from onecard.fleet.scaling import GradScaler, distributed_scaler
-from onecard.fleet.sequence import mark_as_sequence_parallel_parameter
-from onecard.fleet.sharded_model import GroupShardedModel
-from onecard.fleet.sharding import group_sharded_parallel, save_group_sharded_model
-from onecard.fleet.splitting import split_parameters
-from onecard.fleet.strategy import DistributedStrategy, FleetError
-from onecard.fleet.tokens import token_mean
-from onecard.fleet.topology import HybridCommunicateGroup, begin, get_hybrid_communicate_group
-from onecard.fleet.training import distributed_model, distributed_optimizer
+from onecard.fleet.layers.layer_desc import LayerDesc, SharedLayerDesc
+from onecard.fleet.layers.parameters import mark, part_sizes, sum_over
+from onecard.fleet.layers.pipeline_layer import PipelineLayer
+from onecard.fleet.layers.recomputing import recompute
+from onecard.fleet.layers.sequence import mark_as_sequence_parallel_parameter
+from onecard.fleet.layers.splitting import split_parameters
+from onecard.fleet.layers.tokens import token_mean
+from onecard.fleet.zero import sharded_model
+from onecard.fleet.zero.sharded_model import GroupShardedModel
+from onecard.train.shard import Run, held
+from onecard.train.shard import Shard as Held
 
 __all__ = [
     "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "GroupShardedModel",
@@ -50,8 +59,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> NoReturn:
-    names.refuse("onecard.fleet", name)
+def __getattr__(name: str) -> ModuleType:
+    return module_or(names.refuse)(__name__, name)
 
 
 def init(
@@ -85,7 +94,8 @@ def init(
         raise FleetError(f"fleet.init(strategy=): want a fleet.DistributedStrategy, not {type(strategy).__name__}")
     begin(strategy or DistributedStrategy())
     training.install()
-    as_torch.install()
+    clipping.install()
+    sharded_model.install()
     scaling.install()
 
 
@@ -106,6 +116,6 @@ def is_first_worker() -> bool:
 
 def barrier_worker() -> None:
     """Wait until every rank is here."""
-    from onecard.comm import plain
+    from onecard.comm.issue import plain
 
     plain.barrier(of_ranks(name="world"))

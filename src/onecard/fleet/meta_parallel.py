@@ -3,13 +3,13 @@
 from typing import NoReturn
 
 from onecard.fleet import names
-from onecard.fleet.heads import QKVParallelLinear
-from onecard.fleet.layer_desc import LayerDesc, SharedLayerDesc
-from onecard.fleet.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from onecard.fleet.pipeline_layer import PipelineLayer
-from onecard.fleet.pipeline_parallel import PipelineParallel
-from onecard.fleet.rng import RNGStatesTracker, get_rng_state_tracker, model_parallel_random_seed
-from onecard.fleet.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding, class_center_sample
+from onecard.fleet.front.pipeline_parallel import PipelineParallel
+from onecard.fleet.grid.rng import RNGStatesTracker, get_rng_state_tracker, model_parallel_random_seed
+from onecard.fleet.layers.heads import QKVParallelLinear
+from onecard.fleet.layers.layer_desc import LayerDesc, SharedLayerDesc
+from onecard.fleet.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from onecard.fleet.layers.pipeline_layer import PipelineLayer
+from onecard.fleet.layers.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding, class_center_sample
 
 __all__ = [
     "ColumnParallelLinear", "LayerDesc", "MergedColumnParallelLinear", "ParallelCrossEntropy", "PipelineLayer",

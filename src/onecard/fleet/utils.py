@@ -3,8 +3,8 @@
 from typing import NoReturn
 
 from onecard.fleet import names
-from onecard.fleet import sequence as sequence_parallel_utils
-from onecard.fleet.recomputing import recompute, recompute_hybrid, recompute_sequential
+from onecard.fleet.layers import sequence as sequence_parallel_utils
+from onecard.fleet.layers.recomputing import recompute, recompute_hybrid, recompute_sequential
 
 __all__ = ["recompute", "recompute_hybrid", "recompute_sequential", "sequence_parallel_utils"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from onecard.comm import flight
+from onecard.comm.base import flight
 from onecard.launch._agent import Workplace
 from onecard.launch._watch import ADVICE
 from onecard.testing._job import Report

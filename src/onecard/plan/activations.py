@@ -17,8 +17,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from onecard import fleet
-from onecard.comm.pretend import pretend
-from onecard.fleet.transformer import ParallelTransformerLayer
+from onecard.comm.world.pretend import pretend
+from onecard.fleet.layers.transformer import ParallelTransformerLayer
 
 MIB = 2**20
 

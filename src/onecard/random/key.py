@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.random.philox import MASK, Word
 from onecard.recorded import one_node
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import OpOverload
+from onecard._torch.names import OpOverload
 
 Path = tuple[int | str, int]  # (position or keyword, index in a list or -1)
 
@@ -151,6 +151,11 @@ class Call:
         rank = self.operands[0].dim() if ndim is None else ndim
         listed = [value] if isinstance(value, int) else list(value or range(rank))
         return tuple(sorted({d % rank for d in listed})) if rank else ()
+
+
+def dtype_of(call: Call) -> str:
+    """The dtype in which a call computes: of its first tensor."""
+    return str(call.operands[0].dtype).removeprefix("torch.") if call.operands else ""
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:

@@ -12,12 +12,13 @@ from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 
-from onecard.cost import MACHINE, Machine
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.parts import Axes, Dim, axes_of, chunk, is_merged, merge
+from onecard.machine.cost import MACHINE, Machine
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.parts import Axes, Dim, axes_of, chunk, is_merged, merge
 from onecard.rules.refine import refine
 from onecard.rules.rule import Bound, Pattern, Shape
+from onecard.rules.work import Work, work_of
 
 # (shape, bytes an element, from, to) -> seconds
 Cost = Callable[[Shape, int, Layout, Layout], float]
@@ -67,6 +68,7 @@ def decide(
     kept: Collection[int] = (),
     hinted: Mapping[int, int] | None = None,
     machine: Machine = MACHINE,
+    dtype: str = "",
 ) -> Decision | None:
     """The cheapest layouts under which the operator, run on each rank's local tensors, keeps its one-card meaning.
 
@@ -78,7 +80,7 @@ def decide(
         fixed: results that must get a given layout (the operand of the same number keeps its own); None: any.
         hinted: for an axis, the factor of the results that it had better cut if nothing speaks against it.
         kept: operands that must keep their layout, because the operator writes to them.
-        machine: what computations are priced with, as ``cost`` prices messages.
+        machine: what computations are priced with, as ``cost`` prices messages; ``dtype``: in which it computes.
 
     Returns:
         The decision, or None if ``fixed`` cannot be met.
@@ -90,7 +92,7 @@ def decide(
                 continue
             seconds = _price(candidate, layouts, operands, results, cost)
             if best is None or seconds < best.seconds:  # else what is computed cannot make it cheaper
-                seconds += _work(rule, candidate, uses, operands, results, machine)
+                seconds += _work(rule, candidate, uses, operands, results, fixed or {}).seconds(machine, dtype)
             if best is None or seconds < best.seconds:
                 best = Decision(candidate[0], candidate[1], uses, seconds, rule)
     return best
@@ -358,16 +360,17 @@ def _work(
     uses: Sequence[Use],
     operands: Sequence[Sized],
     results: Sequence[Sized],
-    machine: Machine,
-) -> float:
-    """Seconds that a rank computes. Without them a large product would gather its operands as soon as they are smaller
-    than its result, and every rank would do all of the work."""
-    touched = 0
-    for layout, (shape, size) in zip((*candidate[0], *candidate[1]), (*operands, *results), strict=True):
-        touched += size * layout.largest(shape)
+    fixed: Collection[int],
+) -> Work:
+    """What a rank computes. Without it a large product would gather its operands as soon as they are smaller than its result,
+    and every rank would do all of the work."""
+    given = [size * layout.largest(shape) for layout, (shape, size) in zip(candidate[0], operands, strict=True)]
+    made = [size * layout.largest(shape) for layout, (shape, size) in zip(candidate[1], results, strict=True)]
+    for r in fixed:  # in an operand's memory
+        made[r] = 0
     mesh = candidate[0][0].mesh
     shared = prod(mesh.shape[axis] for axis, use in enumerate(uses) if use.factor is not None)
-    return machine.compute(touched, prod(bound.sizes) / shared)
+    return work_of(bound, given, made, shared)
 
 
 def _words(use: Use, bound: Bound) -> str:

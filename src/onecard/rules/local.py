@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from onecard.parts import axes_of, span
+from onecard.place.parts import axes_of, span
 from onecard.rules.call import Call
 from onecard.rules.decide import Decision
 from onecard.rules.rule import Bound

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from onecard.layout import Layout
-from onecard.parts import common, is_merged
+from onecard.place.layout import Layout
+from onecard.place.parts import common, is_merged
 from onecard.rules.rule import Bound, Shape
 
 Sizes = dict[int, Shape]  # of factors that are taken apart: the sizes of their parts, outermost first
@@ -19,8 +19,8 @@ def refine(bound: Bound, layouts: Sequence[Layout]) -> Bound:
     Of operands whose parts cross each other the larger one counts. A factor that must be whole, or in one piece, stays.
 
     Example:
-        >>> from onecard.parts import Part
-        >>> from onecard.mesh import ProcessMesh
+        >>> from onecard.place.parts import Part
+        >>> from onecard.place.mesh import ProcessMesh
         >>> from onecard.rules.rule import Form, bind
         >>> bound = bind(Form("m k, k n -> m n"), ["self", "mat2"], [(12, 5), (5, 7)], [(12, 7)])
         >>> mesh = ProcessMesh([0, 1], ["x"])
@@ -87,6 +87,7 @@ def apart(bound: Bound, parts: Mapping[int, Shape]) -> Bound:
         free=all_of(bound.free),
         nonempty=all_of(bound.nonempty),
         even=all_of(bound.even),
+        products=tuple(map(all_of, bound.products)),
         parts={bound.names[factor]: each for factor, each in numbers.items()},
         pattern=None,
     )

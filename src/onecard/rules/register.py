@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onecard._torch import OpOverload, OpOverloadPacket
+from onecard._torch.names import OpOverload, OpOverloadPacket
 from onecard.errors import RuleError
 from onecard.rules import registry
 from onecard.rules.notation import parse

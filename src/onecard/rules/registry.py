@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
+from onecard.errors import RuleError
 from onecard.rules.call import Call, schema_of
 from onecard.rules.foretell import foretell
-from onecard.rules.rule import Form
+from onecard.rules.notation import names_of
+from onecard.rules.rule import Bound, Form, bind
 from onecard.rules.spelling import spelled
 
 FormOf = Callable[[Call], Form | str | None]
@@ -30,6 +32,8 @@ class Row:
         hint: (operand, factor). A forward operator leaves a hint on the operand which axes cut the factor; its backward operator,
             whose result alone has the factor, cuts it likewise. So the gradient of a table is cut as the table is.
         values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
+        macs: multiply-adds of a call, where they are not those of the products that the rule's factors tell.
+        picks: operands from which it picks: of them it reads as much as it gives.
         results: makes the result tensors (meta) where PyTorch's meta function refuses what its kernels accept.
     """
 
@@ -41,6 +45,8 @@ class Row:
     hint: tuple[str, str] | None = None
     results: Callable[[Call], list[Tensor]] | None = None
     positions: str | None = None
+    macs: Callable[[Call], int] | None = None
+    picks: str = ""
 
     @property
     def pieces(self) -> str:
@@ -51,6 +57,30 @@ class Row:
         """The rule for one call, spelled out."""
         found = self.form(call) if callable(self.form) else self.form
         return None if found is None else spelled(Form(found) if isinstance(found, str) else found, call)
+
+    def bound(self, form: Form, call: Call) -> Bound:
+        """The rule bound to one call.
+
+        Raises:
+            RuleError: it does not fit the shapes.
+        """
+        operands, results = ([tuple(t.shape) for t in tensors] for tensors in (call.operands, call.results))
+        made = bind(form, call.names, operands, results, self.pieces)
+        views = call.schema.views
+        if self.macs is None and not self.picks and not views:
+            return made
+        picked = frozenset(i for i, name in enumerate(call.names) if name in names_of(self.picks))
+        return replace(made, stated=None if self.macs is None else self.macs(call), picked=picked, views=views)
+
+    def bound_for(self, call: Call) -> Bound | None:
+        """The same; None if the row has no rule for the call, or the rule does not fit."""
+        form = self.form_for(call)
+        if form is None:
+            return None
+        try:
+            return self.bound(form, call)
+        except RuleError:
+            return None
 
     def results_of(self, call: Call) -> list[Tensor]:
         """The result tensors of one call, without their data."""
@@ -67,7 +97,7 @@ def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
     Options are the traits of ``Form`` (with a text) and ``local``, ``positions``, ``instead``, ``hint``, ``values``,
-    ``results`` of ``Row``.
+    ``results``, ``macs``, ``picks`` of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
 

@@ -59,6 +59,9 @@ class Bound:
         sources: for each result, the operands that it depends on.
         reduce: for each result, what joins it over a factor that it lacks.
         moves, nonempty, even, unread, keeps: as in ``Form``.
+        products: for each product that is summed over a factor, the factors that it runs over; ``stated``: multiply-adds, where
+            the row says them.
+        picked: operands of which as much is read as the call gives; ``views``: it only names memory, and reads none.
         pieces: factors that are cut in one piece only, because a hook needs positions along them (see ``Row.positions``).
         pattern: what it shares with bounds of other sizes; None where sizes decide more than what layouts cost.
         parts: by its name, the numbers of each factor that is taken apart (see ``refine``).
@@ -77,9 +80,20 @@ class Bound:
     even: frozenset[int]
     unread: frozenset[int] = frozenset()
     keeps: str = ""
+    products: tuple[frozenset[int], ...] = ()
+    stated: int | None = None
+    picked: frozenset[int] = frozenset()
+    views: bool = False
     pieces: frozenset[int] = frozenset()
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
     pattern: Pattern | None = field(default=None, compare=False)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of the call: what the row states, else those of the products that the factors tell."""
+        if self.stated is not None:
+            return self.stated
+        return sum(prod(self.sizes[factor] for factor in factors) for factors in self.products)
 
     def factor(self, name: str) -> int | None:
         """The number of a factor by its name; None if it fell away (size one, or its operand is absent)."""
@@ -141,14 +155,16 @@ def _like(
     spread = _spread(signature, ones, form.text)
     numbered = tuple(_number(dims, one, number) for dims, one in zip(spread, ones, strict=True))
     results = len(numbered) - split
+    terms, sources = _terms(form, operand_names), _sources(signature, split)
     made = Bound(
         operands=numbered[:split],
         results=numbered[split:],
         names=names,
         sizes=(0,) * len(names),  # not known here
         free=frozenset(number.values()) - _numbers(form.whole, number),
-        terms=_terms(form, operand_names),
-        sources=_sources(signature, split),
+        terms=terms,
+        sources=sources,
+        products=_products(spread, split, terms, sources, number),
         reduce=(form.reduce,) * results if isinstance(form.reduce, str) else form.reduce,
         moves=form.moves,
         nonempty=_numbers(form.nonempty, number),
@@ -157,8 +173,8 @@ def _like(
         keeps=form.keeps,
         pieces=frozenset(number.values()) if positions == "*" else _numbers(positions, number),
     )
-    products = any(len(dim) > 1 for dims in numbered for dim in dims)
-    return made if products or made.nonempty or made.even else replace(made, pattern=Pattern(made))
+    composite = any(len(dim) > 1 for dims in numbered for dim in dims)
+    return made if composite or made.nonempty or made.even else replace(made, pattern=Pattern(made))
 
 
 class Pattern:
@@ -243,3 +259,17 @@ def _terms(form: Form, operand_names: Sequence[str]) -> tuple[tuple[int, ...], .
 def _sources(signature: Signature, operands: int) -> tuple[frozenset[int], ...]:
     everything = frozenset(range(operands))
     return tuple(everything if term.sources is None else frozenset(term.sources) for term in signature.results)
+
+
+def _products(
+    spread: Sequence[Sequence[tuple[str, ...]]], split: int, terms: Any, sources: Any, number: dict[str, int]
+) -> tuple[frozenset[int], ...]:
+    """For each result the factors over which operands are multiplied, if that is summed over one that they have in common."""
+    names = [frozenset(name for dim in dims for name in dim if name != "_") for dims in spread]
+    found = []
+    for r, result in enumerate(names[split:]):
+        for term in terms:
+            given = [names[i] for i in term if i in sources[r]]
+            if any((one & other) - result for i, one in enumerate(given) for other in given[:i]):
+                found.append(frozenset(number[name] for name in result.union(*given) if name in number))
+    return tuple(found)

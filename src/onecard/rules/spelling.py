@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from onecard._torch import OpOverload
+from onecard._torch.names import OpOverload
 from onecard.errors import RuleError
 from onecard.rules.call import Call
 from onecard.rules.notation import ELLIPSIS, Signature, Term, names_of, parse

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from onecard.errors import RuleError
-from onecard.reductions import REDUCTION, REDUCTIONS
+from onecard.place.reductions import REDUCTION, REDUCTIONS
 from onecard.rules.call import Call
 from onecard.rules.notation import Signature, names_of, parse, parse_linear
 from onecard.rules.registry import Row, rows

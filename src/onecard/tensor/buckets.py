@@ -9,14 +9,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onecard import recorded, resharding
-from onecard.comm import collectives, groups, record, started
-from onecard.comm.by_rank import Runs, packed, runs_of, unpack
-from onecard.comm.groups import Group
-from onecard.comm.run import lengths
-from onecard.comm.state import machine
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
+from onecard import recorded
+from onecard.comm.base import record
+from onecard.comm.base.state import machine
+from onecard.comm.issue import collectives, groups
+from onecard.comm.issue.by_rank import Runs, packed, runs_of, unpack
+from onecard.comm.issue.groups import Group
+from onecard.comm.issue.run import lengths
+from onecard.moves import resharding
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import Path
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, announce
@@ -101,26 +103,29 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
         return _nothing
     alone = len(bucket) == 1 and x._local.is_contiguous() and memory.alone(x)
     flat = x._local.view(-1) if alone else torch.cat([x._local.reshape(-1) for x in bucket])
-    shape = (flat.numel(),)
+    shape = _together(bucket)
     if record.observers.here:
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
-        steps = resharding.plan(shape, flat.element_size(), one_dim, one_dim.reduced(), machine.here)
+        steps = resharding.plan((flat.numel(),), flat.element_size(), one_dim, one_dim.reduced(), machine.here)
         announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
     record.serving.here = (name, label, shape)
     (axis, op), *others = layout.pending
     line = groups.group(layout.mesh, axis)
-    coming = started.reduced(flat, line, op, inplace=True) if later else None
-    if coming is None:
-        flat = collectives.all_reduce(flat, line, op, inplace=True)
+    coming = collectives.reduced(flat, line, op, inplace=True, later=later)
 
     def end() -> None:
-        total = flat if coming is None else coming.wait()
+        total = coming.wait()
         record.serving.here = (name, label, shape)
         parts = _along(others, layout, total).split([x._local.numel() for x in bucket])
         for x, part in zip(bucket, parts, strict=True):
             memory.adopt(x, part.view(x._local.shape))
 
     return end
+
+
+def _together(bucket: Sequence[DistTensor]) -> tuple[int]:
+    """The whole shape of a bucket, for descriptions: equal on all ranks, also where other axes cut the tensors unevenly."""
+    return (sum(x.numel() for x in bucket),)
 
 
 def _along(pending: Sequence[tuple[int, str]], layout: Layout, flat: Tensor) -> Tensor:
@@ -273,12 +278,11 @@ def _scatter_bucket(
         _tell(bucket, flat, "all_reduce", also, name, label, other)
     own = [cut.own() for cut in bucket]
     into = None if room is None or len({*counts}) > 1 else room.take((label, len(flat)), counts[0], flat)
-    coming = started.scattered(flat, line, 0, counts, op, into) if later else None
-    mine = None if later else collectives.reduce_scatter(flat, line, 0, counts, op, into)
+    coming = collectives.scattered(flat, line, 0, counts, op, into, later)
 
     def end() -> dict[int, Tensor]:
-        record.serving.here = (name, label, (sum(counts),))
-        part = _along(others, bucket[0].layout, coming.wait() if mine is None else mine)  # type: ignore[union-attr]
+        record.serving.here = (name, label, _together([cut.x for cut in bucket]))
+        part = _along(others, bucket[0].layout, coming.wait())
         pieces = part.split([each.numel() for each in own])
         return {id(cut): piece.view(each.shape) for cut, piece, each in zip(bucket, pieces, own, strict=True)}
 
@@ -324,14 +328,16 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
     whole, even = bucket[0].whole, len({*counts}) == 1 and not line.order
     in_place = even and len(bucket) == 1 and bucket[0].dim == 0 and whole.is_contiguous()
     into = whole.view(-1) if in_place else None
-    if later and even and started.can_wait(flat, line):
-        coming = started.gathered(flat, flat.new_empty(sum(counts)) if into is None else into, line)
-        if in_place:
-            return lambda: (coming.wait(), None)[1]
-        return lambda: unpack(wholes, coming.wait(), dims, sizes)
-    given = collectives.all_gather(flat, line, 0, counts, into)
-    if not in_place:
-        unpack(wholes, given, dims, sizes)
+    coming = collectives.gathered(flat, line, 0, counts, into, later)
+
+    def end() -> None:
+        given = coming.wait()
+        if not in_place:
+            unpack(wholes, given, dims, sizes)
+
+    if coming.under_way:
+        return end
+    end()
     return _nothing
 
 
@@ -345,8 +351,7 @@ def _lengths(bucket: list[Cut]) -> tuple[list[Tensor], list[int], list[Runs], li
 
 def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label: str, other: int | None = None) -> None:
     """Announce the message of a bucket, as that of one tensor of one dim; ``other``: the axis of a sum of the parts."""
-    cut = bucket[0]
-    shape = (sum(c.whole.numel() for c in bucket),)
+    cut, shape, sent = bucket[0], _together([c.x for c in bucket]), (sum(c.whole.numel() for c in bucket),)
     if other is None:
         record.serving.here = (name, label, shape)
     if not record.observers.here:
@@ -354,13 +359,13 @@ def _tell(bucket: list[Cut], flat: Tensor, kind: str, op: str, name: str, label:
     cut_dim, whole_dim = Layout.make(cut.mesh, ((cut.axis,),)), Layout.make(cut.mesh, ((),))
     if kind == "reduce_scatter":
         summands = Layout.make(cut.mesh, ((),), ((cut.axis, op),))
-        steps = resharding.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        steps = resharding.plan(sent, flat.element_size(), summands, cut_dim, machine.here)
         reason = "summed once; each rank keeps the part that it updates"
     elif kind == "all_reduce":
         summands = Layout.make(cut.mesh, ((cut.axis,),), ((other, op),))  # type: ignore[arg-type]
-        steps = resharding.plan(shape, flat.element_size(), summands, cut_dim, machine.here)
+        steps = resharding.plan(sent, flat.element_size(), summands, cut_dim, machine.here)
         reason = "the parts, summed along the other axes"
     else:
-        steps = resharding.plan(shape, flat.element_size(), cut_dim, whole_dim, machine.here)
+        steps = resharding.plan(sent, flat.element_size(), cut_dim, whole_dim, machine.here)
         reason = "each rank has updated its part"
     announce(steps, name, "self", shape, reason, False, len(bucket))

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from onecard.comm import check, groups, sparse_check, world
+from onecard.comm.agree import check, sparse_check
+from onecard.comm.issue import groups
+from onecard.comm.world import world
 from onecard.errors import LayoutError
-from onecard.layout import Layout, as_code
-from onecard.mesh import ProcessMesh
+from onecard.place.layout import Layout, as_code
+from onecard.place.mesh import ProcessMesh
 from onecard.tensor import watched
 from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies, wrap
-from onecard.tensor.moves import FromLocal, MeshTransfer, Reshard, ShardTensor, ToLocal, Unshard, distribute
+from onecard.tensor.moves import FromLocal, Reshard, ShardTensor, ToLocal, Unshard, distribute, to_mesh
 from onecard.tensor.spec import Spec, contiguous_stride
 
 
@@ -228,7 +230,7 @@ def reshard(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement], a
         return shard_tensor(x, mesh, placements)
     layout = _layout("reshard", x, mesh, placements)
     if mesh is not x.mesh:
-        return MeshTransfer.apply(x, layout)
+        return to_mesh(x, layout)
     if layout is x._spec.layout:
         return x
     return Reshard.apply(x, layout, async_op)

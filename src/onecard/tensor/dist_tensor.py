@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onecard import _torch, resharding
-from onecard.comm import record
-from onecard.comm.claims import Claim
-from onecard.comm.run import run as run_steps
-from onecard.comm.state import home, machine
+from onecard._torch import names as _torch
+from onecard.comm.agree.claims import Claim
+from onecard.comm.base import record
+from onecard.comm.base.state import home, machine
+from onecard.comm.issue.run import run as run_steps
 from onecard.errors import DispatchError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.resharding import Step
+from onecard.moves import resharding
+from onecard.moves.resharding import Step
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.refusals import no_flat_form

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from onecard import resharding
-from onecard.comm import collectives, groups, hosts, pretend, record, world
-from onecard.comm.run import messages
-from onecard.comm.run import run as run_steps
-from onecard.comm.run import start as start_steps
-from onecard.comm.state import machine
-from onecard.comm.transfer import run_transfer, sends_go_on
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept, machine
+from onecard.comm.issue import collectives, groups
+from onecard.comm.issue.run import messages
+from onecard.comm.issue.run import run as run_steps
+from onecard.comm.issue.run import start as start_steps
+from onecard.comm.issue.transfer import microbatch_under_way, run_transfer
+from onecard.comm.world import hosts, pretend, world
 from onecard.errors import MeshError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
+from onecard.moves import resharding
+from onecard.moves.transfer import plan_transfer, reduced_source
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.deferred.calls import record_of
 from onecard.tensor.deferred.replay import materialise
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
-from onecard.transfer import plan_transfer, reduced_source
 
 
 def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTensor:
@@ -58,6 +60,11 @@ def _from_rank(whole: Tensor, mesh: ProcessMesh, src: int) -> Tensor:
     return whole
 
 
+def _differentiated(grad: Any) -> bool:
+    """Within a backward, whether this gradient is to have one itself (``create_graph``): then a move must be recorded, too."""
+    return torch.is_grad_enabled() and isinstance(grad, Tensor) and grad.requires_grad
+
+
 class ShardTensor(torch.autograd.Function):
     """A whole value, laid out; its gradient is whole."""
 
@@ -67,6 +74,8 @@ class ShardTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if _differentiated(grad):
+            return Unshard.apply(grad) if isinstance(grad, DistTensor) else grad, None, None
         return _whole(grad, "gradient of shard_tensor"), None, None
 
 
@@ -81,6 +90,8 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if _differentiated(grad):
+            return ToLocal.apply(Reshard.apply(grad, ctx.spec.layout.reduced())), None
         return None if grad is None else _to_layout(grad, ctx.spec.layout.reduced(), "gradient of from_local"), None
 
 
@@ -94,8 +105,8 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        spec = ctx.spec
-        return wrap(grad.contiguous(), spec.with_layout(spec.layout.reduced()))
+        spec = ctx.spec.with_layout(ctx.spec.layout.reduced())
+        return FromLocal.apply(grad.contiguous(), spec) if _differentiated(grad) else wrap(grad.contiguous(), spec)
 
 
 class Reshard(torch.autograd.Function):
@@ -117,7 +128,10 @@ class Reshard(torch.autograd.Function):
             for p in grad._spec.layout.pending
             if grad._spec.layout.mesh is ctx.layout.mesh and _idle(ctx.layout, p[0])
         )
-        return _reshard(grad, Layout.make(ctx.layout.mesh, ctx.layout.dims, kept), "gradient of reshard"), None, None
+        layout = Layout.make(ctx.layout.mesh, ctx.layout.dims, kept)
+        if _differentiated(grad):
+            return Reshard.apply(grad, layout), None, None
+        return _reshard(grad, layout, "gradient of reshard"), None, None
 
 
 class MeshTransfer(torch.autograd.Function):
@@ -127,14 +141,34 @@ class MeshTransfer(torch.autograd.Function):
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout = x._spec.layout.reduced()
-        return _transfer(x, layout, "reshard")
+        return transferred(x, layout, "reshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else _transfer(grad, ctx.layout, "gradient of reshard"), None
+        if _differentiated(grad):
+            return MeshTransfer.apply(grad, ctx.layout), None
+        return None if grad is None else transferred(grad, ctx.layout, "gradient of reshard"), None
 
 
-def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) -> DistTensor:
+class Crossings(Protocol):
+    """Who is asked where a program moves a value to another mesh: a pipeline, which cuts its program there."""
+
+    def cross(self, x: DistTensor, layout: Layout) -> DistTensor:
+        """The value under this layout, on another mesh."""
+
+
+crossings: Kept[list[Crossings]] = Kept(list)
+"""Who is asked now: the last one. Nobody: gradients go back within autograd."""
+
+
+def to_mesh(x: DistTensor, layout: Layout) -> DistTensor:
+    """A tensor on another mesh, differentiable."""
+    if crossings.here:
+        return crossings.here[-1].cross(x, layout)
+    return MeshTransfer.apply(x, layout)
+
+
+def transferred(x: DistTensor, layout: Layout, name: str, answered: bool = False) -> DistTensor:
     """The tensor on another mesh; what is pending is summed on its own mesh first."""
     groups.check_world(layout.mesh)
     resharding.check_norms(x._spec.layout, layout)
@@ -157,7 +191,7 @@ def _transfer(x: DistTensor, layout: Layout, name: str, answered: bool = False) 
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = resharding.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
         record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
-    made = run_transfer(plan, local, answered, sends_go_on())
+    made = run_transfer(plan, local, answered, microbatch_under_way())
     if plan.target is not layout and layout.mesh.coordinate() is not None:
         made = made.reshape(layout.local_shape(shape))
     return _own(made, x._spec.with_layout(layout))
@@ -228,6 +262,9 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         spec = ctx.spec
+        if _differentiated(grad):
+            again: Any = Unshard.apply(grad) if isinstance(grad, DistTensor) else grad
+            return ShardTensor.apply(again, spec.layout.reduced(), None)
         whole = grad.full_tensor() if isinstance(grad, DistTensor) else grad
         return distribute(whole, spec.layout.reduced())
 
@@ -237,7 +274,7 @@ def _whole(x: Tensor, name: str) -> Tensor:
         return x
     if x.mesh.size < world.get_world_size() and x.mesh not in groups.apart.here:
         everyone = ProcessMesh(range(world.get_world_size()), ["world"])
-        moved = _transfer(x, Layout.replicated(everyone, x.dim()), name, answered=True)
+        moved = transferred(x, Layout.replicated(everyone, x.dim()), name, answered=True)
         return strides.named(moved._local, moved._spec)
     return whole_on_mesh(x, name)
 

@@ -7,9 +7,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from onecard.comm.state import REAL, Kept, home
+from onecard._torch import patches
+from onecard.comm.base.state import REAL, Kept, home
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 
 # What a tensor's memory is (see ``memory``): its own or shared as on one card; a copy that stands for a view; such a copy
 # of windows that overlap, which cannot be written to; a copy after a write to what it was taken from. A part of the cache
@@ -63,6 +64,8 @@ class Spec:
             found.here = layout.mesh.coordinate() is not None
             found.home = home.here
             _interned.here[key] = found
+            if not patches.begun:
+                patches.begin()
         return found
 
     @staticmethod

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import check, clock, groups, record, sparse_check, world
-from onecard.comm.sparse_check import Site, Subject
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
+from onecard.comm.agree import check, clock, sparse_check
+from onecard.comm.agree.sparse_check import Site, Subject
+from onecard.comm.base import record
+from onecard.comm.issue import groups
+from onecard.comm.world import world
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import Path
 from onecard.tensor.dist_tensor import COPIES, DistTensor, copied_axes
 

@@ -68,7 +68,8 @@ def _redirect(path: str) -> None:
 
 
 def _outcome(job: Job) -> Report:
-    from onecard.comm import flight, sparse_check
+    from onecard.comm.agree import sparse_check
+    from onecard.comm.base import flight
 
     try:
         _set_environment(job)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onecard.comm.flight import Entry, describe, rank_text
+from onecard.comm.base.flight import Entry, describe, rank_text
 from onecard.testing._job import Report
 
 WATCH_THREAD = re.compile(r"Thread 0x\w+[^\n]*\n(?:  File [^\n]*\n)*?  File [^\n]*_rank\.py\", line \d+ in _watch\n")

@@ -18,8 +18,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from onecard.comm import flight
-from onecard.comm.world import default_backend
+from onecard.comm.base import flight
+from onecard.comm.world.world import default_backend
 from onecard.testing import _guard, _rank, _report
 from onecard.testing._job import Job, Report, locate, pack
 from onecard.testing._output import Output

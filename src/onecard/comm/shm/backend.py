@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from onecard import _torch
-from onecard.comm import attempt
+from onecard._torch import names as _torch
+from onecard._torch import patches
+from onecard.comm.base import attempt
 from onecard.comm.shm import functional, futex, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
 
@@ -32,14 +33,22 @@ def register() -> None:
     if not dist.is_available() or NAME.upper() in _torch.backend_makers:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    for name, replacement in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
-        original = getattr(c10d, name)
-        wrapped = functools.wraps(original)(functools.partial(replacement, original))
-        for module in (c10d, dist):
-            setattr(module, name, wrapped)
-    _torch.without_recorder(lambda group: isinstance(group, ShmGroup))
     functional.serve(lambda group: isinstance(group, ShmGroup))
     atexit.register(_leave_all)
+
+
+def _install() -> None:
+    """What torch asks of Gloo's groups by name is asked of ours, too."""
+    for name, replacement in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
+        make = functools.partial(functools.partial, replacement)
+        patches.replace(f"torch.distributed.{name}", c10d, name, make, beside=[dist])
+    recorder = "_maybe_attach_flight_recorder"  # 2.14, 2.15; a torch without it attaches none
+    if hasattr(c10d, recorder):
+        patches.replace(f"{c10d.__name__}.{recorder}", c10d, recorder, functools.partial(functools.partial, _attach))
+
+
+def _attach(torchs: Any, group: Any, *rest: Any, **more: Any) -> Any:
+    return None if isinstance(group, ShmGroup) else torchs(group, *rest, **more)
 
 
 def _create(options: Any, _: Any = None) -> Any:
@@ -52,6 +61,7 @@ def _create(options: Any, _: Any = None) -> Any:
     except rendezvous.Refused as reason:
         _warn(rank, ranks, str(reason))
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    _install()
     return ShmGroup(store, channel, timeout)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import _torch
+from onecard._torch import names as _torch
 
 _REST = _torch.DispatchKeySet(_torch.DispatchKey.CompositeExplicitAutograd)
 _kept: list[torch.library.Library] = []  # a registration lasts as long as its object

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import own
+from onecard.comm.base import own
 from onecard.comm.shm import algorithms, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.copies import Copies

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.errors import CommunicationError
 
 _CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from onecard._torch import Work
+from onecard._torch.names import Work
 from onecard.errors import CommunicationError
 
 LAG = 1e-4

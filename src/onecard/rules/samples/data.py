@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onecard import _torch
-from onecard._torch import OpOverload
+from onecard._torch import names as _torch
+from onecard._torch.names import OpOverload
 
 
 def real(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:

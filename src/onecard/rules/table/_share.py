@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.reductions import reduction
+from onecard.place.reductions import reduction
 from onecard.rules.local import Local
 
 

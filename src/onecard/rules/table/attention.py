@@ -6,6 +6,7 @@ With grouped queries each key head serves ``g`` query heads side by side: querie
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -117,6 +118,13 @@ def _cpu_results(call: Call) -> list[Tensor]:
     return [out, logsumexp.to(torch.float64)] if call.query.dtype == torch.float64 else [out, logsumexp]
 
 
+def _macs(call: Call) -> int:
+    """Two products forward, the weights and what they weigh; five backward: the weights once more, and four gradients."""
+    q, k, v = call.query.shape, call.key.shape, call.value.shape
+    back = "backward" in call.schema.name
+    return int(prod(q[:-1]) * k[-2] * ((3 * q[-1] + 2 * v[-1]) if back else (q[-1] + v[-1])))
+
+
 row(
     """_scaled_dot_product_flash_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
@@ -124,10 +132,16 @@ row(
     local=_local,
     positions="",
     values=True,
+    macs=_macs,
 )(_forward)
-row("_scaled_dot_product_flash_attention_for_cpu", local=_local, positions="", values=True, results=_cpu_results)(
-    _forward
-)
+row(
+    "_scaled_dot_product_flash_attention_for_cpu",
+    local=_local,
+    positions="",
+    values=True,
+    results=_cpu_results,
+    macs=_macs,
+)(_forward)
 
 row(
     """_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
@@ -136,4 +150,5 @@ row(
     local=_local,
     positions="",
     values=True,
+    macs=_macs,
 )(_backward)

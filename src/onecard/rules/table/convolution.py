@@ -5,6 +5,8 @@ Channels of a convolution with groups are ``(g c)``: the groups may be cut, or w
 
 from __future__ import annotations
 
+from math import prod
+
 from onecard.rules.call import Call
 from onecard.rules.local import Local
 from onecard.rules.registry import row
@@ -32,7 +34,15 @@ def _groups_local(c: Local) -> None:
         c.set("groups", c.length("g"))
 
 
-@row("convolution", local=_groups_local, positions="")
+def _macs(call: Call) -> int:
+    """Each element of the result, or of what is convolved transposed, meets a weight of its group; so do its gradients."""
+    back = "grad_output" in call.names
+    y = call.grad_output if back else call.results[0]
+    once = prod((call.input if call.transposed else y).shape) * prod(call.weight.shape[1:])
+    return once * sum(call.output_mask[:2]) if back else once
+
+
+@row("convolution", local=_groups_local, positions="", macs=_macs)
 def _convolution(call: Call) -> Form | None:
     if call.input.dim() != call.weight.dim():
         return None
@@ -47,7 +57,7 @@ def _backward_local(c: Local) -> None:
         c.set("bias_sizes", list(c.result_shape(len(c.call.results) - 1)))
 
 
-@row("convolution_backward", local=_backward_local, positions="")
+@row("convolution_backward", local=_backward_local, positions="", macs=_macs)
 def _convolution_backward(call: Call) -> Form | None:
     if call.input.dim() != call.weight.dim():
         return None

@@ -76,7 +76,12 @@ def _results(call: Call) -> list[Tensor]:
     return [x.new_empty(shape, dtype=call.values.get("out_dtype"))]
 
 
-@row("_grouped_mm", local=_grouped_local, results=_results)
+def _macs(call: Call) -> int:
+    """Each row meets one expert's matrix."""
+    return int(call.self.numel() * call.values["mat2"].shape[-1])
+
+
+@row("_grouped_mm", local=_grouped_local, results=_results, macs=_macs)
 def _grouped_mm(call: Call) -> Form | None:
     """Rows ``x (n, k)`` by ``mat2 (e, k, m)``, or the gradient of ``mat2``: ``x (k, n)`` by ``y (n, m)``."""
     kinds = (call.self.dim(), call.values["mat2"].dim())

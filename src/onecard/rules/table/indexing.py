@@ -122,7 +122,8 @@ def _embedding_local(c: Local) -> None:
     c.run = run
 
 
-row("embedding", "v d, ... -> ... d", linear="weight", local=_embedding_local, positions="v", hint=("indices", "v"))
+row("embedding", "v d, ... -> ... d", linear="weight", local=_embedding_local, positions="v", hint=("indices", "v"),
+    picks="weight")  # fmt: skip
 
 
 def _embedding_backward_local(c: Local) -> None:
@@ -200,7 +201,7 @@ def _bag_weights_gradient(call: Call) -> list[Tensor]:
 
 
 row("_embedding_bag_per_sample_weights_backward", "_ d, _ d, _, _, _ -> _", linear="grad * weight", nonempty="d",
-    results=_bag_weights_gradient)  # fmt: skip
+    results=_bag_weights_gradient, macs=lambda call: call.values["indices"].numel() * call.grad.shape[1])  # fmt: skip
 
 
 # ---- index_select, gather, take
@@ -222,7 +223,7 @@ def _index_select_local(c: Local) -> None:
     c.run = run
 
 
-@row("index_select", local=_index_select_local, positions="v")
+@row("index_select", local=_index_select_local, positions="v", picks="self")
 def _index_select(call: Call) -> Form:
     return Form("... dim:v, [i] -> ... dim:i", linear="self", whole=_unless_summable(call, "v"))
 
@@ -239,7 +240,7 @@ def _gather_local(c: Local) -> None:
     c.run = run
 
 
-@row("gather", local=_gather_local, positions="v")
+@row("gather", local=_gather_local, positions="v", picks="self")
 def _gather(call: Call) -> Form:
     x, index = call.self, call.values["index"]
     if x.dim() != index.dim() or x.dim() == 0:
@@ -251,7 +252,7 @@ def _gather(call: Call) -> Form:
     return Form(signature([old, new], [new]), linear="self")
 
 
-@row("take")
+@row("take", picks="self")
 def _take(call: Call) -> Form:
     index = names(call.values["index"].dim(), "i")
     return Form(signature([["_"] * call.self.dim(), index], [index]), linear="self")
@@ -301,7 +302,7 @@ def _index_local(c: Local) -> None:
     c.run = run
 
 
-@row("index.Tensor _unsafe_index", local=_index_local, positions=INDEXED)
+@row("index.Tensor _unsafe_index", local=_index_local, positions=INDEXED, picks="self")
 def _index(call: Call) -> Form | None:
     indexed = Indexed(call.self, call.indices)
     if not indexed.plain:

@@ -103,8 +103,8 @@ def _nll_of_part(c: Local) -> None:
     c.run = run
 
 
-row("nll_loss_forward", local=_nll_of_part, positions="c", instead=_mean_of_sums)(_nll_form)
-row("nll_loss2d_forward", local=_nll_of_part, positions="c", instead=_mean_of_sums_2d)(_nll_form)
+row("nll_loss_forward", local=_nll_of_part, positions="c", picks="self", instead=_mean_of_sums)(_nll_form)
+row("nll_loss2d_forward", local=_nll_of_part, positions="c", picks="self", instead=_mean_of_sums_2d)(_nll_form)
 
 
 def _nll_gradient_of_part(c: Local) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -123,11 +124,17 @@ def _trilinear(call: Call) -> Form | None:
     return Form(signature(operands, [result]), linear="i1 * i2 * i3", whole=full[call.unroll_dim])
 
 
-row("_cdist_forward", "... p k, ... r k -> ... p r", whole="k")
+def _distances(call: Call) -> int:
+    """Coordinates times pairs of points."""
+    one, other = call.operands[-3 if "backward" in call.schema.name else 0 :][:2]
+    return int(prod(one.shape) * other.shape[-2])
+
+
+row("_cdist_forward", "... p k, ... r k -> ... p r", whole="k", macs=_distances)
 
 
 # Given the distances, each coordinate has its own gradient; that of a point sums over the other set's points.
-@row("_cdist_backward")
+@row("_cdist_backward", macs=_distances)
 def _cdist_backward(call: Call) -> Form:
     return Form("... p r, ... p k, ... r k, ... p r -> ... p k", linear=call.names[0])  # its name has changed in 2.15
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
+from onecard._torch.names import TorchDispatchMode, tree_leaves, tree_map
 from onecard.rules.call import schema_of
 
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})

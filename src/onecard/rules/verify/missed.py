@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from math import prod
 
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.rules.decide import Decision, exactly
 from onecard.rules.verify.split import mismatch
 from onecard.rules.verify.trial import Trial, one_axis_layouts

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import tensors_in
 from onecard.rules.decide import Decision
 from onecard.rules.registry import find

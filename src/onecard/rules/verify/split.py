@@ -9,9 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.reductions import commute, join
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.reductions import commute, join
 
 Coordinate = tuple[int, ...]
 _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from onecard.errors import RuleError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import Call, tensors_in
 from onecard.rules.decide import Decision, strategies
 from onecard.rules.local import Local
 from onecard.rules.refine import apart
 from onecard.rules.registry import Row
-from onecard.rules.rule import Bound, Form, bind
+from onecard.rules.rule import Bound, Form
 from onecard.rules.verify.captured import Captured, copied
 from onecard.rules.verify.split import Coordinate, coordinates, mismatch, noise, split, tolerance
 
@@ -226,8 +226,7 @@ def _bind(captured: Captured, row: Row) -> tuple[Call, str, Bound]:
     if form is None:
         raise Unfit("", "")
     try:
-        operands, results = ([tuple(t.shape) for t in tensors] for tensors in (call.operands, call.results))
-        bound = bind(form, call.names, operands, results, row.pieces)
+        bound = row.bound(form, call)
     except RuleError as fault:
         raise Unfit(described(form), str(fault)) from None
     return call, described(form), bound

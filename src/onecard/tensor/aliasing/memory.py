@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from onecard import _torch
+from onecard._torch import names as _torch
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.tensor.aliasing.strides import expanded, overlaps
 from onecard.tensor.spec import COPY, OWN, STALE, WINDOWS
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import boxes, random
+from onecard import random
 from onecard.errors import DispatchError
+from onecard.place import boxes
 from onecard.random import Key
 from onecard.rules.call import arguments, schema_of
 from onecard.tensor.dist_tensor import DistTensor, describe

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import _torch
-from onecard._torch import TorchDispatchMode, tree_leaves, tree_map
+from onecard._torch import names as _torch
+from onecard._torch.names import TorchDispatchMode, tree_leaves, tree_map
 from onecard.errors import DispatchError
 from onecard.random import new_key
 from onecard.rules.call import schema_of, written

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onecard import random
-from onecard._torch import tree_leaves, tree_map
-from onecard.comm import world
+from onecard._torch.names import tree_leaves, tree_map
+from onecard.comm.world import world
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.deferred.calls import Node, Record, Slot

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import tree_leaves, tree_map
-from onecard.comm import groups, world
+from onecard._torch.names import tree_leaves, tree_map
+from onecard.comm.issue import groups
+from onecard.comm.world import world
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.aliasing.region import VIEWS, Region

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding
-from onecard.comm import sparse_check
-from onecard.comm.groups import check_world
-from onecard.comm.state import machine
-from onecard.errors import DispatchError, RuleError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.parts import axes_of, is_merged
-from onecard.rules.call import Call, Path
+from onecard.comm.agree import sparse_check
+from onecard.comm.base.state import machine
+from onecard.comm.issue.groups import check_world
+from onecard.errors import DispatchError
+from onecard.moves import resharding
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.parts import axes_of, is_merged
+from onecard.rules.call import Call, Path, dtype_of
 from onecard.rules.decide import Decision, decide, factor_of
 from onecard.rules.local import Local
 from onecard.rules.registry import Row, find
-from onecard.rules.rule import Bound, bind
+from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import memory
 from onecard.tensor.buckets import reduce_first
 from onecard.tensor.dispatch import fallback
@@ -140,7 +140,7 @@ def _rule(call: Call) -> tuple[Row | None, Bound | None]:
         return None, None
     try:
         call.results = row.results_of(call)
-        return row, _bind(row, call)
+        return row, row.bound_for(call)
     except RuntimeError as fault:
         if not isinstance(fault, NotImplementedError) and torch.Tag.dynamic_output_shape not in call.func.tags:
             raise
@@ -169,6 +169,7 @@ def _decision(case: _Case, aliases: Sequence[Path | None], hinted: dict[int, int
         [i for i, name in enumerate(call.names) if name in call.schema.written],
         hinted,
         machine.here,
+        dtype_of(call),
     )
 
 
@@ -280,18 +281,6 @@ def _stand_ins(case: _Case, decision: Decision, coordinate: Sequence[int]) -> tu
             position = place if isinstance(place, int) else call.schema.arguments.index(place)
             made.append((position, call.names[i], value))
     return tuple(made)
-
-
-def _bind(row: Row, call: Call) -> Bound | None:
-    """The row's rule bound to this call; None if the row has no rule for it, or the rule does not fit."""
-    form = row.form_for(call)
-    if form is None:
-        return None
-    try:
-        operands, results = ([tuple(t.shape) for t in tensors] for tensors in (call.operands, call.results))
-        return bind(form, call.names, operands, results, row.pieces)
-    except RuleError:
-        return None
 
 
 def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:

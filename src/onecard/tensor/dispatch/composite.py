@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import Replicate
 
-from onecard import _torch
-from onecard._torch import DispatchKey, DispatchKeySet
-from onecard.comm.world import get_rank
+from onecard._torch import names as _torch
+from onecard._torch.names import DispatchKey, DispatchKeySet
+from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
 from onecard.rules.call import schema_of, tensors_in
 from onecard.rules.table.matmul import linear_backward, subscripts

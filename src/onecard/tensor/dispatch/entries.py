@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from onecard._torch import OpOverload
+from onecard._torch.names import OpOverload
 from onecard.tensor.dispatch.intercept import intercept
 
 Handler = Callable[[Any, Any, Any], Any]

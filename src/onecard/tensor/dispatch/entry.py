@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm import check, record, trace
-from onecard.comm.state import Kept, faked
+from onecard.comm.agree import check
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept, faked
+from onecard.comm.issue import trace
 from onecard.errors import DispatchError
 from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import _torch, resharding
-from onecard._torch import no_dispatch, tree_leaves, tree_map
-from onecard.comm import record
-from onecard.comm.state import Kept, machine
+from onecard._torch import names as _torch
+from onecard._torch.names import no_dispatch, tree_leaves, tree_map
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept, machine
 from onecard.errors import DispatchError, OnecardError, each_ranks_own
-from onecard.layout import Layout
+from onecard.moves import resharding
+from onecard.place.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
 from onecard.tensor import dist_tensor
 from onecard.tensor.aliasing import memory
@@ -26,7 +27,7 @@ _warned: Kept[set[Any]] = Kept(set)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class FallbackCall:
     """An operator without a row was run otherwise: ``how`` is "decomposed" or "gathered"."""
 
     func: Any
@@ -34,12 +35,12 @@ class Event:
 
 
 # Told of each such call (``coverage``); one list for the process.
-observers: Kept[list[Callable[[Event], None]]] = Kept(list)
+observers: Kept[list[Callable[[FallbackCall], None]]] = Kept(list)
 
 
 def _tell(func: Any, how: str) -> None:
     for observer in list(observers.here):
-        observer(Event(func, how))
+        observer(FallbackCall(func, how))
 
 
 class GatheredOperatorWarning(UserWarning):

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding
-from onecard._torch import tree_map
-from onecard.comm import pretend, record
-from onecard.comm.run import run as run_steps
-from onecard.comm.state import Kept, machine
+from onecard._torch.names import tree_map
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept, machine
+from onecard.comm.issue.run import run as run_steps
+from onecard.comm.world import pretend
 from onecard.errors import OnecardError, RuleError
-from onecard.layout import Layout
+from onecard.moves import resharding
+from onecard.place.layout import Layout
 from onecard.rules.call import schema_of, tensors_in, written
 from onecard.rules.register import unproved
 from onecard.rules.registry import row_name

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onecard import _torch, resharding
-from onecard._torch import tree_leaves
-from onecard.comm import record, sparse_check
-from onecard.comm.run import run as run_steps
-from onecard.comm.state import machine
+from onecard._torch import names as _torch
+from onecard._torch.names import tree_leaves
+from onecard.comm.agree import sparse_check
+from onecard.comm.base import record
+from onecard.comm.base.state import machine
+from onecard.comm.issue.run import run as run_steps
 from onecard.errors import DispatchError
-from onecard.layout import Layout
-from onecard.mesh import ProcessMesh
-from onecard.parts import axes_of
+from onecard.moves import resharding
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.parts import axes_of
 from onecard.rules.call import Path, schema_of, written
 from onecard.rules.registry import find
 from onecard.tensor import watched
@@ -258,11 +260,11 @@ class FusedProgram:
             return x.full_tensor() if isinstance(x, DistTensor) else x
         if isinstance(x, DistTensor):
             if x._spec.layout is target:
-                return x._local
+                return _dense(x._local, param._local)
             if x.mesh is not target.mesh:
                 raise DispatchError(f"{self.name}: {describe(x)} and its parameter {describe(param)} are on two meshes")
             moved = x._become(target, self.name, "grads", "follows its parameter", explicit=False)
-            return x._local if x._spec.layout is target else _dense(moved, param._local)
+            return _dense(x._local if x._spec.layout is target else moved, param._local)
         return _dense(target.local_part(x), param._local)
 
 

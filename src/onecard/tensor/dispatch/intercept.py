@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from onecard import _torch
-from onecard._torch import DispatchKey, DispatchKeySet, OpOverload
+from onecard._torch import names as _torch
+from onecard._torch.names import DispatchKey, DispatchKeySet, OpOverload
 
 _NAME = "DeferredInit"
 KEY = _torch.dispatch_key(_NAME)

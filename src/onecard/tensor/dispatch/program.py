@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard import resharding
-from onecard.comm import record, sparse_check
-from onecard.comm.run import run as run_steps
-from onecard.comm.state import machine
-from onecard.layout import Layout
+from onecard.comm.agree import sparse_check
+from onecard.comm.base import record
+from onecard.comm.base.state import machine
+from onecard.comm.issue.run import run as run_steps
+from onecard.moves import resharding
+from onecard.place.layout import Layout
 from onecard.rules.call import Path, schema_of, tensors_in
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dist_tensor import DistTensor, announce

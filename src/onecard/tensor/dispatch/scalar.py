@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from onecard import _torch
-from onecard._torch import DispatchKey
-from onecard.comm.world import get_rank
+from onecard._torch import names as _torch
+from onecard._torch.names import DispatchKey
+from onecard.comm.world.world import get_rank
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dispatch.entries import handler
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view

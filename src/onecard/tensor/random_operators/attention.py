@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from onecard import random
-from onecard._torch import DispatchKeySet
-from onecard.layout import Layout
+from onecard._torch.names import DispatchKeySet
+from onecard.place.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import arguments, schema_of
 from onecard.tensor.dispatch.build import build

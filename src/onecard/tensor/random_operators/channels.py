@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import DispatchKeySet
-from onecard.layout import Layout
+from onecard._torch.names import DispatchKeySet
+from onecard.place.layout import Layout
 from onecard.tensor.deferred.replay import empty
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward

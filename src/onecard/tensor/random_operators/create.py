@@ -10,8 +10,8 @@ from torch.distributed.tensor import Placement
 
 from onecard import random
 from onecard.errors import DispatchError
-from onecard.layout import Layout, check_placements
-from onecard.mesh import ProcessMesh
+from onecard.place.layout import Layout, check_placements
+from onecard.place.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory
 from onecard.tensor.deferred.replay import empty
 from onecard.tensor.dispatch.entries import handler

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from onecard import random
-from onecard.comm import world
-from onecard.comm.agree import first_to_say, when_met
-from onecard.comm.state import Kept
+from onecard.comm.agree.agree import first_to_say, when_met
+from onecard.comm.base.state import Kept
+from onecard.comm.world import world
 from onecard.errors import DispatchError
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.random import Key, Law, new_key
 from onecard.recorded import unrecorded
 from onecard.rules.call import arguments, schema_of

@@ -11,11 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from onecard import _torch
-from onecard._torch import TorchDispatchMode
-from onecard.comm import world
-from onecard.comm.agree import first_to_say, when_met
-from onecard.comm.state import Kept
+from onecard._torch import names as _torch
+from onecard._torch.names import TorchDispatchMode
+from onecard.comm.agree.agree import first_to_say, when_met
+from onecard.comm.base.state import Kept
+from onecard.comm.world import world
 from onecard.errors import DispatchError
 from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor

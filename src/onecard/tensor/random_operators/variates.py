@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.layout import Layout
+from onecard.place.layout import Layout
 from onecard.random import Key
 from onecard.random.variates import variates
 from onecard.rules.call import arguments, schema_of

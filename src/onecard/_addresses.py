@@ -1,0 +1,86 @@
+"""Addresses without their floor: ``onecard.fleet.mappings`` is ``onecard.fleet.layers.mappings``, ``onecard.resharding`` is
+``onecard.moves.resharding``. Users name modules by what they are about; in which subfolder one lies is the house's matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+ROOT = Path(__file__).parent
+RENAMED = {"graph": "static", "parallel": "train", "modules": "train.modules"}
+
+
+class _Same(Loader):
+    """Loads an address as the module that another address has: one module, so that there is one of each of its tables."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.home)
+
+
+class _Floors(MetaPathFinder):
+    """Asked when nothing lies at an address itself; of a renamed room, asked first (its folder is another's, too)."""
+
+    def __init__(self, renamed: bool) -> None:
+        self.renamed = renamed
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, address = name.partition(".")
+        if package != "onecard" or (address.partition(".")[0] in RENAMED) != self.renamed:
+            return None
+        found = home_of(address)
+        return None if found in (None, name) else ModuleSpec(name, _Same(str(found)), is_package=True)
+
+
+def home_of(address: str) -> str | None:
+    """Where the module of an address lies: the only one of its name one floor below, in a room that may have got another name.
+
+    Example:
+        >>> home_of("fleet.mappings"), home_of("graph.recorder"), home_of("layout"), home_of("fleet.nothing")
+        ('onecard.fleet.layers.mappings', 'onecard.static.capture.recorder', 'onecard.place.layout', None)
+    """
+    room, _, rest = address.partition(".")
+    full = ".".join(filter(None, (RENAMED.get(room, room), rest)))
+    *above, last = full.split(".")
+    folder = ROOT.joinpath(*above)
+    if not folder.is_dir():
+        return None
+    if _is_module(folder / last):
+        return f"onecard.{full}"
+    homes = [child / last for child in folder.iterdir() if child.is_dir() and _is_module(child / last)]
+    return ".".join(("onecard", *homes[0].relative_to(ROOT).parts)) if len(homes) == 1 else None
+
+
+def module_or(refuse: Callable[[str, str], NoReturn]) -> Callable[[str, str], ModuleType]:
+    """What a package's ``__getattr__`` asks: the module of that name on one of its floors, or the error for a name it has not.
+
+    Example:
+        >>> import onecard
+        >>> onecard.fleet.mappings.__name__
+        'onecard.fleet.layers.mappings'
+    """
+
+    def look_up(package: str, name: str) -> ModuleType:
+        home = None if name.startswith("_") else home_of(f"{package}.{name}".partition(".")[2])
+        return importlib.import_module(home) if home else refuse(package, name)
+
+    return look_up
+
+
+def _is_module(path: Path) -> bool:
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+sys.meta_path[:] = [_Floors(True), *sys.meta_path, _Floors(False)]

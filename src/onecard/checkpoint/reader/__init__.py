@@ -1,0 +1,1 @@
+"""Reading a checkpoint, of onecard's format or another."""

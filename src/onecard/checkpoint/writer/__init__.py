@@ -1,0 +1,1 @@
+"""Writing a checkpoint: meet, write, meet, commit."""

@@ -1,0 +1,1 @@
+"""Whether ranks agree: on what they say, send and hold."""

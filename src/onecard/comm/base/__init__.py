@@ -1,0 +1,1 @@
+"""What every message needs: the state of this process, the attempt's store, who watches."""

@@ -1,0 +1,125 @@
+"""Messages that a program sends itself (``torch.distributed.all_reduce(x)``): values that a recording holds and sends again."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onecard import recorded
+from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+
+Kind = TypeVar("Kind", bound=type)
+
+
+class OwnMessage:
+    """A call of a process group, or of torch's operator for it, less its tensors. Two are equal if they send alike."""
+
+    __slots__ = ("_call", "_given", "_tree", "key")
+
+    def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        leaves, self._tree = tree_flatten((tuple(args), dict(kwargs)))
+        self._call = call
+        self._given = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+        self.key = (getattr(call, "__name__", str(call)), *(word for x in leaves if (word := _word(x)) is not None))
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send it again with these tensors in the places of its own, and wait for it."""
+        rest = iter(tensors)
+        args, kwargs = tree_unflatten([next(rest) if x is None else x[0] for x in self._given], self._tree)
+        wait_for(self._call(*args, **kwargs))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnMessage) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return " ".join(map(str, self.key))
+
+
+_SAID = ("reduceOp", "rootRank", "rootTensor", "sourceTensor")
+
+
+def _word(x: Any) -> Any:
+    """What of an argument tells two messages apart; None: nothing."""
+    if isinstance(x, bool | int | float | str):
+        return x
+    if isinstance(x, dist.ProcessGroup):
+        return x.group_name
+    if isinstance(x, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(x).group_name
+        except RuntimeError:  # a reduction, which torch does not take out of its box
+            return None
+    said = [getattr(x, name) for name in _SAID if hasattr(x, name)]
+    return tuple(str(getattr(value, "op", value)).rpartition(".")[2] for value in said) or None
+
+
+def is_under_way(kind: type) -> bool:
+    """Whether this is torch's class of results of functional collectives, which wait when they are used."""
+    return kind.__name__ == "AsyncCollectiveTensor"
+
+
+def only_wraps(func: Any) -> bool:
+    """Whether an operator makes such a result of a tensor, and does nothing else."""
+    return func.namespace == "_c10d_functional" and "_wrap_tensor" in str(func)
+
+
+def wait_for(result: Any) -> None:
+    """Wait for what such a call gives, beside tensors."""
+    work = result[-1] if isinstance(result, tuple) else result
+    if isinstance(work, torch.ScriptObject):
+        work = dist.Work.unbox(work)
+    if isinstance(work, dist.Work):
+        work.wait()
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors of a call, in order."""
+    return [x for x in tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
+
+
+def send_own(tensors: list[Tensor], message: OwnMessage) -> None:
+    """A message of the program's own: all its tensors count as written."""
+    message.send(tensors)
+
+
+recorded.register(send_own, 0)
+
+_NO_MESSAGES = {"shutdown", "abort", "set_timeout"}
+
+
+def shown(*parts: type) -> Callable[[Kind], Kind]:
+    """Decorate a class of process groups in Python, which torch's dispatcher does not see: a recorder is told of the messages.
+
+    Args:
+        parts: the classes that it is made of whose public methods send; its own do, too.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        for part in (*parts, kind):
+            for name, call in [*vars(part).items()]:
+                public = not name.startswith("_") or name.endswith("_base")
+                if isinstance(call, types.FunctionType) and public and name not in _NO_MESSAGES:
+                    setattr(kind, name, _shown(call))
+        return kind
+
+    return decorate
+
+
+def _shown(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder = recorded.recorder
+        if recorder is None or not recorder.listens:
+            return call(*args, **kwargs)
+        return recorder.own(call, args, kwargs)
+
+    return run

@@ -1,0 +1,84 @@
+"""Who watches the messages: observers are told of each step before it runs, with the operator that needs it.
+
+Nothing is built when nobody watches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from onecard.comm.base.state import Kept
+from onecard.moves.resharding import Step
+
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_ENGINE = str(Path(torch.__file__).resolve().parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One step that is about to run.
+
+    Attributes:
+        step: what is sent, between which layouts.
+        operator: the operator (or call) that needs it; ``operand``: which of its tensors.
+        shape: of the whole tensor.
+        reason: why the rule needs the new layout.
+        source: the user's line, "file:line".
+        explicit: whether the program asked for it (``reshard``, ``full_tensor``).
+        tensors: how many tensors travel in it together.
+    """
+
+    step: Step
+    operator: str
+    operand: str
+    shape: tuple[int, ...]
+    reason: str
+    source: str
+    explicit: bool
+    tensors: int = 1
+
+
+observers: Kept[list[Callable[[Message], None]]] = Kept(list)
+
+serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
+"""What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
+
+
+def user_line() -> str:
+    """The innermost line on the stack that is neither onecard's nor PyTorch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not name.startswith(_ENGINE) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def tell(message: Message) -> None:
+    """Show a message to every observer; one may raise to forbid it."""
+    for observer in list(observers.here):
+        observer(message)
+
+
+def name(tensor: Tensor, words: str) -> None:
+    """What to call a tensor: a parameter by its name in the module."""
+    tensor._onecard_name = words  # type: ignore[attr-defined]  # not by weak reference: torch cannot swap what has one
+
+
+def name_of(tensor: Tensor) -> str:
+    """What a tensor was named, in words to put behind its operand's name; "" if it was not."""
+    words = words_of(tensor)
+    return f" ({words})" if words else ""
+
+
+def words_of(tensor: Tensor) -> str:
+    """What a tensor was named; "" if it was not."""
+    return getattr(tensor, "_onecard_name", "")

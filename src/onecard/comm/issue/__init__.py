@@ -1,0 +1,1 @@
+"""Messages: process groups, collectives, sends and receives, now or started."""

@@ -1,0 +1,194 @@
+"""Messages that are started now and awaited later: collectives, and sends and receives with tags.
+
+A handle's ``wait`` gives the result, or an error that names the rank that does not come. Where a message cannot be left
+under way (a graph is traced, or the group's size is one) it is complete when it has been started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept
+from onecard.comm.issue import collectives, forms, plain, trace
+from onecard.comm.issue.handle import Handle
+from onecard.comm.issue.message import recording
+from onecard.comm.issue.ranks import Ranks, of_ranks
+from onecard.comm.world import world
+from onecard.errors import CommunicationError
+from onecard.recorded import one_node
+
+LAST = 30.0  # seconds at the end of a process, for sends that nobody has received yet
+KEPT = 1024  # sends that nobody waits for, before the oldest is waited for
+BACK = 1 << 30  # in the tag of what comes back for a message: its gradient
+
+
+def all_reduce(
+    x: Tensor, group: Ranks, op: str = "sum", inplace: bool = False, call: str = "all_reduce", later: bool = True
+) -> Handle:
+    """``plain.all_reduce``, left under way. ``inplace``: ``x`` may be overwritten, and is not read before the handle is awaited.
+
+    ``later``: whether to leave it under way; what cannot be runs at once.
+    """
+    plain.begin(plain.reduces(op), group, x, call)
+    return collectives.reduced(x, group, op, inplace, later)
+
+
+def all_gather(
+    x: Tensor,
+    group: Ranks,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    call: str = "all_gather",
+    later: bool = True,
+) -> Handle:
+    """``plain.all_gather``, left under way."""
+    dim, sizes = plain.gathers(x, group, dim, sizes, call)
+    return collectives.gathered(x, group, dim, sizes, later=later)
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: Ranks,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    call: str = "reduce_scatter",
+    later: bool = True,
+) -> Handle:
+    """A reduce-scatter that sums, left under way. Where the parts travel (see collectives.py), ``wait`` adds them."""
+    dim, sizes = plain.scatters(x, group, dim, sizes, "sum", call)
+    return collectives.scattered(x, group, dim, sizes, later=later)
+
+
+def tag_of(name: str, microbatch: int = 0) -> int:
+    """A tag for the messages of one kind and one microbatch, the same on all ranks.
+
+    Example:
+        >>> tag_of("forward", 3) == tag_of("forward", 3), tag_of("forward", 3) == tag_of("forward", 4)
+        (True, False)
+    """
+    return zlib.crc32(f"{name} {microbatch}".encode()) & (BACK - 1)
+
+
+_sends: Kept[list[Handle]] = Kept(list)
+
+
+def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: str = "send") -> Handle:
+    """Start sending ``x`` to the rank at place ``dst`` of the group. Nobody has to wait: what is not awaited is kept.
+
+    Args:
+        x: may not be written to before the message has arrived, as with ``torch.distributed.isend``.
+        tag: the receiver takes the message by it; messages of several microbatches have several tags (``tag_of``).
+    """
+    made, here = _message("send", x, dst, tag, group, call)
+    if here is None:
+        return Handle.complete(x)
+    if recording():
+        _send(x, dst, tag, here.ranks, here.name, call)
+        return Handle.complete(x)
+    dense = forms.dense(x)
+    what = _named("send", tag, call)
+    with _starting(what, made):
+        work = here.process_group.send([forms.moved(dense)], _place(here, dst), tag)
+    handle = Handle(what, made, work, lambda: x, (x, dense))
+    keep(handle)
+    return handle
+
+
+def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: str = "recv") -> Handle:
+    """Start filling ``x`` with what the rank at place ``src`` sends under the tag; read it after ``wait``."""
+    made, here = _message("recv", x, src, tag, group, call)
+    if here is None:
+        return Handle.complete(x)
+    if recording():  # a node that waits stands where the program does: before, it may have something to send
+        return Handle("", "", None, lambda: (_receive(x, src, tag, here.ranks, here.name, call), x)[1])
+    dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    what = _named("recv", tag, call)
+    with _starting(what, made):
+        work = here.process_group.recv([forms.moved(dense)], _place(here, src), tag)
+    return Handle(what, made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def _named(kind: str, tag: int, call: str) -> str:
+    return f"{kind} with tag {tag}" + (f" ({call})" if call != kind else "")
+
+
+@contextmanager
+def _starting(what: str, peer: str) -> Iterator[None]:
+    """A backend may know already that the other rank has gone."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as fault:
+        raise CommunicationError(f"{what} {peer} cannot start on rank {world.get_rank()}: {fault}") from fault
+
+
+@one_node()
+def _send(x: Tensor, dst: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
+    """A send of a recording: of a copy, because a replay may use the memory of ``x`` again before it has arrived."""
+    isend(x.clone(), dst, tag, of_ranks(tuple(ranks), name), call)
+
+
+@one_node(0)
+def _receive(x: Tensor, src: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> None:
+    irecv(x, src, tag, of_ranks(tuple(ranks), name), call).wait()
+
+
+def finish_sends(timeout: float | None = None) -> None:
+    """Wait for the sends that nobody has waited for."""
+    while _sends.here:
+        _sends.here.pop(0).wait(timeout)
+
+
+def _at_exit() -> None:
+    """What was sent arrives, also when this rank ends first; not where it ends by an error, which others must not wait for."""
+    if not hasattr(sys, "last_value"):
+        with suppress(CommunicationError):
+            finish_sends(LAST)
+
+
+def keep(handle: Handle) -> None:
+    """Sends that are under way stay here, because a backend drops what nobody holds."""
+    while _sends.here and _sends.here[0].done():
+        _sends.here.pop(0)
+    if not _sends.here:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)  # before the process group is ended, which was registered earlier
+    if len(_sends.here) >= KEPT:
+        _sends.here.pop(0).wait()
+    _sends.here.append(handle)
+
+
+def _message(kind: str, x: Tensor, peer: int, tag: int, group: Ranks | None, call: str) -> tuple[str, Ranks | None]:
+    """Check a send or a receive and show it to who watches; the words for errors, and no group where nothing is sent."""
+    here = of_ranks() if group is None else group
+    plain.member(here, call)
+    if not 0 <= peer < here.size or peer == here.index:
+        raise CommunicationError(
+            f"{call}: place {peer} of ranks {list(here.ranks)} is "
+            + ("this rank itself" if peer == here.index else "not there")
+            + "; a message goes to another rank of the group"
+        )
+    if not 0 <= tag < 1 << 31:
+        raise CommunicationError(
+            f"{call}: tag {tag} is not in [0, 2**31): comm.started.tag_of(name, microbatch) makes one"
+        )
+    if trace.tracing():
+        raise trace.refuse(f"{call} with a tag")
+    words = f"{'to' if kind == 'send' else 'from'} rank {here.ranks[peer]}"
+    if record.observers.here and kind == "send":
+        plain.tell(plain.SEND, here, x, call, words)
+    return words, None if x.is_meta or trace.faking() else here
+
+
+def _place(group: Ranks, place: int) -> int:
+    """The rank in the process group of the one at a place."""
+    return group.order.index(place) if group.order else place

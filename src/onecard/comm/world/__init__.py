@@ -1,0 +1,1 @@
+"""This process among the others: rank, device, hosts, who has ended, and pretended worlds."""

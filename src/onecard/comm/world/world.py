@@ -1,0 +1,125 @@
+"""The world: this process's rank, the default process group and the device. Made at first use, from the environment.
+
+With no launcher a process is a world of one and never opens a socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onecard.comm import shm
+from onecard.comm.base import attempt, flight
+from onecard.comm.base.state import Kept
+from onecard.errors import CommunicationError
+from onecard.place import mesh as _mesh
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
+
+
+def get_rank() -> int:
+    """This process's rank in the world: 0 without a launcher.
+
+    Source: ``paddle.distributed.get_rank``; the variable RANK that torchrun sets.
+
+    Example:
+        >>> get_rank()
+        0
+    """
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size() -> int:
+    """How many processes the program runs on: 1 without a launcher.
+
+    Source: ``paddle.distributed.get_world_size``; the variable WORLD_SIZE that torchrun sets.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_job() -> bool:
+    """Whether a launcher started this process or it is in a process group, so that it is not a notebook or a tool."""
+    return dist.is_initialized() or "RANK" in os.environ
+
+
+def device() -> torch.device:
+    """Where this process's local tensors live: its GPU under NCCL, else the CPU."""
+    if torch.cuda.is_available() and os.environ.get("ONECARD_BACKEND", "nccl") == "nccl":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def default_backend(device_type: str = "cpu") -> str:
+    """ONECARD_BACKEND if set; else NCCL on GPUs, shared memory where the launcher says that all ranks are on one host.
+
+    With several hosts, or where there is no such memory, Gloo. No word from a launcher: the ranks find out themselves.
+    """
+    if named := os.environ.get("ONECARD_BACKEND"):
+        return named
+    if device_type == "cuda":
+        return "nccl"
+    everywhere = os.environ.get("WORLD_SIZE", "1")
+    return "shm" if shm.available() and os.environ.get("LOCAL_WORLD_SIZE", everywhere) == everywhere else "gloo"
+
+
+def init() -> None:
+    """Join the process group that the launcher's environment describes; nothing to do in a world of one.
+
+    Called by itself at the first collective. A group that the program has made already is used as it is.
+
+    Raises:
+        CommunicationError: WORLD_SIZE says more than one, but the rendezvous cannot be reached.
+    """
+    if not dist.is_initialized() and get_world_size() > 1:
+        _join()
+    while waiting.here and dist.is_initialized():
+        waiting.here.pop(0)()
+
+
+# What the ranks said before they met, to be compared as soon as they have (see ``agree``).
+waiting: Kept[list[Callable[[], None]]] = Kept(list)
+
+
+def has_met() -> bool:
+    """Whether the ranks have met."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _join() -> None:
+    place = device()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    backend = default_backend(place.type)
+    try:
+        # Not by init_process_group alone: under torchrun it would meet the addresses of ranks that died before a restart.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        dist.init_process_group(backend, store=attempt.part_of(store), rank=rank, world_size=size, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as fault:
+        raise CommunicationError(
+            f"rank {get_rank()} of {get_world_size()} cannot join its process group ({backend}): {fault}. "
+            "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
+        ) from fault
+    atexit.register(_leave)
+    launcher = sys.modules.get("_onecard_launcher")  # under ``onecard run``: it watches what the ranks wait for
+    if launcher is not None and flight.board.here is None:
+        with suppress(OSError):
+            flight.board.here = flight.Board.create(launcher.board)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_mesh.rank_source = get_rank

@@ -1,0 +1,1 @@
+"""Models, optimizers, scalers, pipelines and collectives under Paddle's names."""

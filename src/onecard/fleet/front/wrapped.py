@@ -1,0 +1,125 @@
+"""DistributedModel: a local model as a part of a fleet program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard import recorded
+from onecard.comm.agree import sparse_check
+from onecard.comm.issue.ranks import Ranks
+from onecard.errors import FleetError
+from onecard.fleet.gradients import hooks, pending
+from onecard.fleet.gradients.copies import compare, equalise
+from onecard.fleet.grid.strategy import DistributedStrategy
+from onecard.fleet.zero.carried import Places, declare
+
+
+class DistributedModel(nn.Module):
+    """What ``distributed_model`` returns: the model, with the names of its own parameters, and Paddle's methods."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Ranks,
+        strategy: DistributedStrategy,
+        grad_accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self._data, self._accum = module, data, grad_accum_dtype
+        self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
+        self._places: Places | None = None
+        self._family: pending.Family | None = None
+        self._number, self._compared = sparse_check.serial(), 0
+        self._adopt()
+        module.register_forward_pre_hook(self._begin, prepend=True)
+
+    def _begin(self, *_: Any) -> None:
+        """Before a forward that is trained: parameters that have come since are those of the fleet program, too."""
+        if not torch.is_grad_enabled() or not self.module.training:
+            return
+        with recorded.unrecorded():
+            if self._places is None or not self._places.same():
+                self._adopt()
+            backwards = 0 if self._family is None else self._family.backwards
+            if backwards != self._compared:  # once for all microbatches of a step
+                self._compared = backwards
+                compare(self._number, self.module)
+
+    def _adopt(self) -> None:
+        """Say what the parameters are, and give the copies of those that are new one value."""
+        parameters = [*self.module.parameters()]
+        self._family = self._family or pending.Family()
+        self._family.become(parameters)
+        declare(self.module)
+        for p in parameters:
+            hooks.share_data(p, self._data, self._family, self._accum)
+        values = [*parameters, *self.module.buffers()]
+        equalise(values if self._places is None else self._places.new(values))
+        self._places = Places(self.module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As on one card: model.head = nn.Linear(...) exchanges the model's head.
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if isinstance(value, nn.Module | nn.Parameter) and inner is not None and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": None, "_family": None}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, under autocast if the strategy says amp."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._amp is not None:
+            kind = next((p.device.type for p in self.module.parameters()), "cpu")
+            context = torch.autocast(kind, self._amp)
+        with context:
+            return self.module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model: this rank's parts."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss: gradients are averaged when they are summed, so it need not be divided."""
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Sum the gradients now. Otherwise the optimizer has it done."""
+        hooks.sync(self.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: backward sends nothing for parameters, so they accumulate without a message."""
+        yield
+
+    def clear_gradients(self) -> None:
+        """``zero_grad()``."""
+        self.module.zero_grad()
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Of pipelines only."""
+        raise FleetError(
+            "train_batch is of pipelines: fleet.distributed_model(fleet.PipelineLayer([...])). This model has no stages: "
+            "forward, loss.backward() and optimizer.step(), one microbatch after the other"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

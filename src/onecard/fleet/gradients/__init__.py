@@ -1,0 +1,1 @@
+"""Gradients of a fleet program: summed, counted, clipped."""

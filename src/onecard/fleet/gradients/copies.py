@@ -1,0 +1,67 @@
+"""Copies of a parameter on several ranks: made equal when the program begins, and compared now and then while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from onecard.comm.agree import sparse_check
+from onecard.comm.issue import plain
+from onecard.comm.issue.ranks import Ranks
+from onecard.comm.world import world
+from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.train.shard import held
+
+_CURE = (
+    "Each rank must do the same to its copy. What torch.autograd.grad gives is of this rank's data: assign it to p.grad and read "
+    "it there. Random numbers: seed all ranks alike"
+)
+
+
+def by_group(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
+    """Those that other ranks have copies of, with those ranks."""
+    hcg = get_hybrid_communicate_group()
+    kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
+    for p in tensors:
+        cut = held(p).group
+        axes = [axis for axis, n in hcg.degrees.items() if n > 1 and axis != "pp"]
+        copies = [a for a in axes if cut is None or not set(hcg.group(a).ranks) <= set(cut.ranks)]
+        if copies and p.numel() and not p.is_meta:
+            group = hcg.group(*copies)
+            kinds.setdefault(group.ranks, (group, []))[1].append(p)
+    return [*kinds.values()]
+
+
+@torch.no_grad()
+def equalise(tensors: Iterable[Tensor]) -> None:
+    """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
+    for group, mine in by_group(tensors):
+        for bucket in gradients.buckets(mine):
+            flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+            plain.broadcast(flat, group, 0, call="distributed_model")
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.detach().copy_(part.view(p.shape))
+
+
+def compare(number: int, model: nn.Module) -> None:
+    """Before a forward: copies that have drifted apart are an error, at the model's forwards 1, 2, 4, 8, 16, 24, ...
+
+    Raises:
+        CommunicationError: names the parameter, and its values on two ranks.
+    """
+    if not sparse_check.on.here:
+        return
+    site = sparse_check.site(("fleet", number), lambda: f"fleet {number}")
+    if not site.tick():
+        return
+    world.init()
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group, mine in by_group(model.parameters()):
+        where = sparse_check.site(("fleet", number, group.ranks), lambda r=group.ranks: f"fleet {number}/{r}")  # type: ignore[misc]
+        where.count = site.count
+        belief = f"is one parameter on ranks {list(group.ranks)}"
+        subjects = [sparse_check.Subject(f"the parameter {names[id(p)]}", p, belief, _CURE) for p in mine]
+        sparse_check.equal(where, "forward", subjects)

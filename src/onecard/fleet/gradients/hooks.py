@@ -1,0 +1,150 @@
+"""Whoever reads ``p.grad`` of a parameter whose gradients are summands has them summed first.
+
+Backward leaves what it made in the gradient, as on one card, and sends nothing. ``Tensor.grad`` is a property here: reading it
+sums what is pending in the parameter's family, that is in its model. So no line between ``backward()`` and ``step()``, the
+optimizer's own included, sees one rank's gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch import names as _torch
+from onecard._torch import patches
+from onecard.comm.issue.ranks import Ranks
+from onecard.fleet.gradients import sums, twins
+from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alike, write
+from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.tensor import DistTensor
+
+
+def share_data(parameter: Tensor, group: Ranks, family: Family | None = None, dtype: torch.dtype | None = None) -> None:
+    """Say that the ranks of a group hold copies of this parameter and see different data, and in which dtype gradients add up."""
+    if isinstance(parameter, DistTensor):
+        watch_alike(parameter).data = group
+    elif group.size > 1 or sums.has_sums(parameter) or _widens(parameter, dtype):
+        state = watch(parameter, family)
+        state.data, state.dtype = group, dtype if _widens(parameter, dtype) else None
+    else:
+        watch_alike(parameter).data = group
+
+
+def _widens(p: Tensor, dtype: torch.dtype | None) -> bool:
+    return dtype is not None and p.is_floating_point() and torch.promote_types(p.dtype, dtype) != p.dtype
+
+
+def leave_to_optimizer(parameter: Tensor, axis: str) -> None:
+    """Say that an optimizer averages a parameter's gradient along an axis of the grid itself, if nobody has it summed before."""
+    state = of(parameter)
+    if state is not None and state.data is not None and sums.adds_up(parameter):
+        state.rest = get_hybrid_communicate_group().data(axis)
+
+
+def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
+    """Sum the gradients of these parameters over the ranks that have summands of them; once for each backward.
+
+    ``step``: an optimizer is about to step, which may sum along an axis itself. All ranks call it at the same place, with the
+    same parameters. Who reads ``p.grad`` does it for the whole model; an optimizer's ``step``, and clipping, do for theirs.
+    """
+    given = [*map(twins.trained, parameters)]
+    for p in given:
+        if p.requires_grad and not isinstance(p, DistTensor) and sums.has_sums(p):
+            watch(p)  # one that was read from a file has its mark alone
+    sums.sync(given, step)
+
+
+def watch(p: Tensor, family: Family | None = None) -> Summed:
+    """Begin to know of a parameter's gradient; ``family``: that of its model."""
+    state = watch_alike(p)
+    if state.family is None:
+        state.family = Family([p])
+        state.summand = state.uneven = read(p) is not None
+        state.known = -1 if state.summand else 0
+        _hook(p)
+    if family is not None and family is not state.family:
+        state.known = -1 if state.is_unknown() else family.backwards
+        state.family = family
+    return state
+
+
+def _hook(p: Tensor) -> None:
+    if not (p.is_floating_point() or p.is_complex()) or not p.is_leaf:
+        return
+    trained = p.requires_grad
+    p.requires_grad_(True)  # one that is frozen now may be trained later
+    me = weakref.ref(p)
+    _torch.hook_first(p, lambda grad: _before(me(), grad))
+    p.register_post_accumulate_grad_hook(_after)
+    p.requires_grad_(trained)
+
+
+def _before(p: Any, grad: Tensor) -> Tensor | None:
+    """Backward is about to add a summand: what is whole already is put aside, where a sum of both would count it often."""
+    state, known = of(p), read(p)
+    if state is None or state.family is None:
+        return None
+    if _torch.has_hooks_beside(p):  # which see the whole one, as on one card: a clipping of a summand is none
+        state.hooked = True
+        return sums.whole(p, grad)
+    if known is not None and state.dtype is not None and state.summand:
+        state.widen(p)
+    elif known is not None and not state.summand and (state.dtype is not None or not sums.adds_up(p)):
+        state.kept = known
+        write(p, None)
+        _torch.queue_callback(partial(_back, weakref.ref(p)))
+    return None
+
+
+def _back(known: Any) -> None:
+    """The end of a backward that added nothing (``torch.autograd.grad``)."""
+    p = known()
+    state = of(p)
+    if state is not None and state.kept is not None and state.wide is None and read(p) is None:
+        write(p, state.kept)
+        state.kept = None
+
+
+def _after(p: Tensor) -> None:
+    state = of(p)
+    if state is not None:
+        if state.dtype is not None and not state.hooked:
+            state.widen(p)
+        state.summand, state.uneven = (state.summand, state.uneven) if state.hooked else (True, True)
+        state.looked = state.hooked = False
+        if state.family is not None:
+            state.family.backwards += 1
+
+
+def look(p: Tensor, state: Summed) -> None:
+    """Somebody reads a gradient: sum what is pending in its family."""
+    # Within a backward the others' are not made yet.
+    sums.sync([p] if _torch.in_backward() else [q for q in state.family.members() if of(q).is_unknown()])  # type: ignore[union-attr]
+
+
+def _get(x: Tensor) -> Tensor | None:
+    state = of(x)
+    if state is not None:
+        if state.is_unknown():
+            look(x, state)
+        state.looked = True
+    return read(x)
+
+
+def _set(x: Tensor, value: Tensor | None) -> None:
+    state = of(x)
+    before = None if state is None else read(x)
+    write(x, value)
+    if state is not None:
+        state.assign(before, value)
+
+
+def install() -> None:
+    """Reading a gradient is a call."""
+    ours = property(_get, _set, lambda x: _set(x, None), "See torch.")
+    patches.replace("torch.Tensor.grad", torch.Tensor, "grad", lambda _: ours)

@@ -1,0 +1,153 @@
+"""What is known of a gradient: whether it is still this rank's summand, and over whom it is to be summed.
+
+This depends on the program and not on the rank, or ranks would disagree about which messages are due: a backward makes all
+gradients of a family unknown, also those that only another rank has.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch import names as _torch
+from onecard.comm.issue.ranks import Ranks
+
+_NAME = "_onecard_summed"
+read, write = _torch.gradient, _torch.set_gradient
+"""A gradient as autograd left it."""
+
+
+class Family:
+    """Parameters whose gradients are summed together when one of them is read."""
+
+    def __init__(self, members: Iterable[Tensor] = ()) -> None:
+        self.backwards = 0  # how often backward has added to any
+        self.become(members)
+
+    def become(self, members: Iterable[Tensor]) -> None:
+        """The model has other parameters now."""
+        self._members = [weakref.ref(p) for p in members]
+
+    def members(self) -> list[Tensor]:
+        """Those that are still there."""
+        return [p for known in self._members if (p := known()) is not None and of(p) is not None]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+class Summed:
+    """What is known of a parameter's gradient.
+
+    Attributes:
+        data: the ranks that hold copies and see other data.
+        rest: those over which it is averaged where an optimizer averages over the others itself.
+        family: None: it is not watched (a distributed parameter's is summed by its own means).
+        summand: other ranks have summands of what it is now.
+        uneven: it may differ between ranks that see other data.
+        kept: what was whole before backward added to it.
+        hooked: what backward is about to add is whole already.
+        dtype: in which summands add up, if not in the parameter's.
+        wide: what they have added up to in it.
+        looked: the program has read it since, so that what it assigns is made of the whole.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "data",
+        "dtype",
+        "family",
+        "hooked",
+        "kept",
+        "known",
+        "looked",
+        "rest",
+        "summand",
+        "uneven",
+        "wide",
+    )
+
+    def __init__(self, family: Family | None) -> None:
+        self.data: Ranks | None = None
+        self.rest: Ranks | None = None
+        self.family = family
+        self.summand = self.uneven = self.looked = self.hooked = False
+        self.kept: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.wide: Tensor | None = None
+        self.known = -1
+
+    def is_unknown(self) -> bool:
+        """Whether a backward has run since it was whole."""
+        return self.family is not None and self.known != self.family.backwards
+
+    def is_whole(self) -> None:
+        """It is, from now on."""
+        self.summand = self.uneven = False
+        if self.family is not None:
+            self.known = self.family.backwards
+
+    def widen(self, p: Tensor) -> None:
+        """Add what there is to what has added up in another dtype."""
+        grad = read(p)
+        if grad is None or grad.is_sparse:
+            return
+        self.wide = grad.to(self.dtype) if self.wide is None else self.wide.add_(grad)
+        write(p, None)
+
+    def assign(self, before: Tensor | None, value: Tensor | None) -> None:
+        """The program has put another gradient in its place."""
+        self.kept = self.wide = None
+        if value is None:
+            self.is_whole()
+        elif before is None or self.is_unknown() or not self.looked:
+            self.summand = self.uneven = True  # made of one rank's data
+            self.known = -1
+        else:
+            self.uneven = True  # made of the whole one: equal on all ranks, or an average is wanted
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What is left of it in a file."""
+
+
+def of(p: Any) -> Summed | None:
+    """What is known of a parameter's gradient; None where no other rank has a part in it."""
+    return getattr(p, _NAME, None)
+
+
+def watch_alike(p: Tensor) -> Summed:
+    """Where a parameter's data are, and nothing else: no other rank has a part in it, or it is summed by other means."""
+    state = of(p)
+    if state is None:
+        state = Summed(None)
+        setattr(p, _NAME, state)
+    return state
+
+
+def leave(p: Tensor) -> None:
+    """Its gradient goes to a distributed parameter's."""
+    state = of(p)
+    if state is not None:
+        state.family = None
+
+
+def stepped(parameters: Iterable[Tensor]) -> None:
+    """An optimizer has read them, which was not the program's doing."""
+    for p in parameters:
+        state = of(p)
+        if state is not None:
+            state.looked = False

@@ -1,0 +1,1 @@
+"""Parallel layers on plain local tensors."""

@@ -1,0 +1,1 @@
+"""ZeRO for local models."""

@@ -1,0 +1,245 @@
+"""A plain parameter whose gradient is a distributed one's, and the places of such parameters in their modules.
+
+Autograd knows a ``LocalParameter`` as any leaf: what it adds up is this rank's summand, which is handed on to the twin. Everybody
+else who asks for its gradient, or hooks into it, has the whole one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from onecard._torch import names as _torch
+from onecard.errors import FleetError
+from onecard.fleet.gradients import sparse_gradients
+from onecard.fleet.gradients.twins import LOCAL, summand, trained
+from onecard.pipeline.run.waiting_hooks import is_ours
+from onecard.place.layout import Layout
+from onecard.tensor import DistTensor
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec
+from onecard.tensor.watched import own_whole
+from onecard.train.zero.blocks import Blocks
+
+
+class Local:
+    """What a plain parameter stands for.
+
+    Attributes:
+        twin: the distributed parameter.
+        owner: what sums the gradients of the model.
+        hooks: to be called when the twin has a gradient, each with the parameter on which it was registered.
+        memory: that of both, where the parameter is whole.
+    """
+
+    def __init__(self, p: Any, twin: Any, owner: Any, whole: bool) -> None:
+        self.twin, self.owner = twin, owner
+        self.hooks: OrderedDict[int, tuple[Callable[[Any], Any], Any]] = OrderedDict()
+        self.memory = p.detach() if whole else None
+
+    def accumulated(self) -> None:
+        """The twin has its gradient."""
+        for call, of in [*self.hooks.values()]:
+            call(of)
+
+    def later(self, call: Callable[[Any], Any], of: Any) -> RemovableHandle:
+        """As ``register_post_accumulate_grad_hook``."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = call, of
+        return handle
+
+    def of_whole(self, call: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+        """A hook on gradients that sees the average over the ranks."""
+
+        def run(grad: Tensor) -> Tensor:
+            given = summand(self.twin, grad)
+            found = call(given)
+            found = given if found is None else found
+            if not isinstance(found, DistTensor):
+                return found
+            return found._local if found._spec.layout.pending == ((0, "avg"),) else own_whole(found)
+
+        run.of_user = True  # type: ignore[attr-defined]
+        return run
+
+
+class _Handing:
+    """A plain parameter of a model of ``group_sharded_parallel``, of torch's kind or, while a world is pretended, a fake one."""
+
+    is_local_parameter = True
+
+    @property
+    def grad(self) -> Any:
+        """The distributed gradient."""
+        return of_local(self).twin.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        twin = of_local(self).twin
+        twin.grad = value if value is None or isinstance(value, DistTensor) else summand(twin, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        of_local(self).twin.grad = None
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """As of any tensor; the hook is given the whole gradient, a distributed tensor."""
+        return Tensor.register_hook(self, of_local(self).of_whole(hook))  # type: ignore[arg-type]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """As of any parameter, when its gradient is whole."""
+        return of_local(self).later(hook, self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        me: Any = self
+        made = memo[id(self)] = nn.Parameter(me.detach().clone(memory_format=torch.preserve_format), me.requires_grad)
+        return made
+
+
+class LocalParameter(_Handing, nn.Parameter):
+    """Of torch's kind."""
+
+
+@lru_cache(maxsize=8192)
+def _kind(of: Any) -> Any:
+    return LocalParameter if of is nn.Parameter else type("LocalParameter", (_Handing, of), {})
+
+
+def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
+    """Make a plain parameter one whose gradient is its twin's. Hooks that it has see what they would see on one card."""
+    local = Local(p, twin, owner, whole)
+    for key, call in [*(p._backward_hooks or {}).items()]:
+        if not is_ours(call):  # those watch a gradient that is the twin's from now on
+            p._backward_hooks[key] = local.of_whole(call)
+    earlier = p._post_accumulate_grad_hooks or OrderedDict()
+    for call in earlier.values():
+        if not is_ours(call):
+            local.later(call, p)
+    earlier.clear()
+    grad = local_gradient(p) if _torch.gradient(p) is not None else None
+    setattr(p, LOCAL, local)
+    if grad is not None:
+        twin.grad = summand(twin, grad)
+    kind: Any = type(p)
+    p.__class__ = _kind(kind)
+    plain = weakref.ref(p)
+    twin.register_hook = lambda call: plain().register_hook(call)  # type: ignore[union-attr]
+    twin.register_post_accumulate_grad_hook = lambda call: local.later(call, twin)
+
+
+def of_local(p: Any) -> Any:
+    """What a plain parameter stands for (``Local``); None of others."""
+    return getattr(p, LOCAL, None) if isinstance(p, _Handing) else None
+
+
+def has_users_hooks(p: Any) -> bool:
+    """Whether a program has hooked a parameter that stands for a distributed one."""
+    local = of_local(p)
+    return local is not None and bool(
+        local.hooks or any(getattr(h, "of_user", False) for h in p._backward_hooks.values())
+    )
+
+
+def local_gradient(p: Any) -> Tensor:
+    """What backward has added up here, which is taken away."""
+    grad: Any = _torch.gradient(p)
+    _torch.set_gradient(p, None)
+    # A loss that was joined with a distributed one: each rank's own went through the same operators, as if it were a copy.
+    return sparse_gradients.dense(own_whole(grad))
+
+
+def twin_parameter(p: nn.Parameter, mesh: Any) -> Any:
+    """A distributed parameter over the memory of a plain one: equal on all ranks of the group."""
+    spec = Spec.make(Layout.replicated(mesh, p.dim()), p.shape, tuple(p.stride()), p.dtype, p.device)
+    return nn.Parameter(wrap(p.detach(), spec), p.requires_grad)
+
+
+def mend(p: Any, twin: Any, name: str) -> None:
+    """A plain parameter and its twin have one memory again, if a program gave one of them another (``p.data = ...``).
+
+    Raises:
+        FleetError: of another dtype, shape or device.
+    """
+    local = of_local(p)
+    for value in (
+        p.data if not _same(p, local.memory) else None,
+        twin._local if not _same(twin._local, local.memory) else None,
+    ):
+        if value is None:
+            continue
+        if (
+            value.shape != local.memory.shape
+            or value.dtype != local.memory.dtype
+            or value.device != local.memory.device
+        ):
+            raise FleetError(
+                f"{name} is now {str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}, after "
+                "group_sharded_parallel, whose optimizer has states for what it was: model.to(...) before group_sharded_parallel"
+            )
+        with torch.no_grad():
+            local.memory.copy_(value)
+            p.data = twin._local = local.memory
+
+
+def _same(x: Tensor, memory: Tensor) -> bool:
+    return (
+        x.untyped_storage()._cdata == memory.untyped_storage()._cdata and x.storage_offset() == memory.storage_offset()
+    )
+
+
+class Places(dict[str, Any]):
+    """The parameters of a module, none of which may be exchanged for another."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if dict.get(self, name) is not value or name not in self:
+            raise FleetError(
+                f"parameter {name!r} is set after group_sharded_parallel, which trains those that were there before: exchange it "
+                "before, or write the values: with torch.no_grad(): p.copy_(values); load_state_dict without assign=True"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise FleetError(
+            f"parameter {name!r} is removed after group_sharded_parallel, which trains it: remove it before"
+        )
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        import copy
+
+        return {name: copy.deepcopy(self[name], memo) for name in self}
+
+    @staticmethod
+    def gathering(blocks: Blocks) -> Callable[[Any], Places]:
+        """Of modules whose parameters have no memory but while they are needed."""
+        return lambda given: _Gathered(given, blocks)
+
+
+class _Gathered(Places):
+    """Who asks for one by name computes with it, and has it gathered; who asks for all has the twins."""
+
+    def __init__(self, given: Any, blocks: Blocks) -> None:
+        super().__init__(given)
+        self._blocks = blocks
+        self.plain = dict(given)  # for those who may not have them gathered
+
+    def __getitem__(self, name: str) -> Any:
+        p = dict.__getitem__(self, name)
+        self._blocks.want(p)
+        return p
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self.plain else default
+
+    def items(self) -> Any:
+        return [(name, trained(p)) for name, p in dict.items(self)]
+
+    def values(self) -> Any:
+        return [trained(p) for p in dict.values(self)]

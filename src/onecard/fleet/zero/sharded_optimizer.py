@@ -1,0 +1,90 @@
+"""``sharding_degree``: ZeRO stage 1 along the grid's sharding axis, for ``fleet.distributed_optimizer``.
+
+Gradients, norms and the scaler are those of any fleet program, on plain parameters. While the optimizer steps, distributed
+parameters over the same memory stand in its groups, of which each rank along the axis updates a part; so states are cut. A
+gradient that nobody has asked for before is summed along the axis only then: a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecard.comm.issue import groups
+from onecard.comm.issue.ranks import Ranks, of_ranks
+from onecard.errors import FleetError
+from onecard.fleet.gradients import hooks, pending, sparse_gradients
+from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.gradients.twins import summand
+from onecard.fleet.zero.local_parameter import twin_parameter
+from onecard.fleet.zero.sharded_model import AXIS
+from onecard.fleet.zero.whole import divided
+from onecard.tensor import DistTensor
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec
+from onecard.train.zero.master import exchange_all
+from onecard.train.zero.optimizer import keep_laid_out
+from onecard.train.zero.zero import ShardedUpdate, ShardingStage1
+
+
+class ShardedOptimizer:
+    """Exchanges an optimizer's parameters while it steps.
+
+    Args:
+        line: the ranks along the sharding axis.
+        clips: somebody reads the whole gradients in each step, so that they are summed before.
+    """
+
+    def __init__(self, optimizer: Optimizer, line: Ranks, clips: bool) -> None:
+        self._clips = clips
+        divided[optimizer] = "sharding_degree"
+        self._mesh = of_ranks(line.ranks, AXIS).mesh()
+        groups.apart.here.add(self._mesh)
+        self._twins: dict[Any, Any] = {}
+        self._stage = ShardingStage1(AXIS, self._mesh, overlap=False)
+        optimizer.register_step_pre_hook(self._begin)
+        self._show(optimizer)
+        update = ShardedUpdate(optimizer, self._stage)
+        keep_laid_out(optimizer, update.lay_out)
+        self._hide(optimizer)
+        optimizer.register_step_post_hook(lambda opt, *_: self._end(opt))
+        optimizer.register_load_state_dict_pre_hook(lambda opt, _: self._show(opt))
+        optimizer.register_load_state_dict_post_hook(self._hide)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure") or len(args) > 1:
+            raise FleetError(
+                "step(closure) makes gradients while the optimizer holds this rank's parts (sharding_degree): call closure() "
+                "before step()"
+            )
+        self._show(optimizer)
+        for p, twin in self._twins.items():
+            twin.grad = None
+            grad = pending.read(p)  # what is still to be summed along the axis stays so
+            if grad is not None:
+                grad = sparse_gradients.dense(grad)
+                twin.grad = _whole(twin, grad) if gradients.is_whole(p) else summand(twin, grad)
+
+    def _end(self, optimizer: Optimizer) -> None:
+        for twin in self._twins.values():
+            twin.grad = None
+        self._hide(optimizer)
+
+    def _show(self, optimizer: Optimizer) -> None:
+        for each in optimizer.param_groups:
+            for p in each["params"]:
+                if not isinstance(p, DistTensor) and p not in self._twins:
+                    self._twins[p] = twin_parameter(p, self._mesh)
+                    if not self._clips:
+                        hooks.leave_to_optimizer(p, AXIS)
+        exchange_all(optimizer, self._twins)
+
+    def _hide(self, optimizer: Optimizer) -> None:
+        exchange_all(optimizer, {twin: p for p, twin in self._twins.items()})
+
+
+def _whole(twin: Any, grad: Tensor) -> DistTensor:
+    """A gradient that is summed already."""
+    return wrap(grad, Spec.make(twin._spec.layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))

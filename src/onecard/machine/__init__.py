@@ -1,0 +1,1 @@
+"""What a device and its links take. Pure."""

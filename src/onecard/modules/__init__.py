@@ -1,8 +1,0 @@
-"""Single modules of torch whose kernels no rule can describe: recurrent layers, CTC loss, transformers in evaluation.
-
-Importing it takes over the operators that these modules call.
-"""
-
-from onecard.modules import ctc as _ctc  # noqa: F401
-from onecard.modules import recurrent as _recurrent  # noqa: F401
-from onecard.modules import transformer as _transformer  # noqa: F401

@@ -1,0 +1,272 @@
+"""Shares: what the losses of microbatches weigh in the loss of the batch, which is what one card computes.
+
+A loss is a sum over samples, tokens, elements, divided by how many of them count. Over what is not asked but seen: the loss is
+called with a few rows of the labels, apart and together, and that divisor is its own under which the loss of all rows follows
+from those of the parts. Candidates are the samples, nothing at all (a sum), and every number that the loss divides by and that
+is computed from its labels alone: the labels that are not ignored, weights of classes, masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard import recorded
+from onecard._torch.names import fakes, tree_leaves, tree_map
+from onecard.comm.base.state import Kept
+from onecard.errors import ScheduleError
+from onecard.pipeline.run.stage import one_number
+from onecard.pipeline.run.traced import Made, Trace, Unknown
+from onecard.tensor.convert import unshard
+from onecard.tensor.dist_tensor import DistTensor
+
+WAVE = 997  # numbers that stand-ins repeat
+LARGE = 1 << 16  # elements of a row
+ROWS = 128  # of the labels, among which two are looked for that count for more and for less
+SAMPLES, NOTHING = "samples", "nothing"
+Divisor = str | int  # the i-th number that the loss was seen to divide by
+
+_HOW = (
+    "say what a microbatch's loss is a mean over, a function of its labels: loss_weight=lambda labels: (labels != -100).sum(), "
+    "or loss_weight=len for samples"
+)
+
+
+class Shares:
+    """Of one loss function: found out once, and again only where labels come that tell candidates apart.
+
+    Args:
+        loss_fn: (what the model returns, labels) -> one number.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
+        self.loss_fn = loss_fn
+        self._left: list[Divisor] | None = None
+        self._numbers: list[Made] = []
+
+    def of(self, value: Any, i: int, parts: Sequence[Any], whole: Any, sizes: Sequence[int]) -> list[Any]:
+        """The weight of each microbatch's loss: numbers, or tensors where a step is recorded.
+
+        Args:
+            value: what the model returns for microbatch ``i``.
+            parts: the labels of the microbatches; ``whole``: those of the batch.
+            sizes: rows of the microbatches.
+
+        Raises:
+            ScheduleError: the loss divides by something that nobody can know before all microbatches have run, or is no mean
+                or sum over rows; says what to give.
+        """
+        by_samples = [size / sum(sizes) for size in sizes]
+        if len(parts) == 1 or fakes() or any(x.is_meta for x in tree_leaves((value, whole)) if isinstance(x, Tensor)):
+            return by_samples
+        if self._left is None:
+            self._judge(value, sizes[i], whole)
+        found = self._weights(parts, whole, by_samples)
+        if not _alike(found):
+            self._judge(value, sizes[i], whole)
+            found = self._weights(parts, whole, by_samples)
+            if not _alike(found):
+                raise ScheduleError(
+                    "what the loss is a mean over cannot be told (it draws random numbers, or is none for a few rows), and it "
+                    f"matters for these labels: {_HOW}"
+                )
+        return found[0]
+
+    def _weights(self, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[list[Any]]:
+        """Those of each divisor that is left."""
+        made: list[list[Any]] = []
+        for divisor in self._left or ():
+            if divisor == SAMPLES:
+                made.append(by_samples)
+            elif divisor == NOTHING:
+                made.append([1.0] * len(parts))
+            else:
+                made.append(_parts_of(self._numbers[int(divisor)], parts, whole, by_samples))
+        return made
+
+    # -- which divisor it is -------------------------------------------------------------------------------------------
+
+    def _judge(self, value: Any, rows: int, whole: Any) -> None:
+        """Keep the divisors under which the loss of three rows follows from that of one and that of two."""
+        probe = _Probe(self.loss_fn, value, rows, whole)
+        with recorded.unrecorded(), torch.no_grad(), _untouched(self.loss_fn, probe.device):
+            trace = probe.look([0, probe.count - 1], (0, 2))[1]
+            chosen = _apart(trace.divisors, whole, probe.count)
+            trace, left = probe.fitting(*chosen)
+        if trace.blind:
+            raise ScheduleError(f"the loss divides by {trace.blind}, of which each microbatch has its own: {_HOW}")
+        self._numbers = trace.divisors
+        every: list[Divisor] = [*range(len(trace.divisors)), SAMPLES, NOTHING]
+        self._left = every[:-1] if left is None else [d for d in every if d in left]
+        if not self._left:
+            raise ScheduleError(
+                "the loss of a batch does not follow from those of its microbatches: it is no sum over rows that is divided by "
+                "their number, or by one number computed from the labels (but by several, or it takes a root, or compares rows), "
+                f"so that a pipeline, which has one microbatch at a time, computes another loss. If that is meant, {_HOW}"
+            )
+
+
+KNOWN = 16
+_known: Kept[dict[Any, Shares]] = Kept(dict)
+
+
+def shares_of(loss_fn: Callable[[Any, Any], Any]) -> Shares:
+    """Those of a loss that comes again: a function written in the loop is a new one each time, of the same code and values."""
+    code = getattr(loss_fn, "__code__", None)
+    held = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or ()]
+    held += [
+        *(getattr(loss_fn, "__defaults__", None) or ()),
+        *(getattr(loss_fn, "__kwdefaults__", None) or {}).values(),
+    ]
+    key = id(loss_fn) if code is None else (code, id(getattr(loss_fn, "__self__", None)), *map(id, held))
+    found = _known.here.pop(key, None)
+    if found is None:
+        found = Shares(loss_fn)
+        while len(_known.here) >= KNOWN:
+            _known.here.pop(next(iter(_known.here)))
+    found.loss_fn = loss_fn
+    _known.here[key] = found  # and so what its key names is alive
+    return found
+
+
+class _Probe:
+    """A loss, called with a few rows of labels and values that stand in for what the model returns: ramps within (0, 1), which
+    are logits and probabilities alike."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], value: Any, rows: int, whole: Any) -> None:
+        self.loss_fn, self.value, self.rows, self.whole = loss_fn, value, rows, whole
+        self.count = next((len(x) for x in tree_leaves(whole) if isinstance(x, Tensor) and x.dim()), 1)
+        first = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        each = [x.numel() // max(rows, 1) for x in tree_leaves(value) if isinstance(x, Tensor)]
+        small = max(each, default=0) <= LARGE  # what is large costs less in float32
+        self.dtypes: list[torch.dtype | None] = [*([torch.float64] if small else []), torch.float32, None]
+        """Of the numbers; the first that the loss takes. None: those that it gets."""
+        self.tolerance = 0.0
+
+    def fitting(self, p: int, q: int) -> tuple[Trace, set[Divisor] | None]:
+        """The divisors that explain the loss of rows p, p, q by those of p and of p, q; None: nothing can be seen."""
+        groups = {(0, 1): [p], (1, 3): [p, q], (0, 3): [p, p, q]}
+        found = [self.look(group, part) for part, group in groups.items()]
+        (one, two, three), trace = (loss for loss, _ in found), found[-1][1]
+        if not all(map(math.isfinite, (one, two, three))):
+            return trace, None
+        near = self.tolerance * (abs(one) + abs(two) + abs(three))
+        fits = set[Divisor]()
+        for divisor in (*range(len(trace.divisors)), SAMPLES, NOTHING):
+            a, b, both = self._sizes(trace, divisor, list(groups.values()))
+            if both and abs((a * one + b * two) / both - three) <= near:
+                fits.add(divisor)
+        return trace, fits
+
+    def _sizes(self, trace: Trace, divisor: Divisor, groups: list[list[int]]) -> list[float]:
+        if not isinstance(divisor, int):
+            return [1.0, 2.0, 3.0] if divisor == SAMPLES else [1.0, 1.0, 1.0]
+        try:
+            return [float(trace.divisors[divisor].value(tree_leaves(_chosen(self.whole, group)))) for group in groups]
+        except Unknown:
+            return [0.0, 0.0, 0.0]
+
+    def look(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+        """The loss of some rows, and what it divided by. In float64, unless something in it is of another dtype."""
+        try:
+            return self._called(group, part)
+        except ScheduleError:
+            raise
+        except Exception as fault:
+            if len(self.dtypes) == 1:
+                raise ScheduleError(
+                    f"loss_fn cannot be called with {len(group)} of {self.count} rows ({type(fault).__name__}: "
+                    f"{str(fault)[:200]}), so that nobody sees what it is a mean over: {_HOW}"
+                ) from fault
+            del self.dtypes[0]
+            return self.look(group, part)
+
+    def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
+        values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
+        labels = tree_map(self._widened, _chosen(self.whole, group))
+        before = torch.get_rng_state()
+        with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
+            loss = self.loss_fn(values, labels)
+        loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
+        self.tolerance = _NEAR.get(loss.dtype, 2e-2)
+        drawn = not torch.equal(before, torch.get_rng_state())
+        return math.nan if drawn else float(loss), trace
+
+    def _widened(self, x: Any) -> Any:
+        return x.to(self.dtypes[0]) if self.dtypes[0] and isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def _stand_in(self, x: Tensor, part: tuple[int, int]) -> Tensor:
+        begin, end = part
+        each, rest = divmod(x.shape[0], self.rows) if x.dim() else (0, 1)
+        shape = list(x.shape) if rest else [3 * each, *x.shape[1:]]
+        dtype = (self.dtypes[0] or x.dtype) if x.is_floating_point() else x.dtype
+        if not x.is_floating_point():
+            made = torch.zeros(shape, dtype=dtype, device=x.device)
+        else:
+            few = torch.arange(WAVE, dtype=torch.float64).mul_(1.7).sin_().to(x.device, dtype)
+            count, shares = math.prod(shape), 1 if rest else 3
+            wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
+            middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[
+                :shares
+            ].T
+            made = wave.mul_(high[:, None]).add_(middle[:, None]).view(shape)
+        return made if rest else made[each * begin : each * end]
+
+
+_NEAR = {torch.float64: 1e-8, torch.float32: 5e-6}
+
+
+def _chosen(labels: Any, rows: list[int]) -> Any:
+    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, labels)
+
+
+def _apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
+    """A row that counts for much, and one that counts for less; if all count alike the first and the last."""
+    for number in divisors:
+        some = range(0, count, -(-count // ROWS))
+        try:
+            sizes = {i: float(number.value(tree_leaves(_chosen(whole, [i])))) for i in some}
+        except Unknown:
+            continue
+        p, q = max(sizes, key=lambda i: sizes[i]), min(sizes, key=lambda i: sizes[i])
+        if sizes[p] != sizes[q]:
+            return p, q
+    return 0, count - 1
+
+
+@contextmanager
+def _untouched(loss_fn: Any, device: torch.device) -> Iterator[None]:
+    """Inside, a loss may draw and write to its buffers: they are put back."""
+    kept = [(b, b.clone()) for b in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, before in kept:
+        if not torch.equal(buffer, before):
+            buffer.copy_(before)
+
+
+def _parts_of(number: Made, parts: Sequence[Any], whole: Any, by_samples: list[float]) -> list[Any]:
+    """What each part has of a number."""
+    try:
+        counts = [number.value(tree_leaves(labels)) for labels in (*parts, whole)]
+    except Unknown as fault:
+        raise ScheduleError(
+            f"what the loss divides by cannot be computed for these labels ({fault}): {_HOW}"
+        ) from fault
+    if recorded.recorder is not None and recorded.recorder.listens:
+        return [count / counts[-1] for count in counts[:-1]]
+    *each, total = torch.stack([c.double() for c in counts]).tolist()
+    return [one / total for one in each] if total else by_samples  # of nothing: the loss is no number, as on one card
+
+
+def _alike(found: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are the same weights; of tensors, in a recording, the first are taken."""
+    plain = [weights for weights in found if not any(isinstance(w, Tensor) for w in weights)]
+    pairs = [pair for weights in plain[1:] for pair in zip(plain[0], weights, strict=True)]
+    return len(plain) < len(found) or all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)

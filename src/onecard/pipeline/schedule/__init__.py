@@ -1,0 +1,1 @@
+"""Schedules as data: made, proved, priced and drawn before anything runs. Pure."""

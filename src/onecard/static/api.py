@@ -1,0 +1,348 @@
+"""record and to_static: functions that are run once as they are, written down, and replayed from then on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+from onecard.comm.agree import check
+from onecard.comm.base.state import faked
+from onecard.errors import RecordingError
+from onecard.static.capture.autocast import autocast
+from onecard.static.capture.capture import Capture
+from onecard.static.capture.undo import Undo
+from onecard.static.guards.numbers import plain
+from onecard.static.guards.places import Before, still_before
+from onecard.static.passes import PASSES, StaticOptions, chosen, fitting, stages
+from onecard.static.passes.microbatches import Rows, rows_of
+from onecard.static.recording import Recording
+from onecard.static.run.agreed import all_record, check_agreed
+from onecard.static.run.bound import Bound, kinds_of
+from onecard.static.run.rechecked import Checks, given_to
+from onecard.static.step import refusals
+from onecard.static.step.step import MISS, Output
+
+ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
+
+
+def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
+    """Run a step once, as it is, and give what it did as a ``Recording``.
+
+    Args:
+        fn: a function of tensors, numbers, and lists, tuples and dicts of them; forward, backward, clipping and optimizer of
+            one step, or a part of it.
+
+    Returns:
+        A function of the same arguments that returns the recording. The step has been done.
+
+    Raises:
+        RecordingError: the step depends on values in a way that a graph cannot hold. Names the line.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> def step(x):
+        ...     (x * weight).sum().backward()
+        >>> recording = record(step)(torch.ones(2))
+        >>> [str(node.target) for node in recording.nodes("forward")][:2]
+        ['aten.mul.Tensor', 'aten.sum.default']
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Recording:
+        leaves, names, tree = _flat(fn, args, kwargs)
+        return _recorded(fn, leaves, names, tree, StaticOptions(without=[*PASSES]))[0]
+
+    return run
+
+
+def to_static(
+    fn: Callable[..., Any],
+    limit: int = 8,
+    without: Sequence[str] = (),
+    ask: bool = False,
+    kernels: str = "eager",
+    also: Sequence[str] = (),
+    memory_limit: int | None = None,
+    backend: str = "eager",
+    k_steps: int = 1,
+    avg: bool = True,
+) -> Static:
+    """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
+
+    The first call runs as it is (optimizers make their states then); the second is recorded; later ones are replays. What is
+    no tensor and no float (ints, bools, strings) and every shape belongs to the recording: where it changes, the step is
+    recorded anew. At calls 3, 4, 8, 16, ... (later each 512th) the step runs as it is and is compared with the recording, call
+    by call: what the recording did not know of is told, with the line and both values.
+
+    Args:
+        fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
+        limit: how many recordings are kept. Beyond it, calls run as they are, with a warning.
+        without: passes that are left out (``onecard.static.passes.PASSES``), to find out which one is at fault.
+        ask: what Python reads of tensors (``if mask.all()``, also inside libraries) is not refused, but computed again before
+            each replay; another answer makes a new recording. It costs that computation.
+        kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
+            at hand, measured once for each shape and remembered; each product is within 1e-6 of eager's.
+        also: what is done only where it is asked for: "recompute" (cheap results of forward are computed again in backward, not
+            kept; bits stay); "bfloat16" or "float16" (the step ahead of ``backward()`` runs as under ``torch.autocast``, in that
+            dtype; the latter wants a ``GradScaler`` in the step).
+        memory_limit: bytes that may be alive at once on this rank, parameters and states included: as little is recomputed as
+            it takes. Where all of it is not enough, a warning says what remains.
+        backend: "inductor": torch's compiler makes one function of each run of operators between messages. It takes a compiler
+            of C++ (on a GPU, Triton), and minutes; numbers are those of its kernels, within rounding.
+        k_steps: gradient merge: from the second call on the batch (all tensors among the arguments, by their rows) is cut in so
+            many microbatches. Forward and backward run for one after the other; gradients are added up; what uses them (messages,
+            clipping, the optimizer) runs once. Memory is that of one microbatch.
+        avg: gradients, and results that are one number, are means over the microbatches, as of a loss that is a mean over the
+            batch; False: sums.
+
+    Returns:
+        What is called in place of ``fn``. ``recordings`` are those made so far.
+
+    Source: ``paddle.jit.to_static``; ``torch.compile``; ``k_steps`` and ``avg`` of Paddle's gradient merge.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> @to_static
+        ... def step(x):
+        ...     optimizer.zero_grad()
+        ...     loss = (x * weight).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> [step(torch.ones(2)).item() for _ in range(4)]
+        [2.0, 1.0, 0.0, -1.0]
+        >>> len(step.recordings)
+        1
+    """
+    return Static(fn, StaticOptions(limit, without, ask, kernels, also, memory_limit, backend, k_steps, avg))
+
+
+class Static:
+    """What ``to_static`` returns: called like the function; see there."""
+
+    def __init__(self, fn: Callable[..., Any], options: StaticOptions | None = None) -> None:
+        if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
+            raise refusals.runs_later(_name(fn), kind)
+        self._options = options or StaticOptions()
+        self._parts = self._options.microbatches
+        chosen(self._options)  # a wrong name is refused here, not at the second call
+        functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
+        self.fn = fn
+        self._bound: list[Bound[Recording]] = []
+        self._warm = self._full = False
+        self._unlike = 0  # how often a recording was not what the step does
+        self._whole: Rows | None = None  # of a call on a whole batch
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the object is the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """Those made so far, the last one used first."""
+        return tuple(bound.recording for bound in self._bound)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
+            self._warm = True
+            result = self._as_it_is(args, kwargs)
+            self._whole = rows_of((args, kwargs), result) if self._parts else None
+            return result
+        for bound in self._bound:
+            checks = bound.checks
+            result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
+            if result is not MISS:
+                checks.calls += 1
+                if bound is not self._bound[0]:
+                    self._bound.remove(bound)
+                    self._bound.insert(0, bound)
+                if checks.found:
+                    self._drop(bound)
+                return result
+        return self._miss(args, kwargs)
+
+    def _as_it_is(self, args: Any, kwargs: Any) -> Any:
+        """One call that is neither written down nor replayed."""
+        with autocast(self._options.dtype, tree_leaves((args, kwargs))):
+            return self.fn(*args, **kwargs)
+
+    def _checked(self, bound: Bound, args: Any, kwargs: Any) -> Any:
+        """A call in which the step runs as it is, held against the recording; MISS if that does not fit."""
+        leaves, names, tree = _flat(self.fn, args, kwargs)
+        given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
+        if given is MISS:
+            return MISS
+        if self._parts is None:
+            result = bound.checks.hold(given, bound.roots, leaves, lambda: self._as_it_is(args, kwargs))
+            if not bound.checks.found and bound.seen is not None and bound.seen.without_counts():
+                bound.reading(bound.seen)
+            return result
+        parts = self._parts.first(leaves, names)
+        given = self._parts.given(bound.recording, parts, given)
+        undo = Undo(Before())
+        try:
+            call = tree_unflatten(parts, tree)
+            bound.checks.hold(given, bound.roots, parts, lambda: self._as_it_is(*call), undo.note)
+        finally:
+            undo.back()
+        return bound.replay(args, kwargs)
+
+    def _drop(self, bound: Bound) -> None:
+        """A recording that is not what the step does: told, and made anew at the next call; the second time no more."""
+        self._unlike += 1
+        self._bound = []
+        then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
+        warnings.warn(
+            f"{_name(self.fn)}: call {bound.checks.calls} does not do what was recorded, so that replays may have been wrong: "
+            f"{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
+            stacklevel=3,
+        )
+
+    def _miss(self, args: Any, kwargs: Any) -> Any:
+        leaves, names, tree = _flat(self.fn, args, kwargs)
+        for i, bound in enumerate(self._bound):
+            fits = bound.kinds_fit(leaves) and tree == bound.recording.call and not bound.seen_differs()
+            made = bound.again() if fits else None
+            result = made.replay(args, kwargs) if made is not None else MISS
+            if made is not None and result is not MISS:
+                self._bound[i] = made
+                return result
+        if self._bound:
+            lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
+            all_record(_name(self.fn), [*lines.values()], self._changed(leaves, names))
+        if len(self._bound) >= self._options.limit:
+            if not self._full:
+                self._full = True
+                warnings.warn(
+                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
+                    f"from now on. {self._changed(leaves, names)}",
+                    stacklevel=3,
+                )
+            return self._as_it_is(args, kwargs)
+        if self._bound:
+            warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
+        recording, result = _recorded(self.fn, leaves, names, tree, self._options, self._whole)
+        if recording.bound is not None:
+            self._bound.insert(0, recording.bound)
+        if self._parts is None:
+            return result
+        return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
+
+    def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
+        bound = self._bound[0]
+        return bound.seen_differs() or bound.difference(leaves, names)
+
+    def __repr__(self) -> str:
+        return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
+
+
+_LATER = {
+    "a generator": inspect.isgeneratorfunction,
+    "a coroutine": inspect.iscoroutinefunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
+    """The leaves of the arguments, their names, and their form."""
+    leaves, tree = tree_flatten((args, kwargs))
+    call = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        bound = inspect.signature(call).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    if sum(len(tree_flatten(v)[0]) for v in bound.values()) != len(leaves):
+        return leaves, [f"argument {i}" for i in range(len(leaves))], tree
+    names = []
+    for name, value in bound.items():
+        count = len(tree_flatten(value)[0])
+        names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+    return leaves, names, tree
+
+
+def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Modules and optimizers that a call itself names."""
+    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves))]
+    given += [("self", getattr(fn, "__self__", None))]
+    return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
+
+
+def _recorded(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    whole: Rows | None = None,
+) -> tuple[Any, ...]:
+    """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
+    if torch.is_inference_mode_enabled():
+        raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
+    kinds, parts = kinds_of(leaves), options.microbatches
+    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
+    undo = None if parts is None else capture.undone()
+    try:
+        with autocast(options.dtype, leaves):
+            result = capture.run(fn, tree)
+        recording = Recording.of(capture.step(_name(fn), result))
+    finally:
+        capture.settle()
+        if undo is not None:
+            undo.back()
+    _check_backward(recording)
+    if parts is not None:
+        recording = parts.merged(recording, leaves, whole)
+    if options.memory_limit is None:
+        found = stages(recording.graph, options)
+    else:
+        found, peak = fitting(recording.graph, options)
+        if peak > options.memory_limit:
+            warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=4)
+    lines = check_agreed(recording.name, found)
+    recording = recording.with_graph(found[-1][1])
+    recording.backend = options.backend
+    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
+    roots = [root for _, root in capture.places.roots]
+    if said := capture.seen.left_behind():
+        warnings.warn(f"{_name(fn)}: {said}", stacklevel=4)
+    capture.seen.settle(capture.places.roots)
+    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
+    if not faked.here and not recording.makes_states:
+        recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
+        recording.bound.checks = Checks(capture.script, lines)
+        recording.bound.reading(capture.seen)
+    return recording, plain(result)
+
+
+def _too_large(name: str, peak: int, limit: int) -> str:
+    return (
+        f"{name}: {peak:,} bytes are alive at its peak, over memory_limit={limit:,}, with all recomputed that is cheap. Take "
+        "smaller microbatches, cut the states (ShardingStage1) or recompute whole blocks (torch.utils.checkpoint); "
+        "recordings[0].cost().alive_at_peak says what it is"
+    )
+
+
+def _check_backward(recording: Recording) -> None:
+    waits = [r for r in recording.results if isinstance(r, Output) and r.grad]
+    if waits and not any(True for _ in recording.nodes("backward")):
+        raise RecordingError(
+            f"{recording.name} returns a tensor that waits for backward(), which a replay would not know. Put backward() and the "
+            "optimizer into the recorded function, or call it under torch.no_grad()"
+        )
+
+
+__all__ = ["Optimizer", "Static", "record", "to_static"]

@@ -1,0 +1,1 @@
+"""Running a step once while it is written down."""

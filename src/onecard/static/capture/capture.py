@@ -1,0 +1,310 @@
+"""Run one step, and write it down: what goes in, what comes out, what it leaves in the program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from onecard import recorded
+from onecard._torch import names as _torch
+from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard.errors import RecordingError
+from onecard.static.capture import randomness
+from onecard.static.capture.above import Above
+from onecard.static.capture.recorder import Recorder
+from onecard.static.capture.refilled import renew
+from onecard.static.capture.script import Script
+from onecard.static.capture.undo import Undo
+from onecard.static.guards.arguments import modes
+from onecard.static.guards.believed import believed
+from onecard.static.guards.conditions import asked
+from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
+from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
+from onecard.static.guards.ran import Ran
+from onecard.static.guards.results import taken_apart
+from onecard.static.guards.seen import Seen
+from onecard.static.step import refusals
+from onecard.static.step.facts import facts
+from onecard.static.step.phases import Phases
+from onecard.static.step.step import Effect, Input, Output, Step, Where
+from onecard.tensor.deferred.calls import storage_of
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.train.modules.recordable import recordable
+
+
+class Capture:
+    """One run of a step, written down."""
+
+    def __init__(
+        self, leaves: Sequence[Any], names: Sequence[str], roots: Sequence[tuple[str, Any]], ask: bool = False
+    ) -> None:
+        self.leaves, self.names, self.given_roots = leaves, names, roots
+        self.before, self.phases = Before(), Phases()
+        self.recorder = Recorder(self.before, self.phases, ask)
+        self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
+        self._tagged: dict[tuple[Any, ...], Any] = {}
+        self._outer: list[tuple[dict[str, Any], str, Any, Any]] = []  # numbers of optimizers that the step reads itself
+        self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}
+        self._inputs: dict[fx.Node, tuple[int, Any]] = {}  # what stands behind an input: its identity and itself
+
+    def undone(self) -> Undo:
+        """What takes the step back that will run."""
+        undo = Undo(self.before)
+        self.recorder.about_to_write = undo.note
+        return undo
+
+    def run(self, fn: Any, tree: Any) -> Any:
+        """Call the function; returns what it returns, with numbers as they are in the recording."""
+        if recorded.recorder is not None:
+            raise RecordingError("a step is being recorded already; call the function itself inside, not its recording")
+        recorder = self.recorder
+        given = [self._argument(i, x) for i, x in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(given, tree)
+        self.ran = Ran(fn, self.leaves, self.before.had, self._found)
+        recorded.recorder = recorder
+        try:
+            for _, root in self.given_roots:
+                self._found(root)
+            with (
+                followed_by_math(),
+                Above(recorder),
+                _torch.beneath(recorder.below),
+                self.phases.watched(self._begin, self._end),
+                randomness.seen(),
+                recordable(),
+                self.ran.watching(),
+            ):
+                result = fn(*args, **kwargs)
+            recorder.random.end()
+            return result
+        finally:
+            recorded.recorder = None
+            self._restore()
+
+    def _argument(self, i: int, x: Any) -> Any:
+        recorder = self.recorder
+        if isinstance(x, Tensor):
+            self.recorder.input(x._local if isinstance(x, DistTensor) else x, argument=True)
+        elif type(x) is float:
+            node = recorder.input(x)
+            self.numbers[node] = ("argument", i)
+            recorder.numbers.append(made := Number(x, node, recorder))
+            return made
+        return x
+
+    # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if _torch.in_backward():
+            raise refusals.steps_in_backward(type(optimizer).__name__)
+        self._tag(optimizer, self._aside.setdefault(id(optimizer), []))
+
+    def _found(self, x: Any) -> None:
+        """The step looks at something of the program's: at numbers of an optimizer, which are followed from now on."""
+        if isinstance(x, Optimizer) and all(id(x) != place[0] for place in self._tagged):
+            self._tag(x, self._outer)
+
+    def _tag(self, optimizer: Optimizer, aside: list[tuple[dict[str, Any], str, Any, Any]]) -> None:
+        """Put followed numbers in place of an optimizer's; ``aside`` notes what they stand for."""
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in numbers_of(group).items():
+                made = self._number(optimizer, g, key, value)
+                aside.append((group, key, value, made))
+                group[key] = made
+
+    def _number(self, optimizer: Optimizer, g: int, key: str, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._one(optimizer, g, key, i, v) for i, v in enumerate(value))
+        return self._one(optimizer, g, key, None, value)
+
+    def _one(self, optimizer: Optimizer, g: int, key: str, i: int | None, value: float) -> Number:
+        if isinstance(value, Number):
+            return value
+        place = (id(optimizer), g, key, i)
+        if place not in self._tagged:
+
+            def node() -> fx.Node:
+                made = self.recorder.input(value)
+                self.numbers[made] = ("group", optimizer, g, key, i)
+                return made
+
+            self._tagged[place] = Number(value, node, self.recorder)
+            self.recorder.numbers.append(self._tagged[place])
+        return self._tagged[place]
+
+    def _end(self, optimizer: Optimizer) -> None:
+        for group, key, value, made in self._aside.pop(id(optimizer), ()):
+            if group[key] is not made:
+                raise refusals.changed_group(key)
+            group[key] = value
+
+    def _restore(self) -> None:
+        for entries in self._aside.values():
+            for group, key, value, _ in entries:
+                group[key] = value
+        for group, key, value, made in self._outer:  # what the step has set itself stays, and is refused
+            group[key] = plain(group[key]) if group.get(key) is not made else value
+
+    def settle(self) -> None:
+        """After it all: numbers that the program has kept become the floats that they are."""
+        self._tagged, self._outer, self._aside = {}, [], {}
+        given_back(self.recorder.numbers)
+
+    # -- afterwards ------------------------------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> Seen:
+        """What the step has looked up of the program's objects."""
+        return self.ran.seen
+
+    def step(self, name: str, result: Any) -> Step:
+        """What was written down, with every input and effect at its place in the program."""
+        recorder, before = self.recorder, self.before
+        for value, node in recorder.reads:
+            recorder.conditions.append((operator.eq, (node, value), True))
+        self.places = places = Places(self._roots(), self.leaves, self.names)
+        places.gradients_of(before)
+        for leaf in recorder.leaves.values():
+            if before.had(leaf):
+                places(id(leaf), leaf)
+        places.gradients_of(before)
+        self._nodes: list[fx.Node] = []
+        self.seen.whole(result, "a result", name)
+        flat, tree = tree_flatten(taken_apart(result, name, self.seen.was_there, before.had))
+        results = tuple(self._result(x) for x in flat)
+        effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
+        recorder.finish(self._nodes)
+        script = Script(recorder.graph, recorder.outside)
+        renew(recorder.graph, recorder.refills)
+        inputs, constants = self._described()
+        had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
+        named = [(name, root) for name, root in places.roots if not is_nameless(name)]
+        made = Step(
+            name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
+            tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
+            around=(torch.is_grad_enabled(), modes()),
+        )  # fmt: skip
+        self.script = script.of(made)
+        return made
+
+    def _roots(self) -> list[tuple[str, Any]]:
+        roots = self.ran.seen.outermost(self.given_roots)
+        for kind, found in (("module", self.phases.roots), ("optimizer", self.phases.optimizers)):
+            for x in found:
+                if all(x is not known for _, known in roots):
+                    roots.append((f"{kind}{len(roots)}", x))
+        return roots
+
+    def _output(self, x: Tensor | Number) -> Output:
+        """A new output of the graph."""
+        node = x.node if isinstance(x, Number) else self.recorder.node_of(x._local if isinstance(x, DistTensor) else x)
+        self._nodes.append(node)
+        grad = isinstance(x, Tensor) and x.requires_grad
+        return Output(len(self._nodes) - 1, x._spec if isinstance(x, DistTensor) else None, grad)
+
+    def _result(self, x: Any) -> Any:
+        if isinstance(x, Number):
+            return self._output(x)
+        if not isinstance(x, Tensor):
+            return x
+        if self.before.had(x):
+            return ("place", self.places(id(x), x))
+        return self._output(x)
+
+    def _groups(self) -> Iterator[Effect]:
+        """Numbers that the step has put into an optimizer."""
+        known = dict((id(o), groups) for o, groups in self.before.groups)
+        for r, (_, root) in enumerate(self.places.roots):
+            if not isinstance(root, Optimizer):
+                continue
+            for g, group in enumerate(root.param_groups):
+                for key, value in numbers_of(group).items():
+                    if isinstance(value, Number):
+                        yield Effect("group", ("group", r, g, key, None), self._output(value))
+                        group[key] = value.value
+                    elif id(root) in known and plain(known[id(root)][g].get(key)) != plain(value):
+                        raise refusals.changed_group(key)
+
+    def _states(self) -> Iterator[Effect]:
+        """States that an optimizer has replaced, or made for the first time."""
+        for r, (_, root) in enumerate(self.places.roots):
+            if isinstance(root, Optimizer):
+                before = self.before.states.get(id(root), {})
+                for g, group in enumerate(root.param_groups):
+                    for i, param in enumerate(group["params"]):
+                        had = before.get(id(param), {})
+                        for key, value in root.state.get(param, {}).items():
+                            if had.get(key) not in (None, plain(value)):
+                                raise refusals.counts_in_python(type(root).__name__, key)
+                            if isinstance(value, Tensor) and not self.before.had(value):
+                                kind = "state" if key in had else "new state"
+                                yield Effect(kind, ("state", r, g, i, key), self._output(value))
+
+    def _gradients(self) -> Iterator[Effect]:
+        for key, grad in self.before.gradients.items():
+            leaf: Any = self.before.alive[key]()
+            if leaf is None:
+                continue
+            now = _torch.gradient(leaf)
+            if not self.before.still_is(now, grad or id(None)):
+                where = self.places(key, leaf)
+                yield Effect("gradient", where, None if now is None else self._output(now))
+
+    def _moved(self) -> Iterator[Effect]:
+        for x in self.before.moved():
+            if self.places.knows(x) or id(x) in self.before.owners:
+                yield Effect("place", self.places(id(x), x), self._output(x))
+
+    def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
+        inputs, constants = [], {}
+        holders = _holders([*self.recorder.outside.values()])
+        for i, (node, value) in enumerate(self.recorder.outside.items()):
+            made = replace(self._describe(node, value), within=holders.get(i))
+            if made.kind == "constant":
+                constants[i] = value
+            inputs.append(made)
+            node.meta["input"] = made
+        return tuple(inputs), constants
+
+    def _describe(self, node: fx.Node, value: Any) -> Input:
+        if node in self.numbers:
+            return self._number_input(self.numbers[node])
+        if not isinstance(value, Tensor):
+            return Input("generator", "generator", self.places(id(value), value))
+        if not self.before.had(value):
+            return Input("constant", "constant", ("constant",), None, facts(value))
+        holder = self.before.holders.get(id(value))
+        if holder is None or self.places._found.get(id(value), ("",))[0] == "argument":
+            where, spec = self.places(id(value), value), None
+        else:
+            where, spec = self.places(holder, self.before.alive[holder]()), self.before.locals[holder][1]
+        kind: Any = {"member": "parameter", "object": "tensor", "group": "state"}.get(where[0], where[0])
+        return Input(kind, self.places.name(where), where, spec, facts(value))
+
+    def _number_input(self, place: tuple[Any, ...]) -> Input:
+        where: Where = place
+        if place[0] == "group":
+            r = next(r for r, (_, root) in enumerate(self.places.roots) if root is place[1])
+            where = ("group", r, *place[2:])
+        return Input("number", self.places.name(where), where)
+
+
+def _holders(values: Sequence[Any]) -> dict[int, int]:
+    """For tensors that lie in another one's memory the number of that one: parameters of ZeRO beside a module's own."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
+            start = x.storage_offset() * x.itemsize
+            length = (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+            spans.setdefault(storage_of(x), []).append((int(start), int(start + length), i))
+    found = dict[int, int]()
+    for sharing in spans.values():
+        start, end, holder = max(sharing, key=lambda span: (span[1] - span[0], -span[2]))
+        found |= {i: holder for a, b, i in sharing if i != holder and start <= a and b <= end}
+    return found

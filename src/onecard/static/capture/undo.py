@@ -1,0 +1,77 @@
+"""What a step has changed in the program, taken back: for one that is recorded on a part of its data and not to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch import names as _torch
+from onecard.static.guards.places import Before
+from onecard.tensor.dist_tensor import DistTensor
+
+
+class Undo:
+    """Copies of what is about to be written to, made at the first write.
+
+    Gradients, states and places of distributed tensors are noted when the step begins, the generator's state too.
+    """
+
+    def __init__(self, before: Before) -> None:
+        alive = [x for held in before.alive.values() if (x := held()) is not None]
+        self._known = {_memory(x) for x in alive if _has_memory(x)}
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        leaves = [x for key in before.gradients if (x := before.alive[key]()) is not None]
+        self._grads = [(x, _torch.gradient(x)) for x in leaves]
+        self._places = [
+            (x, x._local, x._spec, x._memory) for x in alive if isinstance(x, DistTensor) and hasattr(x, "_local")
+        ]
+        optimizers = [optimizer for optimizer, _ in before.groups]
+        self._states = [(o, [(p, held, dict(held)) for p, held in o.state.items()]) for o in optimizers]
+        self._groups = [(group, dict(group)) for o in optimizers for group in o.param_groups]
+        self._random = _generators()
+
+    def note(self, written: Iterable[Any]) -> None:
+        """These are about to be written to."""
+        for x in written:
+            if isinstance(x, Tensor) and _has_memory(x) and _memory(x) in self._known:
+                storage = x.untyped_storage()
+                self._known.discard(storage._cdata)
+                self._copies[storage._cdata] = (storage, storage.clone())
+
+    def back(self) -> None:
+        """Everything as it was."""
+        for storage, copy in self._copies.values():
+            storage.copy_(copy)
+        for x, local, spec, memory in self._places:
+            x._local, x._spec, x._memory = local, spec, memory
+        for x, grad in self._grads:
+            if _torch.gradient(x) is not grad:
+                x.grad = grad
+        for optimizer, states in self._states:
+            optimizer.state.clear()
+            for p, held, values in states:
+                held.clear()
+                held.update(values)
+                optimizer.state[p] = held
+        for group, values in self._groups:
+            group.update(values)
+        for generator, state in self._random:
+            generator.set_state(state)
+
+
+def _has_memory(x: Tensor) -> bool:
+    return not isinstance(x, DistTensor) and x.layout is torch.strided and not x.is_meta
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _generators() -> list[tuple[torch.Generator, Tensor]]:
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found += torch.cuda.default_generators
+    return [(g, g.get_state()) for g in found]

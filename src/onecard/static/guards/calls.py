@@ -1,0 +1,142 @@
+"""What a call of a function of C, torch or NumPy looks at: the containers that it is given, and the one whose method it is."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextvars
+import copy
+import dataclasses
+import functools
+import io
+import operator
+import random
+import types
+from typing import Any
+
+import numpy
+from torch import nn
+
+from onecard.static.guards.chains import Expr, text
+from onecard.static.guards.lookup import (
+    ABSENT,
+    CONTAINERS,
+    UNKNOWN,
+    attribute,
+    followed,
+    function_of,
+    held_by,
+    item,
+    users,
+)
+from onecard.static.guards.seen import Seen
+
+
+class Calls:
+    """Notes what calls look at; ``of_library``: those that come are of a library without torch."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen, self.of_library = seen, False
+
+    def look(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
+        """Note what a call looks at that is not the program's own Python, which is followed. Spread arguments are one tuple."""
+        if _one_of(f, _LOOKS) and len(args) >= 2 and e.name is None and args[0] is not UNKNOWN:
+            self._by_name(f, args[0], args[1], text(e.args[0]), line)
+        elif _is_followed(f) or _one_of(f, _NO_LOOK):
+            return
+        elif isinstance(f, _CACHED):
+            self.seen.ask(f, lambda: f.cache_info().misses, f"the cache of {f.__name__}", line)
+        elif not self._of_container(f, args, e, line):
+            for x, name in zip(args, e.args, strict=True):
+                self.seen.whole(x, text(name), line)
+                if f is next or not isinstance(x, io.IOBase):  # a file that is given away is written to
+                    self.goes_on(x, text(name), line)
+                if _lays_open(f):
+                    self.laid_open(x, text(name), line)
+
+    def laid_open(self, x: Any, name: str, line: str) -> None:
+        """All attributes of an object may be looked at."""
+        if isinstance(x, types.ModuleType) and not users(x.__name__):
+            return  # torch's own, which grows as its parts are imported
+        held = held_by(x)
+        if held is not None and self.seen.was_there(x):
+            self.seen.old(held)
+            self.seen.whole(held, name, line)
+
+    def _by_name(self, f: Any, x: Any, name: Any, words: str, line: str) -> None:
+        """``getattr`` and its like."""
+        if not isinstance(name, str):  # a name that is computed
+            self.laid_open(x, words, line)
+            return
+        for place in attribute(x, name)[1]:
+            if _one_of(f, (setattr, delattr, object.__setattr__)):
+                self.seen.stored(place)
+            else:
+                self.seen.read(place, f"{words}.{name}", line)
+
+    def _of_container(self, f: Any, args: list[Any], e: Expr, line: str) -> bool:
+        """A method of a list, a dict and their like."""
+        own = getattr(f, "__self__", None) if isinstance(f, types.BuiltinMethodType) else None
+        name = text(e.base).rpartition(".")[0] or text(e.base)
+        if isinstance(own, contextvars.ContextVar):
+            if f.__name__ == "get":
+                self.seen.ask(own, functools.partial(own.get, ABSENT), f"{name}.get()", line)
+            else:  # the step sets it itself
+                self.seen.settled(own)
+            return True
+        if isinstance(own, random.Random | numpy.random.RandomState):
+            return True  # a warning says so (``randomness.py``)
+        if isinstance(own, collections.abc.Iterator):
+            if f.__name__ in _ADVANCES:
+                self.goes_on(own, name, line)
+            return True
+        if not isinstance(own, CONTAINERS):
+            return False
+        by_key = isinstance(own, dict) and args and e.name is None and args[0] is not UNKNOWN
+        if by_key and f.__name__ in ("get", "setdefault", "__getitem__", "__contains__"):
+            for place in item(own, args[0])[1]:
+                self.seen.read(place, f"{name}[{args[0]!r}]", line)
+            return True
+        if f.__name__ not in _WRITES:
+            self.seen.whole(own, name, line)
+        elif not self.of_library:
+            self.seen.grows(own, name, line)
+        for x, of in zip(args, e.args, strict=True):
+            if f.__name__ not in ("append", "add", "insert"):
+                self.seen.whole(x, text(of), line)
+        return True
+
+    def goes_on(self, x: Any, name: str, line: str) -> None:
+        """What gives another value each time it is asked, and was there before the step."""
+        if isinstance(x, collections.abc.Iterator) and self.seen.was_there(x) and not self.seen.never:
+            self.seen.never = (
+                f"the step takes the next of {name} at {line}: take it before the step and pass it as an argument"
+            )
+
+
+def _is_followed(f: Any) -> bool:
+    """Whether what a call runs is the program's own Python, where each look is seen."""
+    if f is UNKNOWN:
+        return False
+    own = function_of(f)
+    if own is not None:
+        return followed(own.__globals__.get("__name__", ""))
+    if isinstance(f, type):
+        return bool(f.__flags__ & 1 << 9) and followed(f.__module__)
+    return isinstance(f, nn.Module) or (not isinstance(f, types.BuiltinFunctionType) and followed(type(f).__module__))
+
+
+def _lays_open(f: Any) -> bool:
+    """Whether a function goes through all attributes of what it is given."""
+    return _one_of(f, _OPEN) or isinstance(f, operator.attrgetter) or _one_of(f, (copy.copy, copy.deepcopy))
+
+
+def _one_of(f: Any, functions: tuple[Any, ...]) -> bool:
+    return any(f is g for g in functions)
+
+
+_LOOKS = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__)
+_CACHED = type(functools.lru_cache(len))
+_ADVANCES = ("__next__", "send", "throw", "read", "readline", "readlines", "readinto")
+_NO_LOOK = (isinstance, issubclass, type, id, callable, print, super)
+_OPEN = (vars, dataclasses.asdict, dataclasses.astuple, dataclasses.replace, dataclasses.fields)
+_WRITES = {"append", "appendleft", "add", "extend", "extendleft", "update", "insert", "clear", "discard"}

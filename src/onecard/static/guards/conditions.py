@@ -1,0 +1,66 @@
+"""The conditions of a recording as a small graph of their own: asked before a replay, of the values that it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard._torch.names import OpOverload
+from onecard.errors import RecordingError
+from onecard.static.step.writes import written_by
+
+
+def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, tuple[bool, ...]]:
+    """A graph of the same inputs that gives the answers, with those that a replay needs; None if nothing is asked.
+
+    It writes to nothing: counters that the step counts up are counted up in copies.
+    """
+    if not conditions:
+        return None, ()
+    needed = _needed(graph, [a for _, args, _ in conditions for a in args if isinstance(a, fx.Node)])
+    drawn = next((n for n in graph.nodes if n in needed and _draws(n)), None)
+    if drawn is not None:
+        raise RecordingError(
+            "a value that the step reads on the host (in an if, an int()) depends on random numbers, drawn at "
+            f"{drawn.meta.get('line') or 'an unknown line'}, which cannot be drawn before a replay to ask for it. Return the "
+            "tensor and read it outside of the step; a layer that is dropped at random: with torch.where, or a rate of 0"
+        )
+    written = {w for node in needed for w in written_by(node)}
+    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = made.node_copy(node)
+    for node in graph.nodes:
+        if node.op == "placeholder" and node in written:
+            names[node] = made.call_function(torch.ops.aten.clone.default, (names[node],))
+            names[node].meta = dict(node.meta)
+        elif node in needed and node.op == "call_function":
+            names[node] = made.node_copy(node, names.__getitem__)
+    answers = [made.call_function(f, fx.map_arg(args, names.__getitem__)) for f, args, _ in conditions]
+    made.output(tuple(answers))
+    return made, tuple(outcome for _, _, outcome in conditions)
+
+
+def _draws(node: fx.Node) -> bool:
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return getattr(target, "__name__", "") == "_drawn"
+
+
+def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that these depend on, through memory as well."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    writers = [(node, written) for node in graph.nodes for written in written_by(node)]
+    found: set[fx.Node] = set()
+    left = [(node, order[node]) for node in wanted]
+    while left:
+        node, until = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [(n, order[node]) for n in node.all_input_nodes]
+        left += [(w, order[w]) for w, written in writers if written is node and order[w] < until and w not in found]
+    return found

@@ -1,0 +1,42 @@
+"""Whether the classes of modules, what they compute, and the hooks around it are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from onecard._torch import names as _torch
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters as it has them, where asking for one by name would gather it (``fleet``'s level "p_g_os")."""
+    return getattr(module._parameters, "plain", module._parameters)
+
+
+def same_code(fits: Any, roots: Sequence[Any]) -> None:
+    """The classes of modules, what these compute, and the hooks of all modules and optimizers (``fits``: ``fits.py``)."""
+    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    if modules:
+        kinds = fits.fact("kinds", [*map(type, modules)])
+        asked = fits.code("[*map(type, {})] != {}", fits.slot(modules), fits.slot(kinds))
+        fits.miss(asked, "the class of a module")
+        each = [*dict.fromkeys(kinds)]
+        known = fits.fact("forwards", [kind.forward for kind in each])
+        names = map(fits.slot, (attrgetter("forward"), each, known))
+        fits.miss(fits.code("[*map({}, {})] != {}", *names), "forward of a class of modules")
+    same_keys(fits, _torch.hooks_of_all, "all modules and optimizers")
+
+
+def same_keys(fits: Any, hooks: Sequence[Any], name: str) -> None:
+    """Which hooks there are."""
+    held = [*map(fits.slot, hooks)]
+    keys = fits.code("({},)", fits.joined(", ", (fits.code("*{}", h) for h in held)))
+    known = fits.fact((name, "hooks"), fits.value(keys))
+    other = fits.joined(" or ", held) if not known else fits.code("{} != {}", keys, fits.slot(known))
+    fits.miss(other, f"hooks of {name}")

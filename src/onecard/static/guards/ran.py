@@ -1,0 +1,283 @@
+"""What really runs while a step is recorded: each instruction of the program's own functions that looks something up is noted.
+
+Names cannot be found by reading code: an object's ``__getattr__``, a function that is found in a dict, a list that a library
+goes through. So the functions run under a trace (``sys.settrace``), and before an instruction looks something up it is looked
+up here, without running anything. Functions of torch, onecard and NumPy run as ever: what they are given is noted.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from onecard.static.guards.calls import Calls
+from onecard.static.guards.chains import Act, Expr, acts_of, text
+from onecard.static.guards.frames import Values
+from onecard.static.guards.lookup import (
+    CONTAINERS,
+    UNKNOWN,
+    Place,
+    attribute,
+    function_of,
+    helps,
+    in_bases,
+    item,
+    users,
+)
+from onecard.static.guards.places import STILL
+from onecard.static.guards.seen import Seen
+
+_acts = functools.lru_cache(maxsize=8192)(acts_of)
+_Frame = types.FrameType
+_IMPORTS = {-3: ()}  # the plan of what imports a file
+
+
+class Ran:
+    """A trace of one step.
+
+    Attributes:
+        seen: what has been looked up.
+    """
+
+    def __init__(
+        self, fn: Any, leaves: Sequence[Any], had: Callable[[Tensor], bool], found: Callable[[Any], None]
+    ) -> None:
+        self.seen = Seen(had, found)
+        self._values, self._calls = Values(self.seen), Calls(self.seen)
+        self._closures: dict[int, list[Any]] = {}
+        for x in _made_before():
+            if type(x) is types.FunctionType:
+                self._closures.setdefault(id(x.__code__), []).append(x)
+            else:
+                self.seen.old(x)
+        for x in (fn, *leaves):
+            self.seen.old(x)
+        self._plans: dict[int, Any] = {}
+        self._codes: list[Any] = []  # kept, so that their identities are theirs
+        self._methods: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, what runs is noted. A debugger or a measurement of coverage goes on."""
+        before = sys.gettrace()
+        begin = self._traced(before)
+        sys.settrace(begin)
+        try:
+            yield
+        finally:
+            if sys.gettrace() is begin:
+                sys.settrace(before)
+
+    def _traced(self, other: Any) -> Any:
+        plans, learn, begin, step = self._plans, self._learn, self._begin, self._local(other)
+        importing = [0]
+
+        def imported(frame: _Frame, event: str, arg: Any) -> Any:
+            importing[0] -= event == "return"
+            return imported
+
+        def trace(frame: _Frame, event: str, arg: Any) -> Any:
+            code = frame.f_code
+            plan = plans.get(id(code))
+            if plan is None:
+                plan = learn(frame)
+            if plan is _IMPORTS:  # what an imported file does is no part of the step
+                importing[0] += 1
+                return imported
+            if importing[0] or (plan and plan.get(-1) and not (frame.f_back and plans.get(id(frame.f_back.f_code)))):
+                plan = None
+            local = None
+            if other is not None:
+                local = other(frame, event, arg)
+                if sys.gettrace() is not trace:  # those written in C take the place of what has called them
+                    sys.settrace(trace)
+            if not plan:
+                return local
+            begin(frame)
+            frame.f_trace_opcodes = True
+            if local is None:
+                frame.f_trace_lines = False
+                return step
+            return self._both(step, local)
+
+        return trace
+
+    def _both(self, step: Any, local: Any) -> Any:
+        """Two traces of one function."""
+        held = [local]
+
+        def both(frame: _Frame, event: str, arg: Any) -> Any:
+            step(frame, event, arg)
+            if event != "opcode" and held[0] is not None:
+                held[0] = held[0](frame, event, arg)
+            return both
+
+        return both
+
+    def _local(self, other: Any) -> Any:
+        plans, act, leave = self._plans, self._act, self._values.leave
+
+        def step(frame: _Frame, event: str, arg: Any) -> Any:
+            if event == "opcode":
+                found = plans[id(frame.f_code)].get(frame.f_lasti)
+                if found is not None:
+                    try:
+                        act(frame, found)
+                    except Exception as fault:  # an object that answers otherwise than Python's do
+                        self.seen.lost(fault, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            elif event == "return":
+                leave(frame, arg, frame.f_back is not None and bool(plans.get(id(frame.f_back.f_code))))
+            return step
+
+        return step
+
+    def _learn(self, frame: _Frame) -> Any:
+        """What the code of a function does; {} of what is not the program's."""
+        code = frame.f_code
+        self._codes.append(code)
+        self.seen.old(frame.f_globals)
+        module = str(frame.f_globals.get("__name__", ""))
+        plan: Any = {}
+        if code.co_name == "_find_and_load" and module.startswith("importlib"):
+            plan = _IMPORTS
+        elif users(module):  # one that looks nothing up is followed, too: its result may be an object
+            plan = {-2: (), **_acts(code)}
+        elif helps(module):
+            of_python = module.partition(".")[0] in sys.stdlib_module_names
+            plan = {-2: (), -1: "python" if of_python else "library", **_acts(code)}
+        self._plans[id(code)] = plan
+        return plan
+
+    def _begin(self, frame: _Frame) -> None:
+        """A method runs: it is to stay that of its class."""
+        code = frame.f_code
+        for f in self._closures.pop(id(code), ()):
+            self.seen.old(f)
+            self._values.runs(f)
+        if code.co_argcount:
+            x = frame.f_locals.get(code.co_varnames[0])
+            kind: Any = x if isinstance(x, type) else type(x)
+            if (id(code), id(kind)) not in self._methods:
+                self._methods.add((id(code), id(kind)))
+                for base, name, f in _methods(kind, code):
+                    for place in in_bases(base, name)[0]:
+                        self.seen.read(place, f"{base.__name__}.{name}", self._line(frame))
+                    self._values.runs(f)
+
+    def _line(self, frame: _Frame) -> str:
+        """The line of the program's own."""
+        while (self._plans.get(id(frame.f_code)) or {}).get(-1) and frame.f_back is not None:
+            frame = frame.f_back
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    # -- what instructions do --------------------------------------------------------------------------------------------
+
+    def _act(self, frame: _Frame, acts: tuple[Act, ...]) -> None:
+        for kind, e in acts:
+            if kind in ("read", "call"):
+                self._values.forget(frame, e.at)
+            if kind == "read":
+                self._read(frame, e)
+            elif kind == "store":
+                for place in self._places(frame, e):
+                    if not self._in_library(frame):
+                        self.seen.leaves(place, str(e), self._line(frame))
+                    self.seen.stored(place, self._in_library(frame))
+            elif kind == "whole":
+                self._whole(frame, e)
+            elif kind == "within":
+                self._within(frame, e)
+            else:
+                self._call(frame, e)
+
+    def _call(self, frame: _Frame, e: Expr) -> None:
+        f = self._values.value(e.base, frame)
+        if (own := function_of(f)) is not None:
+            self._values.runs(own)
+        self._calls.of_library = self._in_library(frame)
+        self._calls.look(f, [self._values.value(a, frame) for a in e.args], e, self._line(frame))
+
+    def _in_library(self, frame: _Frame) -> bool:
+        return bool(self._plans[id(frame.f_code)].get(-1) == "library")
+
+    def _places(self, frame: _Frame, e: Expr) -> tuple[Place, ...]:
+        """Where the value of an expression is looked up."""
+        if e.kind in ("global", "name"):
+            there = frame.f_globals
+            known = e.name in there or not hasattr(builtins, e.name)
+            return (Place("entry", there, e.name, there),) if known else ()
+        if e.kind == "cell":
+            return tuple(Place("cell", cell, None, cell) for cell in self._values.cells(frame, e.name))
+        if e.kind == "import":
+            return (Place("entry", sys.modules, e.name, sys.modules),)
+        if e.kind not in ("attr", "item"):
+            return ()
+        base = self._values.value(e.base, frame)
+        if base is UNKNOWN:
+            return ()
+        if e.kind == "attr":
+            if isinstance(base, CONTAINERS):
+                self.seen.touch(base)
+            return attribute(base, e.name)[1]
+        key = self._values.value(e.args[0], frame)
+        return item(base, key)[1] if key is not UNKNOWN else ()
+
+    def _read(self, frame: _Frame, e: Expr) -> None:
+        line = self._line(frame)
+        places = self._places(frame, e)
+        if e.name == "__dict__" and not places and self.seen.was_there(self._values.value(e.base, frame)):
+            self.seen.old(self._values.value(e, frame))
+        for place in places:
+            self.seen.read(place, str(e), line, self._in_library(frame))
+        if e.kind == "item" and not places:  # by a key that is not known, or a slice
+            base = self._values.value(e.base, frame)
+            if isinstance(base, CONTAINERS):
+                self.seen.whole(base, text(e.base), line)
+
+    def _within(self, frame: _Frame, e: Expr) -> None:
+        base, key = self._values.value(e.base, frame), self._values.value(e.args[0], frame)
+        if isinstance(base, dict):
+            self._read(frame, e)
+        elif isinstance(base, set) and isinstance(key, (*STILL, tuple)):
+            self.seen.within(base, key, str(e), self._line(frame))
+        elif isinstance(base, CONTAINERS):
+            self.seen.whole(base, text(e.base), self._line(frame))
+
+    def _whole(self, frame: _Frame, e: Expr) -> None:
+        x = self._values.value(e, frame)
+        if isinstance(x, CONTAINERS):
+            self.seen.whole(x, str(e), self._line(frame))
+        else:
+            self._calls.goes_on(x, str(e), self._line(frame))
+
+
+def _made_before() -> list[Any]:
+    """Objects of the program's classes, iterators, and functions with something of their own, that are there now."""
+    there = gc.get_objects()
+    kinds = set(map(type, there))
+    wanted = {
+        k for k in kinds if hasattr(k, "__next__") or (users(str(k.__module__)) and not issubclass(k, Tensor | type))
+    }
+    wanted.add(types.FunctionType)
+    found = [x for x in there if type(x) in wanted]
+    return [
+        x for x in found if type(x) is not types.FunctionType or x.__closure__ or x.__defaults__ or x.__kwdefaults__
+    ]
+
+
+def _methods(kind: type, code: Any) -> Iterator[tuple[type, str, Any]]:
+    """Where in a class and its bases code stands."""
+    for base in kind.__mro__:
+        held = vars(base)
+        for name in (code.co_name,) if code.co_name in held else held:
+            f = function_of(held[name])
+            if f is not None and f.__code__ is code:
+                yield base, name, f

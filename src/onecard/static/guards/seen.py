@@ -1,0 +1,363 @@
+"""What a step looks up of the program's objects while it is recorded: a replay is right only where all of that is as it was.
+
+What was there *before* the step counts: what the step itself counts up differs at its next call.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import contains
+from typing import Any, NamedTuple
+from weakref import ProxyTypes
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, Place, now_at, users
+from onecard.static.guards.numbers import Number
+from onecard.static.guards.places import STILL, named_parameters
+from onecard.static.guards.unchanged import copied, differs, is_plain, is_still, kept, shown
+
+
+class Read(NamedTuple):
+    """One thing that was looked up: where, what was there, its name and line in the program, and whether a library did."""
+
+    place: Place
+    value: Any
+    name: str
+    line: str
+    library: bool = False
+
+
+class Whole(NamedTuple):
+    """A container that was looked at as a whole, and what it held."""
+
+    holder: Any
+    held: Any
+    name: str
+    line: str
+
+
+class Asked(NamedTuple):
+    """A question that can be asked again, and its answer."""
+
+    question: Callable[[], Any]
+    answer: Any
+    name: str
+    line: str
+
+
+class Seen:
+    """What has been looked up.
+
+    Attributes:
+        roots: modules, optimizers and tensors, by the names that they were found by.
+        never: why the step can never be replayed, "" if it can.
+    """
+
+    def __init__(self, had: Callable[[Tensor], bool], found: Callable[[Any], None]) -> None:
+        self._had, self._found = had, found
+        self._old: dict[int, Any] = {}  # kept while the step runs, so that nothing new has the identity of one of them
+        self.reads: list[Read] = []
+        self.wholes: list[Whole] = []
+        self.asked: list[Asked] = []
+        self.functions: dict[int, tuple[Any, ...]] = {}
+        self.roots: list[tuple[str, Any]] = []
+        self.never = ""
+        self._known: set[Any] = set()
+        self._first: dict[int, tuple[Any, Any]] = {}  # containers, and what they held when they were first seen
+        self._stored: list[Any] = []
+        self._library: set[Any] = set()  # what a library without torch has looked up
+        self._left: dict[Any, tuple[Callable[[], Any], str, str]] = {}
+        self.old(sys.modules)
+
+    def was_there(self, x: Any) -> bool:
+        """Whether an object is known to be older than the step: something old has led to it."""
+        return id(x) in self._old or isinstance(x, _LASTING) or (isinstance(x, Tensor) and self._had(x))
+
+    def old(self, x: Any) -> None:
+        """An object is older than the step, and what it holds for good."""
+        if (
+            id(x) in self._old or type(x) in ProxyTypes or isinstance(x, (Tensor, *STILL))
+        ):  # what is behind a proxy may be gone
+            return
+        self._old[id(x)] = x
+        if isinstance(x, tuple | frozenset):
+            parts: Any = x
+        elif isinstance(x, types.MethodType):
+            parts = (x.__self__, x.__func__)
+        elif isinstance(x, partial):
+            parts = (x.func, *x.args, *x.keywords.values())
+        elif isinstance(x, types.FunctionType):
+            parts = (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+        else:
+            return
+        for part in parts:
+            self.old(part)
+
+    # -- noting ----------------------------------------------------------------------------------------------------------
+
+    def read(self, place: Place, name: str, line: str, library: bool = False) -> None:
+        """Something is looked up; ``library``: by one without torch, whose own counts are nothing to the step."""
+        mark = _mark(place)
+        try:
+            if mark in self._known or not self.was_there(place.owner):
+                self._left.pop((mark[0], str(place.key)), None)  # the step hands it over to itself
+                return
+            self._known.add(mark)
+        except TypeError:  # a key that is none
+            return
+        value = self._before(place)
+        self.old(value)
+        if isinstance(value, CONTAINERS):
+            self.touch(value)
+        self.root(name, value)
+        if not isinstance(value, Number) and (not isinstance(value, Tensor) or self._had(value)):
+            self.reads.append(Read(place, kept(value), name, line, library))
+            if library:
+                self._library.add(mark)
+
+    def _before(self, place: Place) -> Any:
+        """What was there before the step, as far as the step's own calls of a container's methods have changed it."""
+        first = self._first.get(id(place.holder))
+        if place.kind != "entry" or first is None:
+            return now_at(place)
+        held, key = first[1], place.key
+        if isinstance(held, dict):
+            return held.get(key, ABSENT)
+        return held[key] if isinstance(held, tuple) and -len(held) <= key < len(held) else ABSENT
+
+    def root(self, name: str, value: Any) -> None:
+        """A module, an optimizer or a tensor has this name."""
+        kinds = isinstance(value, nn.Module | Optimizer) or (isinstance(value, Tensor) and self._had(value))
+        if kinds and all(value is not x for _, x in self.roots):
+            self.roots.append((name, value))
+            self._found(value)
+
+    def outermost(self, given: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Modules, optimizers and tensors that the step has found, but for what others of them hold; ``given`` come first."""
+        found, inside = list[tuple[str, Any]](), set[int]()
+        tensors = [(n, x) for n, x in self.roots if isinstance(x, Tensor)]
+        for name, x in (*given, *(r for r in self.roots if not isinstance(r[1], Tensor)), *tensors):
+            if id(x) not in inside:
+                found.append((name, x))
+                inside |= set(map(id, _held(x)))
+        return found
+
+    def stored(self, place: Place, library: bool = False) -> None:
+        """The step stores something there: what it looks up there later is its own."""
+        if isinstance(place.holder, CONTAINERS):
+            self.touch(place.holder)
+        try:
+            mark = _mark(place)
+            self._known.add(mark)
+            if library and mark in self._library:  # a progress bar's count
+                self.reads = [r for r in self.reads if _mark(r.place) != mark]
+            self._stored.append(place)  # it stays, so that its identity is its own
+        except TypeError:
+            return
+
+    def leaves(self, place: Place, name: str, line: str) -> None:
+        """The program's own code puts something where it finds it after the step."""
+        if self.was_there(place.owner) and not isinstance(place.owner, Tensor | Optimizer) and not is_installed(line):
+            self._left.setdefault((id(place.holder), str(place.key)), (partial(now_at, place), name, line))
+
+    def grows(self, x: Any, name: str, line: str) -> None:
+        """The program's own code adds to a container."""
+        if self.was_there(x) and not is_installed(line):
+            self.touch(x)
+            self._left.setdefault((id(x), ""), (partial(_added, x, len(x)), name, line))
+
+    def left_behind(self) -> str:
+        """What the step leaves in Python that a replay would not, in words: tensors, numbers that may change, longer lists."""
+        noted = {id(r.place.holder) for r in self.reads} | {id(w.holder) for w in self.wholes}
+        for (holder, key), (now, name, line) in self._left.items():
+            value = now()
+            made = isinstance(value, Tensor) and not self._had(value)
+            if (made or isinstance(value, Number | _Added)) and (key or holder not in noted):
+                what = f"adds to {name}" if isinstance(value, _Added) else f"sets {name}"
+                return f"the step {what} at {line}, in Python, which a replay does not repeat: return it, and keep it outside"
+        return ""
+
+    def touch(self, x: Any) -> None:
+        """A container comes up, which the step may change."""
+        if id(x) not in self._first and self.was_there(x):
+            self._first[id(x)] = (x, copied(x))
+
+    def whole(self, x: Any, name: str, line: str, depth: int = 3) -> None:
+        """All that a container holds may be looked at, by what is not the program's Python."""
+        if isinstance(x, (tuple, *CONTAINERS)) and depth:
+            if not isinstance(x, tuple):
+                if not self.was_there(x) or ("whole", id(x)) in self._known:
+                    return
+                self.touch(x)
+                self._known.add(("whole", id(x)))
+                self.wholes.append(Whole(x, self._first[id(x)][1], name, line))
+            if not isinstance(x, BYTES):
+                for part in self._first[id(x)][1] if not isinstance(x, tuple) else x:
+                    self._part(x, part, name, line, depth)
+
+    def _part(self, x: Any, part: Any, name: str, line: str, depth: int) -> None:
+        if isinstance(x, dict):
+            self.old(part)
+            part = self._first[id(x)][1][part]
+        self.old(part)
+        self.whole(part, name, line, depth - 1)
+
+    def within(self, x: Any, key: Any, name: str, line: str) -> None:
+        """It is asked whether a set has something."""
+        self.touch(x)
+        if self.was_there(x) and (id(x), "within", key) not in self._known:
+            self._known.add((id(x), "within", key))
+            self.asked.append(Asked(partial(contains, x, key), key in self._first[id(x)][1], name, line))
+
+    def ask(self, of: Any, question: Callable[[], Any], name: str, line: str) -> None:
+        """Something is asked, of an object, that can be asked again."""
+        if ("asked", id(of)) not in self._known:
+            self.settled(of)
+            answer = question()
+            self.old(answer)
+            self.asked.append(Asked(question, kept(answer), name, line))
+
+    def settled(self, of: Any) -> None:
+        """An object has been asked, or has been given its answer by the step."""
+        self._known.add(("asked", id(of)))
+        self._stored.append(of)
+
+    def function(self, f: Any) -> None:
+        """A function of the program's runs."""
+        if id(f) not in self.functions and self.was_there(f):
+            self.functions[id(f)] = (f, f.__code__, f.__defaults__, f.__kwdefaults__)
+
+    def lost(self, fault: Exception, line: str) -> None:
+        """Something was looked up that cannot be followed."""
+        self.never = self.never or f"what the step reads at {line} cannot be followed ({type(fault).__name__}: {fault})"
+
+    # -- afterwards ------------------------------------------------------------------------------------------------------
+
+    def settle(self, roots: list[tuple[str, Any]]) -> None:
+        """Leave out what a recording looks at anyway, and what only the step itself has held."""
+        modules = {id(m) for _, r in roots if isinstance(r, nn.Module) for m in r.modules()}
+        inner = {id(x) for _, r in roots if isinstance(r, Optimizer) for x in _parts(r)}
+        # While a step is recorded functions of torch and of math are others, which write down what they do.
+        self.reads = [_afterwards(r) for r in self.reads if not _looked_at(r, modules, inner)]
+        self.wholes = [w for w in self.wholes if id(w.holder) not in inner]
+        for held in (self._first, self._known, self._old, self._stored, self._library, self._left):
+            held.clear()
+        self._had, self._found = (lambda x: False), (lambda x: None)
+
+    def without_counts(self) -> bool:
+        """After a call that did what was recorded: leave out what a library has changed for itself; whether there was any."""
+        still = [r for r in self.reads if not (r.library and differs(now_at(r.place), r.value))]
+        changed, self.reads = len(still) < len(self.reads), still
+        return changed
+
+    def difference(self) -> str:
+        """What is not as it was, in words; "" if all is."""
+        if self.never:
+            return self.never
+        for place, value, name, line, _ in self.reads:
+            now = now_at(place)
+            if differs(now, value):
+                return f"{name}, which the step reads, {_change(value, now, line)}"
+        for x, held, name, line in self.wholes:
+            if not is_still(x, held):
+                return f"{name}, which the step reads, {_other_entries(x, held)} ({line})"
+        for question, answer, name, line in self.asked:
+            if differs(now := question(), answer):
+                return f"{name}, which the step reads, {_change(answer, now, line)}"
+        for f, code, defaults, keywords in self.functions.values():
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
+                return f"{f.__qualname__}, which the step calls, has another body or other defaults"
+        return ""
+
+
+def _mark(place: Place) -> tuple[Any, ...]:
+    return id(place.holder), id(place.key) if place.kind == "slot" else place.key
+
+
+class _Added(int):
+    """How much longer a container has become."""
+
+
+def _added(x: Any, length: int) -> Any:
+    return _Added(len(x) - length) if len(x) > length else None
+
+
+def is_installed(line: str) -> bool:
+    """Whether a line is a library's: what that keeps for itself is its own affair."""
+    return "site-packages" in line or "dist-packages" in line
+
+
+def _held(x: Any) -> Iterator[Any]:
+    """What has its place by a module or an optimizer, and the thing itself."""
+    yield x
+    if isinstance(x, nn.Module):
+        yield from nn.Module.modules(x)
+        yield from (p for _, p in named_parameters(x))
+        yield from nn.Module.buffers(x)
+    elif isinstance(x, Optimizer):
+        for group in x.param_groups:
+            yield from (t for t in (*group["params"], *group.values()) if isinstance(t, Tensor))
+        yield from (t for state in x.state.values() for t in state.values() if isinstance(t, Tensor))
+
+
+_LASTING = (type, types.ModuleType, nn.Module, Optimizer)
+
+
+def _parts(optimizer: Optimizer) -> Iterator[Any]:
+    """The containers of an optimizer that a recording looks at."""
+    yield vars(optimizer)
+    yield optimizer.param_groups
+    yield optimizer.state
+    yield from optimizer.state.values()
+    for group in optimizer.param_groups:
+        yield group
+        yield group["params"]
+
+
+def _afterwards(read: Read) -> Read:
+    owner = read.place.owner
+    if not isinstance(owner, type | types.ModuleType):
+        return read
+    name = owner.__module__ if isinstance(owner, type) else vars(owner).get("__name__", "")
+    return read if users(str(name)) else read._replace(value=kept(now_at(read.place)))
+
+
+def _looked_at(read: Read, modules: set[int], inner: set[int]) -> bool:
+    """Whether a recording looks at this anyway (``bound.py``)."""
+    kind, holder, key, owner = read.place
+    if kind != "entry":
+        return False
+    if id(owner) in modules and isinstance(owner, nn.Module):
+        if holder is not owner.__dict__:  # parameters, buffers, modules
+            return True
+        return key in _OF_EVERY_MODULE or (isinstance(read.value, STILL) and not str(key).startswith("_"))
+    return id(holder) in inner and not is_plain(read.value) and read.value is not ABSENT
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _change(before: Any, now: Any, line: str) -> str:
+    """What has become of a value."""
+    if now is ABSENT:
+        return f"was {shown(before)} and is gone ({line})"
+    if before is ABSENT:
+        return f"was not there and is {shown(now)} ({line})"
+    if isinstance(before, Tensor):
+        return f"is another tensor ({line}); pass it as an argument"
+    if shown(before) == shown(now):
+        return f"is another object ({line})"
+    advice = "; pass it as an argument (a float may change)" if isinstance(before, int | float) else ""
+    return f"was {shown(before)} and is {shown(now)} ({line}){advice}"
+
+
+def _other_entries(x: Any, held: Any) -> str:
+    """What has become of a container."""
+    if isinstance(held, tuple | dict | frozenset) and not hasattr(x, "dtype") and len(x) != len(held):
+        return f"had {len(held)} entries and has {len(x)}"
+    return "holds other entries"

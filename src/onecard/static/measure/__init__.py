@@ -1,0 +1,1 @@
+"""Measuring a machine: operators, messages, what runs beside them."""

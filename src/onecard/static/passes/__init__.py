@@ -1,0 +1,132 @@
+"""Passes: small pure functions, graph -> graph, one file each. Each gives a new graph that does the same and can be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import fx
+
+from onecard.errors import RecordingError
+from onecard.static.passes.buckets import small_together
+from onecard.static.passes.common_subexpressions import equal_nodes
+from onecard.static.passes.dead import dead_nodes
+from onecard.static.passes.decompositions import taken_apart
+from onecard.static.passes.fixed import of_no_input
+from onecard.static.passes.inplace import in_place
+from onecard.static.passes.kernel import fastest
+from onecard.static.passes.merge import merged
+from onecard.static.passes.noop_views import plain_names
+from onecard.static.passes.options import StaticOptions
+from onecard.static.passes.overlap import overlapped
+from onecard.static.passes.pieces import cut_buckets
+from onecard.static.passes.recompute import candidates, recomputed
+from onecard.static.passes.scatter import scattered
+from onecard.static.price.live import Live
+from onecard.static.step.order import check_drawn, check_started
+from onecard.static.step.step import AnyStep
+
+Pass = Callable[[fx.Graph], fx.Graph]
+PASSES: dict[str, Pass] = {
+    "decompositions": taken_apart, "fixed": of_no_input, "noop_views": plain_names, "common_subexpressions": equal_nodes,
+    "dead": dead_nodes, "scatter": scattered, "buckets": small_together, "pieces": cut_buckets, "overlap": overlapped,
+    "inplace": in_place,
+}  # fmt: skip
+"""All passes, in the order in which they run. Bits stay as they are by all of these."""
+ASKED: dict[str, Pass] = {"recompute": recomputed, "fastest": fastest}
+"""Passes that run where they are asked for, after "dead". The last one changes numbers: it is what ``kernels`` asks for."""
+KERNELS = ("eager", "fastest")
+"""Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
+
+
+def chosen(options: StaticOptions, most: int | None = None) -> dict[str, Pass]:
+    """The passes that run, those that are asked for in their places. ``most``: how many nodes "recompute" may compute again.
+
+    Raises:
+        RecordingError: there are no such kernels, or no such pass.
+    """
+    also, without = options.passes, options.left_out
+    if options.kernels not in KERNELS:
+        raise RecordingError(f"kernels={options.kernels!r} is not one of {', '.join(map(repr, KERNELS))}")
+    if unknown := [name for name in also if name not in ASKED]:
+        raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
+    if unknown := [name for name in without if name not in PASSES]:
+        raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
+    asked = {name: run for name, run in ASKED.items() if name in (*also, options.kernels)}
+    if "recompute" in asked:
+        asked["recompute"] = partial(recomputed, most=most)
+    made = dict[str, Pass]()
+    for name, run in PASSES.items():
+        made |= {name: run} if name not in without else {}
+        made |= asked if name == "dead" else {}
+    return made
+
+
+def optimised(recording: AnyStep, without: Sequence[str] = ()) -> AnyStep:
+    """A recording by the passes, less those named.
+
+    Raises:
+        RecordingError: there is no such pass; or one has moved what must not be moved, or dropped a message.
+
+    Example:
+        >>> import onecard, torch
+        >>> recording = onecard.record(lambda x: (x * 2).detach() + x * 2)(torch.ones(2))
+        >>> len(list(recording.nodes())), len(list(optimised(recording).nodes()))
+        (4, 2)
+    """
+    *_, (_, graph) = stages(recording.graph, StaticOptions(without=without))
+    return recording.with_graph(graph)
+
+
+def stages(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> list[tuple[str, fx.Graph]]:
+    """A graph with the name "", and after each pass that is chosen: (the pass, the graph)."""
+    found = [("", graph)]
+    for name, run in chosen(options, most).items():
+        made = run(found[-1][1])
+        if made is not found[-1][1]:
+            _looked_at(name, found[-1][1], made)
+        found.append((name, made))  # also one that had nothing to do here: on another rank it may have had
+    return found
+
+
+def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[list[tuple[str, fx.Graph]], int]:
+    """``stages`` with as little recomputed as brings the peak of live memory under ``memory_limit``, and that peak.
+
+    It is the largest results that are computed again. Where even all of them do not do, all are.
+    """
+    limit = options.memory_limit
+    assert limit is not None
+
+    def tried(most: int) -> tuple[list[tuple[str, fx.Graph]], int]:
+        found = stages(graph, options, most)
+        return found, Live(found[-1][1]).peak
+
+    low, best = 0, tried(0)
+    if best[1] <= limit:
+        return best
+    high = candidates(graph)
+    best = tried(high)
+    while best[1] <= limit and high - low > 1:
+        middle = (low + high) // 2
+        found = tried(middle)
+        if found[1] <= limit:
+            high, best = middle, found
+        else:
+            low = middle
+    return best
+
+
+def _looked_at(name: str, before: fx.Graph, made: fx.Graph) -> None:
+    made.lint()
+    try:
+        check_started(made)
+        check_drawn(before, made)
+    except RecordingError as fault:
+        raise RecordingError(f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out") from None
+
+
+__all__ = [
+    "ASKED", "KERNELS", "PASSES", "Pass", "StaticOptions", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest",
+    "fitting", "in_place", "merged", "of_no_input", "optimised", "overlapped", "plain_names", "recomputed", "scattered",
+    "small_together", "stages", "taken_apart",
+]  # fmt: skip

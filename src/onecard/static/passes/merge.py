@@ -1,0 +1,204 @@
+"""Gradient merge: a step that was recorded on one microbatch -> the step of ``k`` of them.
+
+Forward and backward run once for each microbatch, and their gradients are added up as ``backward()`` would add them. What needs
+the gradients (their messages, clipping, the optimizer) runs once, after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard._torch.names import OpOverload
+from onecard.errors import RecordingError
+from onecard.static.passes.adding import added
+from onecard.static.passes.once import Once, cut, phase_of, words
+from onecard.static.step.nodes import copied_to
+from onecard.static.step.order import only_names
+
+aten = torch.ops.aten
+
+
+def merged(graph: fx.Graph, k: int, average: bool = True, results: Mapping[int, Any] | None = None) -> fx.Graph:
+    """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
+
+    Args:
+        average: gradients, and results that are one float each, are divided by ``k``; otherwise they are sums.
+        results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
+            Others stay in the program: but for gradients, they may not differ between microbatches.
+
+    Results that are as long as a microbatch are put one after the other; counts (one integer each) are added up.
+
+    Raises:
+        RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
+    """
+    return _Merge(graph, k, average, results).made
+
+
+class _Merge:
+    """The graph as it is made."""
+
+    def __init__(self, graph: fx.Graph, k: int, average: bool, results: Mapping[int, Any] | None) -> None:
+        self.graph, self.k, self.average = graph, k, average
+        self.once = Once(graph)
+        self.memory = self.once.memory
+        self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.names: dict[fx.Node, fx.Node] = {}  # of what runs once
+        self.each: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
+        self.out: Any = next(iter(reversed(graph.nodes))).args[0]
+        self.results = dict.fromkeys(range(len(self.out))) if results is None else results
+        self.batch = next((n for n in graph.nodes if n.op == "placeholder" and cut(n)), None)
+        self.nodes = list(graph.nodes)
+        self._inputs()
+        wanted = self._gradients()
+        for node in self.nodes:
+            if node in self.once.head:
+                self.names[node] = copied_to(self.made, node, self.names.__getitem__)
+        for names in self.each:
+            names.update({node: self.names[node] for node in self.once.head})
+            self._microbatch(names, wanted)
+        for node in self.nodes:
+            if node in self.once.tail:
+                self.names[node] = copied_to(self.made, node, partial(self._in_tail, user=node))
+        self.made.output(tuple(self._shown(i, n) for i, n in enumerate(self.out)))
+
+    def _inputs(self) -> None:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.names[node] = made = copied_to(self.made, node, self.names.__getitem__)
+                if cut(node):
+                    (rows, *rest), *others = node.meta["tensor"]
+                    made.meta["tensor"] = ((rows * self.k, *rest), *others)
+        for i, names in enumerate(self.each):
+            for node in self.nodes:
+                if node.op == "placeholder" and not cut(node):
+                    names[node] = self.names[node]
+                elif node.op == "placeholder" and node.users:
+                    rows = node.meta["tensor"][0][0]
+                    names[node] = added(self.made, node, aten.narrow.default, self.names[node], 0, i * rows, rows)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> dict[fx.Node, list[fx.Node]]:
+        """What backward passes give to the tail and the program; by the last node that makes or writes to each."""
+        asked = [n for node in self.nodes if node in self.once.tail for n in node.all_input_nodes]
+        asked += [n for n in self.out if isinstance(n, fx.Node)]
+        found = dict.fromkeys(base for n in asked if (base := self._base(n)) is not None)
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            if node in found:
+                last[node] = node
+            if node not in self.once.tail and (written := self.memory.writes.get(node)):
+                last.update({n: node for n in last if self.memory.roots[n] & written})
+        wanted: dict[fx.Node, list[fx.Node]] = {}
+        for n, at in last.items():
+            wanted.setdefault(at, []).append(n)
+        return wanted
+
+    def _base(self, node: fx.Node) -> fx.Node | None:
+        """The gradient that a value of a backward pass is, or is a view of; None of another value."""
+        if (
+            node in self.once.tail
+            or node in self.once.same
+            or phase_of(node) != "backward"
+            or node.op != "call_function"
+        ):
+            return None
+        while self._is_view(node):
+            node = node.all_input_nodes[0]
+        return node
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a node is a view that may as well be taken of the sum."""
+        if not isinstance(node.target, OpOverload) or not only_names(node):
+            return False
+        source = node.all_input_nodes[0]
+        return phase_of(source) == "backward" and "tensor" in source.meta
+
+    def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
+        for node in self.nodes:
+            if node.op == "call_function" and node not in self.once.tail and node not in self.once.head:
+                names[node] = copied_to(self.made, node, names.__getitem__)
+                for gradient in wanted.get(node, ()):
+                    self._add(gradient, names[gradient], last=names is self.each[-1])
+
+    def _add(self, gradient: fx.Node, mine: fx.Node, last: bool) -> None:
+        before = self.sums.get(gradient)
+        total = mine if before is None else added(self.made, gradient, aten.add.Tensor, before, mine)
+        if last and self.average:
+            total = added(self.made, gradient, aten.mul.Tensor, total, 1 / self.k)
+        if total is not mine and "spec" in gradient.meta:
+            total.meta["spec"] = gradient.meta["spec"]
+        self.sums[gradient] = total
+
+    # -- what runs once ----------------------------------------------------------------------------------------------------
+
+    def _in_tail(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """A value that something needs which runs once."""
+        if node in self.names and not (node.op == "placeholder" and cut(node)):
+            return self.names[node]
+        if node in self.once.same:
+            return self.each[0][node]
+        if (base := self._base(node)) is None:
+            raise RecordingError(
+                f"k_steps: {words(user)} needs the gradients of the whole step, and {words(node)}, of which each microbatch "
+                "has its own. Put it into the loss, before backward(), or take it out of the step"
+            )
+        if base is node:
+            return self.sums[node]
+        self.names[node] = made = copied_to(self.made, node, lambda n: self._in_tail(n, user))
+        return made
+
+    def _shown(self, i: int, node: Any) -> Any:
+        """An output: as it is, a sum or a mean, or all parts one after the other."""
+        if (
+            not isinstance(node, fx.Node)
+            or node in self.names
+            or node in self.once.same
+            or self._base(node) is not None
+        ):
+            return self._in_tail(node, node) if isinstance(node, fx.Node) else node
+        parts = [names[node] for names in self.each]
+        facts = node.meta.get("tensor")
+        if facts is not None and i in self.results:
+            shape, _, dtype, _ = facts
+            if not shape and dtype is not torch.bool:
+                return self._together(node, parts, dtype.is_floating_point or dtype.is_complex)
+            if shape and (ranks := self._interleaved(shape[0], self.results[i])):
+                return self._rows(node, parts, ranks)
+        raise RecordingError(
+            f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
+            "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
+        )
+
+    def _interleaved(self, rows: int, spec: Any) -> int:
+        """How many ranks' rows follow each other in a result of a microbatch; 0 of a result that is not as long as it."""
+        if self.batch is None:
+            return 0
+        mine, given = self.batch.meta["tensor"][0][0], self.batch.meta["input"].spec
+        if given is None or (spec is not None and spec.layout.dims[0] == given.layout.dims[0]):
+            alike = given is None or (spec.layout.mesh is given.layout.mesh and spec.shape[0] == given.shape[0])
+            return int(alike and rows == mine)
+        whole = spec is None or not spec.layout.dims[0]
+        return given.shape[0] // mine if whole and rows == given.shape[0] else 0
+
+    def _rows(self, node: fx.Node, parts: list[fx.Node], ranks: int) -> fx.Node:
+        """All microbatches' rows in the order of the batch: the ranks one after the other, as each has cut its own."""
+        made = added(self.made, node, aten.cat.default, parts)
+        if ranks == 1:
+            return made
+        (rows, *rest), *_ = node.meta["tensor"]
+        made = added(self.made, node, aten.view.default, made, [self.k, ranks, rows // ranks, *rest])
+        made = added(self.made, node, aten.transpose.int, made, 0, 1)
+        made = added(self.made, node, aten.clone.default, made, memory_format=torch.contiguous_format)
+        return added(self.made, node, aten.view.default, made, [self.k * rows, *rest])
+
+    def _together(self, node: fx.Node, parts: list[fx.Node], number: bool) -> fx.Node:
+        total = parts[0]
+        for part in parts[1:]:
+            total = added(self.made, node, aten.add.Tensor, total, part)
+        return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if number and self.average else total

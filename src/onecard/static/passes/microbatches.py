@@ -1,0 +1,204 @@
+"""Gradient merge of a step (``to_static(k_steps=)``): recorded on its first microbatch, without doing it; then the whole step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch.names import tree_leaves
+from onecard.errors import RecordingError
+from onecard.place.layout import is_merged
+from onecard.static.passes.doubts import doubts
+from onecard.static.passes.merge import merged
+from onecard.static.passes.once import cut
+from onecard.static.step.step import AnyStep, Output, Step
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How many there are, and whether gradients are their mean (``avg``) or their sum."""
+
+    k_steps: int
+    avg: bool
+
+    def first(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """The arguments of the first microbatch: of each tensor the first part of this rank's rows.
+
+        Raises:
+            RecordingError: a tensor that cannot be cut in so many parts. Names it.
+        """
+        self._check_alike([(names[i], x) for i, x in enumerate(leaves) if _is_cut(x)])
+        return [self._first(x, names[i]) if _is_cut(x) else x for i, x in enumerate(leaves)]
+
+    def given(self, recording: Step, parts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """A graph's inputs for the whole batch, those that are cut by microbatches replaced by the first one's."""
+        local = {i: x._local if isinstance(x, DistTensor) else x for i, x in enumerate(parts)}
+        inputs = recording.inputs
+        return [local[k.where[1]] if k.kind == "argument" else x for k, x in zip(inputs, given, strict=True)]
+
+    def _check_alike(self, given: list[tuple[str, Tensor]]) -> None:
+        """Of all arguments a microbatch has to be the same rows."""
+        if not given:
+            raise RecordingError(
+                f"k_steps={self.k_steps}: no argument is a tensor with rows, so that there is no batch to cut. Give the batch to "
+                "the step as tensors, or in lists, tuples and dicts of them"
+            )
+        lengths = [x.shape[0] for _, x in given]
+        most = max(lengths, key=lengths.count)  # the batch is what most of them are as long as; among equals the first
+        first, batch = next((name, x) for name, x in given if x.shape[0] == most)
+        for name, x in given:
+            if x.shape[0] != most:
+                raise RecordingError(
+                    f"k_steps={self.k_steps}: argument {name!r} has {x.shape[0]} rows where {first!r} has {most}, and both would "
+                    f"be cut in {self.k_steps}. What is no batch should be read by the step, not given"
+                )
+            if _ranks(x) != _ranks(batch):
+                raise RecordingError(
+                    f"k_steps={self.k_steps}: argument {name!r} is {_lies(x)}, {first!r} is {_lies(batch)}: their microbatches "
+                    "would be other rows. Lay both out alike (onecard.shard_tensor, reshard)"
+                )
+
+    def _first(self, x: Tensor, name: str) -> Tensor:
+        local = x._local if isinstance(x, DistTensor) else x
+        rows, rest = divmod(local.shape[0], self.k_steps)
+        if rest or not rows:
+            raise RecordingError(
+                f"k_steps={self.k_steps}: argument {name!r} has {local.shape[0]} rows{' here' if local is not x else ''}, which "
+                f"cannot be cut in {self.k_steps} of one size. What is no batch should be read by the step, not given"
+            )
+        if x.requires_grad:
+            raise RecordingError(
+                f"k_steps={self.k_steps}: argument {name!r} takes gradients, which belong to the whole batch: pass x.detach()"
+            )
+        part = local.narrow(0, 0, rows)
+        if not isinstance(x, DistTensor):
+            return part
+        dims, parts = x._spec.layout.dims, x.shape[0] // max(local.shape[0], 1)
+        even = x._spec.here and parts * local.shape[0] == x.shape[0]
+        if dims and (is_merged(dims[0]) or not even):
+            raise RecordingError(
+                f"k_steps={self.k_steps}: argument {name!r}, {x._spec!r}, is not cut evenly over the ranks in its first dim, so "
+                "that the ranks' microbatches would differ in size. Drop the last rows, or pad them"
+            )
+        return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
+
+    def merged(self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None) -> AnyStep:
+        """The recording of all microbatches, from that of the first one and the arguments of the whole step.
+
+        Args:
+            whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here.
+        """
+        _check(recording)
+        for said in doubts(recording.graph, self.k_steps, leaves):
+            warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
+        results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
+        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results))
+        made.inputs = tuple(
+            replace(known, spec=known.spec and leaves[known.where[1]]._spec, facts=node.meta["tensor"])
+            if cut(node)
+            else known
+            for known, node in zip(recording.inputs, made.graph.find_nodes(op="placeholder"), strict=True)
+        )
+        for known, node in zip(made.inputs, made.graph.find_nodes(op="placeholder"), strict=True):
+            node.meta["input"] = known
+        old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
+        new: Any = next(iter(reversed(made.graph.nodes))).args[0]
+        made.results = tuple(_as_whole(r, old, new) for r in recording.results)
+        if whole is not None and len(whole.results) == len(made.results):
+            _check_results(recording, made, rows_of(leaves, ()).batch, whole)
+        return made
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How long the batch of a call was, and each of its results (None: it has no rows)."""
+
+    batch: int | None
+    results: tuple[int | None, ...]
+
+
+def rows_of(given: Any, results: Any) -> Rows:
+    """The rows of a call, from its arguments and what it returned."""
+    lengths = [x.shape[0] for x in tree_leaves(given) if _is_cut(x)]
+    batch = max(lengths, key=lengths.count) if lengths else None
+    return Rows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(results)))
+
+
+def _check_results(recording: Step, made: Step, batch: int | None, whole: Rows) -> None:
+    """What was put together of the microbatches' rows has to be as long as the program itself makes it."""
+    old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
+    new: Any = next(iter(reversed(made.graph.nodes))).args[0]
+    for i, (result, rows) in enumerate(zip(made.results, whole.results, strict=True)):
+        if not isinstance(result, Output) or batch is None or whole.batch is None:
+            continue
+        before, after = old[result.position].meta.get("tensor"), new[result.position].meta.get("tensor")
+        if before is None or after is None or before[0] == after[0]:
+            continue
+        length = after[0][0] if result.spec is None else result.spec.shape[0]
+        if rows is None or length * whole.batch != rows * batch:
+            raise RecordingError(
+                f"k_steps: result {i} of the step has {before[0][0]} rows for a microbatch, and {rows or 'no'} for a batch of "
+                f"{whole.batch}: it is no part of the batch, and each microbatch has its own. Return what is as long as the "
+                "batch, or one number"
+            )
+
+
+def asked(k_steps: int, avg: bool) -> Microbatches | None:
+    """What ``to_static`` is asked for; None: nothing.
+
+    Raises:
+        RecordingError: no number of microbatches.
+    """
+    if type(k_steps) is not int or k_steps < 1:
+        raise RecordingError(
+            f"k_steps={k_steps!r}: how many microbatches a batch is cut in is a whole number, 1 or more"
+        )
+    return Microbatches(k_steps, avg) if k_steps > 1 else None
+
+
+def _ranks(x: Tensor) -> int:
+    """Over how many ranks the rows are cut."""
+    return x.shape[0] // max(x._local.shape[0], 1) if isinstance(x, DistTensor) else 1
+
+
+def _lies(x: Tensor) -> str:
+    return repr(x._spec) if isinstance(x, DistTensor) else "whole on each rank"
+
+
+def _is_cut(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _check(recording: Step) -> None:
+    if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
+        raise RecordingError(
+            f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "
+            "backward() or after optimizer.step(), not with set_to_none=False"
+        )
+    if recording.conditions is not None and any(cut(n) and n.users for n in recording.conditions.nodes):
+        raise RecordingError(
+            "k_steps: the step asks (ask=True) about values of its batch, of which each microbatch has its own"
+        )
+
+
+def _as_whole(result: Any, old: Any, new: Any) -> Any:
+    """A result that is put together of those of all microbatches: as long as they are together."""
+    if not isinstance(result, Output) or result.spec is None or not result.spec.shape:
+        return result
+    before, after = old[result.position].meta["tensor"][0], new[result.position].meta["tensor"][0]
+    if before == after:
+        return result
+    return replace(result, spec=_rows(result.spec, result.spec.shape[0] * after[0] // before[0]))
+
+
+def _rows(spec: Spec, rows: int) -> Spec:
+    """A spec with another length of the first dim."""
+    shape = torch.Size((rows, *spec.shape[1:]))
+    return Spec.make(spec.layout, shape, spec.stride, spec.dtype, spec.device)

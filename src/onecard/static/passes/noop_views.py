@@ -1,0 +1,63 @@
+"""Second names of the same tensor: ``detach``, views to the shape that a tensor has already, ``contiguous`` of what is so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard.rules.traits import Traits
+from onecard.static.passes.copying import copied
+from onecard.static.step.nodes import traits
+
+aten = torch.ops.aten
+
+
+def plain_names(graph: fx.Graph) -> fx.Graph:
+    """Below autograd a tensor and its ``detach`` differ in nothing, unless an operator turns one of them in place."""
+    if any(traits(n).reshapes for n in graph.nodes):
+        return graph
+    out: Any = next(iter(reversed(graph.nodes))).args[0]
+    ends = Counter(map(_bottom, out))
+    return copied(graph, lambda n: _other(n, ends), lambda n: True)
+
+
+def _other(node: fx.Node, ends: Counter[Any]) -> fx.Node | None:
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if any(user.op == "output" for user in node.users) and not (
+        ends[_bottom(node)] == 1 and _bottom(node).op == "call_function"
+    ):
+        return None  # each thing that comes out is a tensor of its own
+    if traits(node).same:
+        facts: Any = source.meta.get("tensor")
+        put_off = node.target in (aten.resolve_conj.default, aten.resolve_neg.default) and facts and facts[2].is_complex
+        return None if facts is None or put_off else source
+    alike = node.meta.get("tensor") is not None and node.meta["tensor"] == source.meta.get("tensor")
+    if traits(node).same_if_alike and alike and _begins_alike(node):
+        return source
+    return None
+
+
+def _bottom(node: Any) -> Any:
+    """The tensor that a node may be a second name of."""
+    while isinstance(node, fx.Node) and _may_be_same(traits(node)) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _may_be_same(known: Traits) -> bool:
+    return known.same or known.same_if_alike
+
+
+def _begins_alike(node: fx.Node) -> bool:
+    """Whether a view of the same shape and strides begins where its base does: not a window, nor a turned square."""
+    if node.target is aten.as_strided.default:
+        return False
+    if node.target in (aten.permute.default, aten.transpose.int):
+        dims = node.args[1] if node.target is aten.permute.default else None
+        return dims is not None and list(dims) == list(range(len(dims)))  # type: ignore[arg-type]
+    return True

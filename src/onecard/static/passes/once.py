@@ -1,0 +1,162 @@
+"""Gradient merge: which nodes of a step run once for the whole batch, and which for each microbatch.
+
+Once, before the microbatches: what the step writes into the program ahead of the batch, outside of modules (a count, an average
+of weights). Once, after them: what needs the gradients. Everything else runs for each microbatch, as it does in a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from onecard.errors import RecordingError
+from onecard.static.step.memory import Memory, effects
+from onecard.static.step.order import only_names
+
+_PROGRAM = "program"  # memory of the program's own: two tensors of it may share it
+_ALONE = ("argument", "constant")
+
+
+def cut(node: fx.Node) -> bool:
+    """Whether an input is an argument of which each microbatch has its own part."""
+    return _kind(node) == "argument" and bool(node.meta["input"].facts) and len(node.meta["input"].facts[0]) > 0
+
+
+def _kind(node: fx.Node) -> str:
+    return node.meta["input"].kind if "input" in node.meta else ""
+
+
+class Once:
+    """Which nodes run once, before all microbatches or after all backward passes, and which others do not depend on them.
+
+    Attributes:
+        head: those that run once, before; ``tail``: after. ``same``: those that give the same for each microbatch.
+        own: those that depend on the microbatch, or draw.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.memory = Memory(graph, apart=True)
+        self.tail: set[fx.Node] = set()
+        self.same: set[fx.Node] = set()
+        self.own: set[fx.Node] = set()
+        self._touched: set[Any] = set()  # memory that the tail reads, and that it writes to
+        self._wrote: set[Any] = set()
+        self._varied: set[Any] = set()  # memory that a microbatch writes to
+        nodes = list(graph.nodes)
+        stepping = next((i for i, n in enumerate(nodes) if phase_of(n) == "optimizer"), len(nodes))
+        backward = [i for i, n in enumerate(nodes[:stepping]) if phase_of(n) == "backward"]
+        if not backward:
+            raise _no_backward(nodes[stepping:])
+        for i, node in enumerate(nodes):
+            if cut(node):
+                self.own.add(node)
+            elif node.op == "call_function":
+                self._sort(node, i > backward[-1])
+        self.head = self._find_head([n for n in nodes if n.op == "call_function"])
+        self._find_same(nodes)
+
+    def _find_same(self, nodes: list[fx.Node]) -> None:
+        """What the tail writes to later on does not count: every microbatch has run by then."""
+        once = self.tail | self.head
+        written = {root for node, roots in self.memory.writes.items() if node not in once for root in roots}
+        varies = {*self.tail, *self.memory.writes} - self.head
+        for node in nodes:
+            if node.op == "placeholder":
+                alike = not cut(node)
+            elif node in self.head:
+                alike = True
+            else:
+                still = all(n in self.same and not self.memory.roots[n] & written for n in node.all_input_nodes)
+                alike = still and node.op == "call_function" and node not in varies and not effects(node)
+            if alike:
+                self.same.add(node)
+
+    def _find_head(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        """What the step writes into the program before anything depends on the batch, and what that needs."""
+        end = next((i for i, n in enumerate(nodes) if n in self.own or n.meta.get("inside") or effects(n)), 0)
+        early, order = nodes[:end], {n: i for i, n in enumerate(nodes)}
+        writes = [n for n in early if _PROGRAM in self._places_of(self.memory.writes.get(n, ()))]
+        head, wrote = set[fx.Node](), {root for n in writes for root in self.memory.writes[n]}
+        wanted = [*writes]
+        if writes:  # what reads there before it is written to
+            wanted += [n for n in nodes[: order[writes[-1]]] if self._reads(n, wrote)]
+        while wanted:
+            if (node := wanted.pop()) not in head and node.op == "call_function":
+                head.add(node)
+                wanted += node.all_input_nodes
+        shared = {n for n in nodes if n not in head and self.memory.writes.get(n, frozenset()) & head}
+        return set() if shared else head  # each microbatch writes to its own
+
+    def _reads(self, node: fx.Node, places: set[fx.Node]) -> bool:
+        return any(self.memory.roots[n] & places for n in node.all_input_nodes)
+
+    def repeated(self) -> list[fx.Node]:
+        """What writes into the program once for each microbatch, always the same, outside of modules."""
+        return [
+            n
+            for n in self.memory.writes
+            if _PROGRAM in self._places_of(self.memory.writes[n])
+            and not (n in self.tail or n in self.head or n in self.own or n.meta.get("inside"))
+            and phase_of(n) == "forward"
+        ]
+
+    def _sort(self, node: fx.Node, late: bool) -> None:
+        read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
+        reads = not only_names(node)
+        if self._is_tail(node, late, read, written, reads):
+            if phase_of(node) == "backward":
+                raise RecordingError(
+                    f"k_steps: backward() at {node.meta['line']} comes after an optimizer's step, whose result it needs. Record "
+                    "the two steps apart"
+                )
+            stale = read & self._varied if reads else set()
+            if stale and any(n.op == "placeholder" for n in self.memory.roots if n in stale):
+                raise RecordingError(
+                    f"k_steps: {words(node)} reads what each backward pass writes into the program's memory"
+                )
+            self.tail.add(node)
+            self._touched |= read | written
+            self._wrote |= written
+            return
+        if effects(node) or any(n in self.own for n in node.all_input_nodes):
+            self.own.add(node)
+        if phase_of(node) == "backward":
+            self._varied |= written
+
+    def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
+        if phase_of(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
+            return True
+        if (reads and read & self._wrote) or written & (self._wrote | self._touched):
+            return True
+        if late and effects(node) and not any(n in self.own for n in node.all_input_nodes):
+            return True  # draws for the gradients
+        return late and any(phase_of(n) == "backward" and "tensor" in n.meta for n in node.all_input_nodes)
+
+    def _places(self, nodes: Iterable[fx.Node]) -> set[Any]:
+        return {p for n in nodes for p in self._places_of(self.memory.roots[n])}
+
+    def _places_of(self, roots: Iterable[fx.Node]) -> set[Any]:
+        """Memory; the program's as one place, but for what no step writes to: batches, constants."""
+        return {
+            _PROGRAM if r.op == "placeholder" and "tensor" in r.meta and _kind(r) not in _ALONE else r for r in roots
+        }
+
+
+def _no_backward(stepping: list[fx.Node]) -> RecordingError:
+    if any(n.meta.get("inside") for n in stepping):
+        return RecordingError(
+            "k_steps: an optimizer calls a closure, which calls backward(): write zero_grad(), backward() and step() one after "
+            "the other, without a closure"
+        )
+    return RecordingError("k_steps: the step has no backward(), so that there are no gradients to merge")
+
+
+def phase_of(node: fx.Node) -> str:
+    return str(node.meta.get("phase", "")) if node.op == "call_function" else ""
+
+
+def words(node: fx.Node) -> str:
+    name = getattr(getattr(node.target, "_schema", None), "name", getattr(node.target, "__name__", str(node.target)))
+    return f"{name.removeprefix('aten::')} at {node.meta.get('line', '')}"

@@ -1,0 +1,62 @@
+"""StaticOptions: what ``to_static`` was asked for, in one value; each part is told in ``to_static``'s words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onecard.static.capture import autocast
+from onecard.static.code.segments import check_backend
+from onecard.static.passes.microbatches import Microbatches, asked
+
+RENAMED = {"apart": "decompositions", "names": "noop_views", "equal": "common_subexpressions"}
+"""Passes by the names that they had."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticOptions:
+    """What a step is recorded and rewritten with.
+
+    Raises:
+        RecordingError: no such backend, or no number of microbatches. Names of passes are looked at by ``passes.chosen``.
+    """
+
+    limit: int = 8
+    without: Sequence[str] = ()
+    ask: bool = False
+    kernels: str = "eager"
+    also: Sequence[str] = ()
+    memory_limit: int | None = None
+    backend: str = "eager"
+    k_steps: int = 1
+    avg: bool = True
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        asked(self.k_steps, self.avg)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What autocast computes in; None: it is off."""
+        return autocast.dtype_of(self.also)
+
+    @property
+    def microbatches(self) -> Microbatches | None:
+        """What the batch is cut into; None: it is not."""
+        return asked(self.k_steps, self.avg)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Those of ``also`` that are passes, by their present names."""
+        more = () if self.memory_limit is None else ("recompute",)
+        named = [name for name in self.also if name not in autocast.DTYPES]
+        return tuple(dict.fromkeys([*named, *more]))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The passes that do not run, by their present names."""
+        # Another backend reuses memory itself, and takes what does not write only.
+        more = () if self.backend == "eager" else ("inplace",)
+        return (*(RENAMED.get(name, name) for name in self.without), *more)

@@ -1,0 +1,1 @@
+"""What a recording takes, without running it."""

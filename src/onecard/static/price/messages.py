@@ -1,0 +1,112 @@
+"""The messages of a recording: which nodes send, along what, how much, and how long that takes on a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from inspect import unwrap
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from onecard.comm.issue import again, started, transfer
+from onecard.comm.issue.message import name_of
+from onecard.comm.world import world
+from onecard.machine.cost import Machine, sent
+from onecard.static.price import families
+from onecard.static.price.live import size_of
+from onecard.static.step.step import Step
+
+BETWEEN_MESHES = "between meshes"
+"""What stands for the mesh axis of a transfer, as in ``explain``; links are told by it, too."""
+_TRANSFER: Any = unwrap(transfer.run_transfer)
+_SEND: Any = unwrap(started._send)
+_RECEIVE: Any = unwrap(started._receive)
+
+
+def is_message(node: fx.Node) -> bool:
+    """Whether a node sends or receives."""
+    return node.target is again.message or node.target in (_TRANSFER, _SEND, _RECEIVE)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a message that was started before."""
+    return node.op == "call_function" and node.target is again.wait
+
+
+def is_left(node: fx.Node) -> bool:
+    """Whether a rank goes on while a message is under way, and nobody here waits for it: it only sends."""
+    if node.target is _TRANSFER:
+        plan, _, _, onward = _transfer_of(node)
+        return bool(onward) and not any(p.receiver == rank_of(node) != p.sender for p in plan.pieces)
+    return node.target is _SEND
+
+
+def kind_of(node: fx.Node) -> str:
+    """What a message is: torch's name of the collective, "transfer", "send" or "recv"."""
+    names = {_TRANSFER: "transfer", _SEND: "send", _RECEIVE: "recv"}
+    return names.get(node.target) or str(node.args[2])
+
+
+def axis_of(node: fx.Node) -> str:
+    """The mesh axis of a message, or the name of its group; "" of what is none."""
+    if node.target is _TRANSFER:
+        return BETWEEN_MESHES
+    return str(node.args[4]) if is_message(node) else ""
+
+
+def rank_of(node: fx.Node) -> int:
+    """The rank that recorded a node."""
+    return int(node.meta.get("rank", world.get_rank()))
+
+
+def sent_along(recording: Step) -> dict[str, int]:
+    """Bytes that this rank sends, by mesh axis."""
+    found: Counter[str] = Counter()
+    for node in filter(is_message, recording.nodes()):
+        found[axis_of(node)] += sent_by(node)
+    return dict(found)
+
+
+def sent_by(node: fx.Node) -> int:
+    """Bytes that a message sends from this rank, as ``explain`` counts them."""
+    if node.target is _TRANSFER:
+        return int(_transfer_of(node)[0].sent_by(rank_of(node)))
+    if node.target in (_SEND, _RECEIVE):
+        return _bytes(node.args[0]) if node.target is _SEND else 0
+    _, given, kind, rest, line = node.args
+    count = line.mesh.shape[line.axis]  # type: ignore[union-attr]
+    size = size_of(given)  # type: ignore[arg-type]
+    if kind == "all_to_all_single":  # each rank its part, which is not of one length
+        element = size // max(1, sum(rest[1]))  # type: ignore[arg-type, index]
+        return size - element * max(rest[1], default=0)  # type: ignore[index, arg-type]
+    return sent(name_of(str(kind)), size, count)
+
+
+def seconds_of(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a message: latency and bandwidth of what it goes over, or what was measured."""
+    if node.target is _TRANSFER:
+        return float(_transfer_of(node)[0].seconds_of(rank_of(node), machine, machine.links.get(BETWEEN_MESHES)))
+    if node.target in (_SEND, _RECEIVE):
+        given: Any = node.args
+        x, peer, _, ranks, name, _ = given
+        count, link = _bytes(x), machine.links.get(str(name))
+        far = count if machine.is_far(rank_of(node), ranks[peer]) else 0
+        return machine.message(count, far, link)
+    _, _, kind, _, line = node.args
+    own = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
+    kind = own if own in machine.curves else str(kind)
+    return machine.message(sent_by(node), link=machine.link(line.mesh, line.axis), kind=kind)  # type: ignore[union-attr]
+
+
+def _transfer_of(node: fx.Node) -> tuple[Any, Any, Any, Any]:
+    """Plan, local part, whether it is answered, whether the rank goes on."""
+    plan, local, *rest = node.args
+    given = dict(zip(("answered", "goes_on"), rest, strict=False)) | node.kwargs
+    return plan, local, given.get("answered", False), given.get("goes_on", False)
+
+
+def _bytes(x: Any) -> int:
+    """Of a message that is packed: what is expanded travels with all its elements."""
+    shape, _, dtype, _ = x.meta["tensor"]
+    return int(prod(shape) * dtype.itemsize)

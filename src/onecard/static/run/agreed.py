@@ -1,0 +1,94 @@
+"""Whether all ranks of a line still send the same messages in the same order, after each pass: asked when it is recorded."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard.comm.agree import sparse_check
+from onecard.comm.agree.meeting import come
+from onecard.comm.base import record
+from onecard.comm.issue import collectives, trace
+from onecard.comm.issue.groups import Group, group
+from onecard.comm.world.pretend import pretending
+from onecard.comm.world.world import get_rank
+from onecard.errors import RecordingError
+from onecard.static.step.order import line_up
+
+
+def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Group]:
+    """Compare this rank's messages with those of the others, line by line. One small message for each line.
+
+    Args:
+        name: of the step.
+        stages: the graph as it was recorded, with the name "", and after each pass.
+
+    Returns:
+        The lines, in an order in which all ranks can use them.
+
+    Raises:
+        RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass.
+    """
+    messages = [line_up(graph) for _, graph in stages]
+    if pretending() or trace.faking():
+        return []
+    # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.
+    used = sorted(messages[0], key=lambda line: group(*line).ranks)
+    for line in used:
+        found = group(*line)
+        mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
+        lengths = [1] * found.size
+        record.serving.here = ("to_static", "messages", (len(messages),))
+        theirs: Any = collectives.all_gather(mine[None], found, 0, lengths)
+        for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
+            if len(set(row.tolist())) > 1:
+                raise RecordingError(_words(name, stage, found.ranks, row.tolist(), len(lines.get(line, []))))
+    return [group(*line) for line in used]
+
+
+def anybody(lines: Sequence[Group], found: bool) -> bool:
+    """Whether this rank has found something, or any other that the lines lead to. One small message for each line and axis."""
+    for _ in lines:  # what the rank across two axes has found comes by way of a third one
+        for line in lines:
+            record.serving.here = ("to_static", "checked", ())
+            theirs: Any = collectives.all_gather(torch.tensor([found]), line, 0, [1] * line.size)
+            found = bool(theirs.any())
+    return found
+
+
+def all_record(name: str, lines: Sequence[Group], why: str) -> None:
+    """Wait until the ranks that this one exchanges messages with have come to record the step anew as well.
+
+    Raises:
+        CommunicationError: they have not: they replay, so that each would wait for messages that the other does not send.
+    """
+    ranks = sorted({rank for line in lines for rank in line.ranks})
+    if len(ranks) < 2 or pretending() or trace.faking():
+        return
+    words = (
+        f"{name} fits no recording on rank {get_rank()} ({why or 'nothing is known to differ'}), but it does on rank(s)"
+    )
+
+    def slow(missing: list[int]) -> None:
+        warnings.warn(
+            f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
+        )
+
+    if missing := come(f"record/{name}", ranks, slow):
+        sparse_check.stop(
+            f"{words} {missing}: a rank that replays and one that records send different messages. What a step depends on has to "
+            "be the same on all ranks: make the flag an argument that is equal everywhere, or torch.where(flag, a, b)"
+        )
+
+
+def _words(name: str, stage: str, ranks: Sequence[int], codes: list[int], count: int) -> str:
+    usual = max(set(codes), key=codes.count)
+    others = [rank for rank, code in zip(ranks, codes, strict=True) if code != usual] or list(ranks)
+    what = f"after the pass {stage!r}" if stage else "as they were recorded"
+    way = f"to_static(..., without=[{stage!r}]) leaves it out" if stage else "all ranks have to run the same program"
+    return f"{name}: the messages among ranks {list(ranks)} differ {what}: those of {others}; here there are {count}. {way}"

@@ -1,0 +1,83 @@
+"""Recordings that check themselves: now and then a step runs as it is, and is compared, call by call, with what was recorded.
+
+Guards say what a recording is known to depend on. What no guard knows (a value that Python reads in a way that nobody thought
+of, a branch, a message of the program's own) is found here: while the step runs, each operator, each message and each function
+of ours is held against the one that was written down at its place, with its operands by where they come from, its constants,
+and the numbers that a replay would compute. So no habit is believed for longer than a few calls. Nothing is recorded for it:
+a look at a call takes a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onecard.comm.agree import sparse_check
+from onecard.comm.issue.groups import Group
+from onecard.static.capture.script import Script
+from onecard.static.run.agreed import anybody
+from onecard.static.run.follower import Follower
+from onecard.static.step.step import MISS
+
+SELDOM = 512  # calls: never more than one of so many is compared in the steady state
+
+
+def next_check(call: int) -> int:
+    """The next call that is compared after this one: 3, 4, 8, 16, ..., later each 512th.
+
+    Example:
+        >>> calls = [2]
+        >>> while calls[-1] < 1500:
+        ...     calls.append(next_check(calls[-1]))
+        >>> calls[1:]
+        [3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+    """
+    return 3 if call < 3 else 4 if call == 3 else call + min(call, SELDOM)
+
+
+def given_to(bound: Any, leaves: Sequence[Any]) -> Any:
+    """The inputs of a bound recording's graph for these arguments, if all guards hold; else MISS."""
+    if bound.seen_differs():
+        return MISS
+    try:
+        return bound.ready(leaves)
+    except (KeyError, AttributeError, IndexError):  # what it is bound to is no longer there
+        return MISS
+
+
+class Checks:
+    """When a recording is compared with its step, and what with.
+
+    Attributes:
+        calls: how many there were, the recorded one and the one before it included; ``due``: which is compared next.
+        script: what was recorded; ``lines``: the groups of its messages, whose ranks compare at the same calls.
+        found: what was not as it was recorded.
+    """
+
+    def __init__(self, script: Script | None, lines: Sequence[Group]) -> None:
+        self.script, self.lines = script, lines
+        self.calls, self.due = 2, next_check(2) - 1
+        self.found = ""
+
+    def hold(
+        self,
+        given: Any,
+        roots: Sequence[Any],
+        leaves: Sequence[Any],
+        step: Any,
+        note: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Run the step as it is, with these inputs, and hold it against the recording; what it returns."""
+        self.due = next_check(self.calls + 1) - 1
+        if self.script is None or not sparse_check.on.here:
+            return step()
+        follower = Follower(self.script, given, roots, leaves, note)
+        result = follower.run(step)
+        self.found = str(follower.found or "")
+        if anybody(self.lines, bool(self.found)) and not self.found:
+            self.found = "another rank has found it"
+        return result
+
+
+NEVER = Checks(None, ())
+NEVER.due = 1 << 62

@@ -1,0 +1,1 @@
+"""A recording for people: text, pictures, timelines."""

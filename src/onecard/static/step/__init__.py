@@ -1,0 +1,1 @@
+"""One recorded step as data: nodes, memory, order."""

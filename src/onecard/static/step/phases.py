@@ -1,0 +1,106 @@
+"""Where in the program a node comes from: forward, backward or optimizer, and in which module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from onecard._torch import names as _torch
+from onecard.static.step import refusals
+
+
+class Phases:
+    """What runs now, told by torch's own hooks.
+
+    Attributes:
+        roots: the outermost modules that were called; ``optimizers``: those that stepped.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._stack: list[str] = []
+        self._paths: dict[int, str] = {}
+        self._stepping = 0
+
+    def here(self) -> dict[str, Any]:
+        """The phase, the module path, and whether a module runs at all, for a node."""
+        phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
+        module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
+        return {"phase": phase, "module": module, "inside": bool(self._stack)}
+
+    @contextmanager
+    def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
+        """Inside, modules and optimizers are seen; the two functions are told of each optimizer's step."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if why := _OTHERS.get(type(module).__name__):
+                raise refusals.sends_by_itself(type(module).__name__, why)
+            if not self._stack and module not in self.roots:
+                self.roots.append(module)
+                self._paths.update({id(m): name for name, m in module.named_modules()})
+            self._stack.append(self._paths.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._stack.pop()
+
+        def begin(optimizer: Optimizer) -> None:
+            self._stepping += 1
+            if optimizer not in self.optimizers:
+                self.optimizers.append(optimizer)
+            before(optimizer)
+
+        def end(optimizer: Optimizer) -> None:
+            self._stepping -= 1
+            after(optimizer)
+
+        hooks = (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            with steps(begin, end):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+_OTHERS = {
+    "DistributedDataParallel": "onecard.fleet.distributed_model(model), or a batch that is Shard(0) and onecard.shard_optimizer",
+    "FullyShardedDataParallel": "onecard.shard_optimizer(optimizer, onecard.ShardingStage3(...))",
+    "DataParallel": "one process for each device (onecard run)",
+}
+"""Wrappers whose messages are sent by code that no recording sees, and what takes their place."""
+
+
+@contextmanager
+def steps(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Inside, the two functions are told of each optimizer's step.
+
+    Once, where a class of the user's calls the ``step`` of torch's class that it is made from: torch's hooks run for both, if
+    any program of this process has made an optimizer of that class.
+    """
+    within: list[Optimizer] = []
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        within.append(optimizer)
+        if sum(x is optimizer for x in within) == 1:
+            before(optimizer)
+
+    def end(optimizer: Optimizer, *_: Any) -> None:
+        del within[max(i for i, x in enumerate(within) if x is optimizer)]
+        if all(x is not optimizer for x in within):
+            after(optimizer)
+
+    hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,113 @@
+"""What cannot be recorded: each error names the user's line and what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from onecard.comm.base import record
+from onecard.errors import RecordingError
+
+_READS = "Read values outside of the recorded step: return the tensor and call .item() on what the step gives"
+
+
+def shape_depends(func: Any) -> RecordingError:
+    """The error for a result whose shape depends on values."""
+    name = func._schema.name.removeprefix("aten::")
+    what = "indexing by a mask" if name in ("index", "nonzero") else name
+    return RecordingError(
+        f"{what} at {record.user_line()}: the shape of the result depends on values, so that a recording would be right for this "
+        "step only. Keep the shape: torch.where(mask, x, 0) in place of x[mask], sums weighted by the mask in place of means of "
+        "what it selects; or do it outside of the recorded step"
+    )
+
+
+def reads_data(why: str) -> RecordingError:
+    """The error for a value that decides what Python does."""
+    return RecordingError(
+        f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
+        f"has led to. {_READS}; in place of a branch write torch.where(condition, a, b), in place of max(x, 0.0) "
+        "torch.clamp(x, min=0). What a library reads: onecard.to_static(step, ask=True) computes it before each replay"
+    )
+
+
+def made_outside(x: Tensor) -> RecordingError:
+    """The error for a tensor that came into the step by another way than torch."""
+    return RecordingError(
+        f"a tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')} used at {record.user_line()} was made inside the step, "
+        "but not by torch's operators (a DataLoader, NumPy, a file): the recording would use this step's values for ever. "
+        "Make it before the step and pass it as an argument"
+    )
+
+
+def lost_number() -> RecordingError:
+    """The error for a number that went through C code."""
+    return RecordingError(
+        f"an operator at {record.user_line()} takes a number that math, NumPy or another library has computed inside the step "
+        "from one that changes between steps (an argument, a learning rate). Compute it before the step and pass the result"
+    )
+
+
+def changed_group(name: str) -> RecordingError:
+    """The error for a learning rate that is set inside a step."""
+    return RecordingError(
+        f"the step sets an optimizer's {name} (a scheduler's step() does), which a replay would not repeat: call it outside of "
+        "the recorded step, after it"
+    )
+
+
+def steps_in_backward(optimizer: str) -> RecordingError:
+    """The error for an optimizer that a hook of a parameter calls."""
+    return RecordingError(
+        f"{optimizer}.step() is called within backward() (register_post_accumulate_grad_hook): its learning rate cannot be "
+        "followed there. Call step() after backward(): a recording gives each gradient's memory back at its last use anyway"
+    )
+
+
+def counts_in_python(optimizer: str, state: str) -> RecordingError:
+    """The error for a step count that is a number of Python."""
+    return RecordingError(
+        f"{optimizer} keeps its state {state!r} as a number of Python, and has changed it in the step: a replay would repeat "
+        f"what it was. Keep it as a tensor (state[{state!r}] = torch.zeros(()); state[{state!r}] += 1), as torch's optimizers do"
+    )
+
+
+def swapped() -> RecordingError:
+    """The error for ``x.data = y``."""
+    return RecordingError(
+        f"x.data = y at {record.user_line()} gives a tensor other memory, which a recording does not see: write into it, "
+        "with torch.no_grad(): x.copy_(y)"
+    )
+
+
+def argument_of_the_program(argument: str, place: str) -> RecordingError:
+    """The error for an argument that the step has already, so that a replay could not tell which of the two it reads."""
+    return RecordingError(
+        f"argument {argument!r} is {place} of the step's own program: given something else at the next call, a replay could not "
+        f"tell where the step reads the one and where the other. Leave it out of the arguments and read {place} inside the "
+        "step, or pass a copy: x.detach().clone()"
+    )
+
+
+def runs_later(name: str, kind: str) -> RecordingError:
+    """The error for a function whose body runs after it has returned."""
+    return RecordingError(
+        f"{name} is {kind}: its body runs after the call, where nothing is recorded. Return a list of the results"
+    )
+
+
+def sends_by_itself(name: str, instead: str) -> RecordingError:
+    """The error for another library's wrapper of modules."""
+    return RecordingError(
+        f"{name} at {record.user_line()} sends its messages from hooks that a recording does not see, so that a replay would "
+        f"leave them out. Record the module that it wraps; its place takes {instead}"
+    )
+
+
+def not_strided(x: Tensor) -> RecordingError:
+    """The error for a sparse tensor."""
+    return RecordingError(
+        f"a tensor of layout {x.layout} at {record.user_line()}: sparse tensors cannot be recorded. Take dense ones "
+        "(nn.Embedding(sparse=False), x.to_dense()), or do it outside of the recorded step"
+    )

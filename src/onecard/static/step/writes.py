@@ -1,0 +1,39 @@
+"""Which tensors an operator, a message or a function of ours writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from onecard import recorded
+from onecard._torch.names import OpOverload, tree_leaves
+from onecard.comm.issue import again
+from onecard.rules.call import schema_of
+from onecard.rules.traits import traits_of
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, OpOverload):
+        values = arguments_written(node.target, node.args, node.kwargs)
+    elif node.target is again.message:
+        values = [node.args[0]]
+    elif node.target is again.wait:
+        values = [node.args[1]]
+    else:
+        values = tree_leaves([node.args[i] for i in recorded.writes.get(node.target, ())])  # type: ignore[arg-type]
+    return [n for n in values if isinstance(n, fx.Node)]
+
+
+def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to, lists of them taken apart."""
+    schema = schema_of(func)
+    written = traits_of(func).written
+    if not written:
+        return []
+    given = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
+    values = [value for name, value in given if name in written]
+    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]

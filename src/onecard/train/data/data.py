@@ -1,0 +1,341 @@
+"""shard_dataloader: a torch DataLoader whose batches arrive laid out on a mesh."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils.data import DataLoader, default_collate
+
+from onecard._torch import names as _torch
+from onecard._torch.names import tree_leaves
+from onecard.comm.agree import clock
+from onecard.comm.base import record
+from onecard.comm.base.state import machine
+from onecard.comm.issue import collectives, groups
+from onecard.comm.world import world
+from onecard.errors import DispatchError, LayoutError
+from onecard.moves.resharding import Step
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.place.parts import chunk
+from onecard.tensor import shard_tensor
+from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.spec import Spec, contiguous_stride
+from onecard.train.data.order import LoaderOrder, PassOrder, check_shapes
+from onecard.train.data.position import Position, skipped
+
+Axis = str | int | None
+
+
+class ShardDataloader:
+    """The batches of a DataLoader as DistTensors; made by ``shard_dataloader``. Iterate it, or call it and iterate.
+
+    ``len``, ``dataset`` and ``batch_size`` are the loader's.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], meshes: Sequence[ProcessMesh], axes: Sequence[Axis], keys: Sequence[str] | None
+    ) -> None:
+        self.loader, self.meshes, self.keys = loader, list(meshes), keys
+        self.axes = [None if a is None else mesh.axis(a) for mesh, a in zip(meshes, axes, strict=True)]
+        home = next((i for i, mesh in enumerate(meshes) if mesh.coordinate() is not None), 0)
+        self.home, self.axis = meshes[home], self.axes[home]
+        self.order = LoaderOrder(loader, self.meshes)
+        self.part = self._local_loader()
+        self.read = 0
+        self.position = Position(loader)
+        self.pads = loader.collate_fn is not default_collate
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset."""
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a whole batch."""
+        return self.loader.batch_size
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __call__(self) -> Iterator[Any]:
+        return iter(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on all ranks, and on any other number of them. Every rank of the meshes calls it."""
+        return self.position.state(lambda value: _from_first(value, self.home, self._others(), "random state"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position: the next pass gives the batches that were left, none twice."""
+        self.position.load(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Whole batches; this rank has read only its part of them."""
+        ranks = {rank for mesh in self.meshes for rank in mesh.process_ids}
+        for batch in self._shared():
+            self.read += 1
+            self.position.batches += 1
+            clock.mark(ranks, f"has read {self.read} batch(es) of {self.order.label}")
+            if self.part is None:
+                yield self._map(batch, lambda value, i: self._cut_whole(value, i))
+            else:
+                if self.pads and self.axis is not None and self.home.coordinate() is not None:
+                    check_shapes(batch["batch"], self.home, self.axis)
+                yield self._map(
+                    batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
+                )
+
+    def _local_loader(self) -> DataLoader[Any] | None:
+        """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
+        old = self.loader
+        place = self.home.coordinate()
+        if self.axis is None or place is None or not _torch.reads_by_index(old) or old.batch_sampler is None:
+            return None
+        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
+        return DataLoader(
+            old.dataset,
+            batch_sampler=sampler,
+            num_workers=old.num_workers,
+            collate_fn=old.collate_fn,
+            pin_memory=old.pin_memory,
+            timeout=old.timeout,
+            worker_init_fn=old.worker_init_fn,
+            multiprocessing_context=old.multiprocessing_context,
+            generator=old.generator,
+            prefetch_factor=old.prefetch_factor,
+            persistent_workers=old.persistent_workers,
+        )
+
+    def _shared(self) -> Iterator[Any]:
+        """Batches read by the first rank along the non-batch axes and given to the others, so that all are equal."""
+        place, axes = self.home.coordinate() or (), self._others()
+        reads = all(place[a] == 0 for a in axes)
+        with self.position.beginning() as before:
+            batches = self._start(before) if reads else iter(())
+            # Making the iterator drew from torch's generator (the sampler's permutation): all ranks go on from there.
+            torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
+            own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
+        while True:
+            batch = own.next(batches, self.position.batches) if reads else None
+            batch = _from_first(_DONE if batch is _END else batch, self.home, axes, "batch")
+            if isinstance(batch, str) and batch == _DONE:
+                self.position.ended = True
+                return
+            yield batch
+
+    def _others(self) -> list[int]:
+        """The axes along which one rank reads for the others."""
+        here = range(self.home.ndim if self.home.coordinate() is not None else 0)
+        return [a for a in here if a != self.axis and self.home.shape[a] > 1]
+
+    def _start(self, before: int) -> Iterator[Any]:
+        """An iterator over what this rank reads, but the batches read before; the sampler has drawn all that it draws."""
+        if self.part is None:
+            self.order.begin_unseen()
+            whole: Any = iter(self.loader)
+            if self.loader.num_workers or not _torch.reads_by_index(self.loader):
+                return islice(whole, before, None)  # they are read again
+            whole._sampler_iter = skipped(_begun(whole._sampler_iter), before)
+            return whole
+        sampler: Any = self.part.batch_sampler
+        sampler.before = before
+        batches = iter(self.part)
+        indices = sampler.last
+        indices.start()
+        return ({"batch": batch, "sizes": indices.sizes.popleft()} for batch in batches)
+
+    def _map(self, batch: Any, lay_out: Any) -> Any:
+        """Lay out each tensor; entry i of a tuple (or key i of ``input_keys``) goes to mesh i, the last for the rest."""
+        if isinstance(batch, Mapping):
+            order = list(self.keys or batch)
+            missing = [key for key in order if key not in batch]
+            if missing:
+                raise LayoutError(f"shard_dataloader: input_keys {missing} are not in the batch {list(batch)}")
+            return {key: lay_out(value, order.index(key) if key in order else 0) for key, value in batch.items()}
+        if isinstance(batch, list | tuple):
+            return type(batch)([lay_out(value, i) for i, value in enumerate(batch)])
+        return lay_out(batch, 0)
+
+    def _target(self, i: int, ndim: int) -> Layout:
+        number = min(i, len(self.meshes) - 1)
+        mesh, axis = self.meshes[number], self.axes[number]
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        if axis is not None and ndim:
+            placements[axis] = Shard(0)
+        return Layout.of(mesh, ndim, placements)
+
+    def _wrap_part(self, value: Any, i: int, whole: int, mine: int) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)([self._wrap_part(v, i, whole, mine) for v in value])
+        if not isinstance(value, Tensor):
+            return value
+        shape = torch.Size([whole, *value.shape[1:]])
+        layout = self._target(i, value.dim())
+        spec = Spec.make(layout, shape, contiguous_stride(shape), value.dtype, _device(value))
+        local = value[:mine].to(spec.device) if spec.here else value.new_empty(0)
+        if spec.here and tuple(local.shape) != layout.local_shape(shape):
+            raise DispatchError(
+                f"shard_dataloader: a batch of {whole} samples gave this rank a tensor of {list(local.shape)}, "
+                f"not {list(layout.local_shape(shape))}; collate_fn must stack samples along dim 0"
+            )
+        return wrap(local, spec)
+
+    def _cut_whole(self, value: Any, i: int) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)([self._cut_whole(v, i) for v in value])
+        if not isinstance(value, Tensor):
+            return value
+        layout = self._target(i, value.dim())
+        return shard_tensor(value, layout.mesh, layout.placements)
+
+
+def _device(value: Tensor) -> torch.device:
+    """Where a batch's local tensors go."""
+    return world.device() if value.device.type == "cpu" else value.device
+
+
+_END: Any = object()
+_ODD = 0x9E3779B97F4A7C15  # far from all seeds that differ by the number of a part
+_DONE = "onecard: no more batches"
+
+
+def _from_first(value: Any, mesh: ProcessMesh, axes: Sequence[int], what: str) -> Any:
+    """The value of the first rank along each of some axes."""
+    for axis in axes:
+        value = collectives.broadcast_object(value, groups.group(mesh, axis), 0)
+        if record.observers.here:
+            _announce(value, mesh, axis, what)
+    return value
+
+
+def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
+    """Tell the observers of a broadcast; its size is known only once it is there."""
+    layout = Layout.replicated(mesh, 0)
+    sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=machine.here.message(sent))
+    reason = "read once, equal on all"
+    record.tell(record.Message(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
+
+
+class _OwnRandom:
+    """Torch's random numbers for a dataset, apart from the program's: those must stay in step on all ranks, and ranks
+    that read different samples would draw different counts of them. Each batch has its own, wherever a pass was resumed."""
+
+    def __init__(self, part: int) -> None:
+        program = torch.get_rng_state()
+        self.seed = int(torch.randint(2**62, ())) + part
+        torch.set_rng_state(program)
+
+    def next(self, batches: Iterator[Any], number: int) -> Any:
+        """The next batch, or ``_END``."""
+        program = torch.get_rng_state()
+        torch.set_rng_state(torch.Generator().manual_seed((self.seed + number * _ODD) % 2**63).get_state())
+        try:
+            return next(batches, _END)
+        finally:
+            torch.set_rng_state(program)
+
+
+def _begun(indices: Iterator[Any]) -> Iterator[Any]:
+    """The same indices, the first one drawn now: a sampler draws its permutation when it is first asked."""
+    return chain(list(islice(indices, 1)), indices)
+
+
+class _PartSampler:
+    """This rank's part of each batch of indices."""
+
+    def __init__(self, batches: Any, parts: int, index: int, order: LoaderOrder) -> None:
+        self.batches, self.parts, self.index, self.order = batches, parts, index, order
+        self.before = 0
+        self.last: _PartIndices
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> _PartIndices:
+        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin(), self.before)
+        return self.last
+
+
+class _PartIndices(Iterator[list[Any]]):
+    """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
+
+    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder, before: int) -> None:
+        self.batches, self.parts, self.index, self.order, self.before = batches, parts, index, order, before
+        self.sizes: deque[tuple[int, int]] = deque()
+        self.begun = False
+
+    def start(self) -> None:
+        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet; not before the loader has
+        drawn what it draws itself."""
+        if not self.begun:
+            self.begun = True
+            self.batches = skipped(_begun(self.batches), self.before)
+
+    def __next__(self) -> list[Any]:
+        self.start()
+        indices = next(self.batches, None)
+        if indices is None:
+            self.order.end()
+            raise StopIteration
+        indices = list(indices)
+        self.order.add(indices)
+        start, length = chunk(len(indices), self.parts, self.index)
+        self.sizes.append((len(indices), length))
+        # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
+        return indices[start : start + length] or indices[:1]
+
+
+def shard_dataloader(
+    loader: DataLoader[Any],
+    meshes: ProcessMesh | Sequence[ProcessMesh],
+    shard_dims: Axis | Sequence[Axis] = None,
+    input_keys: Sequence[str] | None = None,
+) -> ShardDataloader:
+    """Batches of a DataLoader as DistTensors: the batch dim cut along one axis, equal on all others.
+
+    The batch that the loader describes is the whole batch, as on one card. A rank reads only the samples of its part;
+    ranks that differ only along other axes get their data from the first of them, so that it is equal even where a
+    dataset draws random samples. Seed all ranks alike (or give the loader a seeded generator) if it shuffles; ranks whose
+    samplers give other orders are named at the first batch, or at the latest at the end of a pass. What a
+    dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
+
+    Args:
+        loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
+        meshes: one mesh, or one for each entry of a batch (the last serves the rest).
+        shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
+        input_keys: for dict batches, the keys in the order of ``meshes``.
+
+    Returns:
+        An iterable with the loader's length.
+
+    Raises:
+        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch; a ``collate_fn`` that pads the
+            parts of a batch to different lengths (for any but torch's own the ranks compare shapes, a message a batch).
+        CommunicationError: ranks that shuffle differently.
+
+    Source: ``paddle.distributed.shard_dataloader``.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> batches = shard_dataloader(DataLoader(torch.arange(6.0), batch_size=4), ProcessMesh([0], ["dp"]), "dp")
+        >>> [batch.shape[0] for batch in batches]
+        [4, 2]
+    """
+    listed = [meshes] if isinstance(meshes, ProcessMesh) else list(meshes)
+    axes = [shard_dims] * len(listed) if shard_dims is None or isinstance(shard_dims, str | int) else list(shard_dims)
+    if len(axes) != len(listed):
+        raise LayoutError(
+            f"shard_dataloader: {len(axes)} shard_dims for {len(listed)} mesh(es); give one for each mesh"
+        )
+    return ShardDataloader(loader, listed, axes, input_keys)
+
+
+__all__ = ["ShardDataloader", "shard_dataloader"]

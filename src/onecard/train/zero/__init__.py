@@ -1,0 +1,1 @@
+"""Optimizers on distributed parameters: sums of gradients, ZeRO, master weights, resuming."""

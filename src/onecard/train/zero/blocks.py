@@ -1,0 +1,320 @@
+"""Parameters of ZeRO stage 3, whole while a block of a model runs: gathered in one message before it, and ahead of it.
+
+A block's parameters are gathered before its forward and before its backward, and given up after each. What autograd keeps of
+them (views, too) is over one memory that is emptied and filled again, so it is right whenever it is read. What reads a
+parameter outside of its block meets the part.
+
+Source: FSDP (Zhao et al., arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard import recorded
+from onecard._torch import names as _torch
+from onecard._torch.names import tree_leaves
+from onecard.tensor import DistTensor
+from onecard.tensor.buckets import Cut, start_gather
+from onecard.tensor.spec import Spec
+from onecard.train.zero.block_names import BlockSpec, blocks_of
+from onecard.train.zero.reducer import hook
+
+Policy = bool | Callable[[str, nn.Module], bool]
+
+
+class Hook:
+    """A hook on modules that stays with them: a copy of a module does not have it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call: Callable[..., Any] | None = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._call is None else self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        made = Hook(_nothing)
+        made._call = None
+        return made
+
+
+def _nothing() -> None:
+    pass
+
+
+class Piece:
+    """A parameter of which this rank keeps a part, and the memory in which it is whole.
+
+    Attributes:
+        x: the part, a distributed tensor.
+        seen: what the module computes with: ``x`` itself, or a plain parameter.
+    """
+
+    def __init__(self, cut: Cut, spec: Spec, seen: Any) -> None:
+        self.x, self.seen, self.layout, self.axis, self.dim = cut.x, seen, cut.layout, cut.axis, cut.dim
+        self.part, self.cut_spec, self.whole_spec = cut.x._local, cut.x._spec, spec
+        like = cut.whole
+        self._facts = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": like.device}
+        self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+        self._nbytes = self.whole.untyped_storage().nbytes()
+        self._was: Tensor | None = None
+        self.forget(False, False)
+
+    def cut(self) -> Cut:
+        """How it is cut, with the memory of the whole."""
+        # Not the version counter of what autograd keeps: to fill the memory again changes nothing.
+        whole = self.whole if recorded.recorder is not None else self.whole.data
+        return Cut(self.x, whole, self.layout, self.axis, self.dim)
+
+    def allocate(self) -> None:
+        """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
+        if recorded.recorder is not None:
+            self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
+            recorded.recorder.refilled(self, self.whole)
+        else:
+            self._buffer.untyped_storage().resize_(self._nbytes)
+
+    def show(self) -> None:
+        """The module sees the whole."""
+        if self.seen is self.x:
+            self.part = self.x._local
+            self.x._local, self.x._spec = self.whole, self.whole_spec
+        else:
+            self._give(self.whole)
+
+    def _give(self, value: Tensor | None) -> None:
+        """The plain parameter's memory is that of a tensor, or none."""
+        with recorded.unrecorded():
+            self.seen.data = self._buffer.new_empty(0) if value is None else value
+        if recorded.recorder is not None:
+            recorded.recorder.renamed(self.seen, value)
+
+    def remember(self) -> None:
+        """The program goes on while the whole is shown: it may write to that, or to the part."""
+        if self.seen is not self.x and recorded.recorder is None:
+            self._was = self.x._local.clone()
+
+    def forget(self, shown: bool, written: bool) -> None:
+        """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole.
+
+        Versions do not say whether: a write to ``p.data`` counts none.
+        """
+        if self.seen is self.x:
+            if self.x._spec is self.whole_spec:
+                if written:
+                    self.part.copy_(self.cut().own())
+                self.x._local, self.x._spec = self.part, self.cut_spec
+        else:
+            if shown and written and recorded.recorder is None:
+                own, part = Cut(self.x, self.seen.data, self.layout, self.axis, self.dim).own(), self.x._local
+                part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
+            self._was = None
+            self._give(None)
+        self.whole = self._buffer
+        self._buffer.untyped_storage().resize_(0)
+
+
+class Unit:
+    """The pieces of a block, gathered and given up together."""
+
+    def __init__(self, name: str, pieces: Sequence[Piece], gives_up: bool) -> None:
+        self.name, self.pieces, self.gives_up = name, pieces, gives_up
+        self.shown = False
+        self.seen_outside = False  # shown while the program itself runs
+        self.stays = False  # read outside of its block by what autograd may keep: whole until the next step
+        self.inputs, self.waiting = 0, set[int]()  # gradients that its backward is still to make
+        self._end: Callable[[], None] | None = None
+
+    def start(self, later: bool = True) -> None:
+        """Start gathering, if nobody has."""
+        if self.shown or self._end is not None:
+            return
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.allocate()
+            self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later, f"block {self.name}")
+
+    def ready(self) -> None:
+        """Whole now."""
+        if self.shown:
+            return
+        self.start(later=False)
+        end, self._end = self._end, None
+        with torch.no_grad():
+            end()  # type: ignore[misc]
+        for piece in self.pieces:
+            piece.show()
+        self.shown = True
+
+    def leave(self) -> None:
+        """The program goes on while the parameters are whole."""
+        if not self.seen_outside:
+            self.seen_outside = True
+            for piece in self.pieces:
+                piece.remember()
+
+    def release(self, keep: bool = False) -> None:
+        """Parts again. ``keep``: what its backward is still to make stays noted."""
+        if self._end is not None:
+            self._end()  # what is under way writes to the memory
+            self._end = None
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.forget(self.shown, self.shown and (self.seen_outside or recorded.recorder is None))
+        self.shown = self.seen_outside = False
+        if not keep:
+            self.inputs, self.waiting = 0, set()
+
+
+class Blocks:
+    """The blocks of a model, and hooks that gather and give up their parameters.
+
+    Args:
+        model: its forward and backward are those of a step.
+        pieces: by the parameter that a module sees.
+        policy: whether a block gives its parameters up after forward, for all or by (name, module).
+        ahead: start gathering the next block's parameters while one computes.
+        blocks: which modules they are; found if left out.
+    """
+
+    def __init__(
+        self, model: nn.Module, pieces: dict[Any, Piece], policy: Policy, ahead: bool, blocks: BlockSpec = None
+    ) -> None:
+        self.ahead = ahead
+        self.twice = False  # a backward has made a graph of its own, which reads what it has read
+        self._unit_of: dict[int, Unit] = {}
+        self.units: list[Unit] = []
+        self._order: list[Unit] = []  # of the last forward
+        self._now: list[Unit] = []
+        self._tasks: set[int] = set()
+        for name, module, parameters in blocks_of(model, pieces, blocks):
+            gives_up = policy(name, module) if callable(policy) else policy
+            unit = Unit(name, [pieces[p] for p in parameters], gives_up)
+            for piece in unit.pieces:
+                piece.x._blocks = self
+                self._unit_of[id(piece.seen)] = unit
+            self.units.append(unit)
+            module.register_forward_pre_hook(Hook(self._before(unit)), with_kwargs=True, prepend=True)
+            module.register_forward_hook(Hook(self._after(unit)), always_call=False)
+            for i, p in enumerate(parameters):
+                hook(p, None, self._accumulated(unit, i))
+        model.register_forward_pre_hook(Hook(lambda *_: self._begin()), prepend=True)
+        model.register_forward_hook(Hook(lambda *_: self._leave()))
+
+    def release(self) -> None:
+        """All are parts, and nothing is to be read again: a step begins."""
+        self.twice = False
+        for unit in self.units:
+            unit.stays = False
+            unit.release()
+
+    def want(self, parameter: Any) -> None:
+        """Somebody reaches for a plain parameter by name: whole now, and until the next step if autograd may keep it."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is None or unit.shown:
+            return
+        unit.ready()
+        unit.leave()
+        unit.stays = unit.stays or torch.is_grad_enabled()
+
+    def _begin(self) -> None:
+        if _torch.graph_task() < 0:
+            for unit in self.units:  # shown since a forward without a backward: the program may have written to it
+                again = unit.shown and self._stays(unit)
+                unit.release(keep=True)
+                if again:
+                    unit.ready()
+                    unit.leave()
+            self._order, self._now = self._now or self._order, []
+
+    def _leave(self) -> None:
+        for unit in self.units:
+            if unit.shown:
+                unit.leave()
+            if not torch.is_grad_enabled() and not self._stays(unit):
+                unit.release()
+
+    def _stays(self, unit: Unit) -> bool:
+        return self.twice or unit.stays
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        def run(module: nn.Module, args: Any, kwargs: Any) -> None:
+            unit.ready()
+            if _torch.graph_task() >= 0:  # run again in backward
+                return
+            self._now.append(unit)
+            self._start_beside(unit, 1)
+            if torch.is_grad_enabled():
+                for x in tree_leaves((args, kwargs)):
+                    if isinstance(x, Tensor) and x.requires_grad and not any(x is p.seen for p in unit.pieces):
+                        unit.inputs += 1
+                        x.register_hook(lambda grad: self._input_done(unit))
+
+        return run
+
+    def _after(self, unit: Unit) -> Callable[..., None]:
+        def run(module: nn.Module, args: Any, result: Any) -> None:
+            grads = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+            for x in grads if torch.is_grad_enabled() else ():
+                x.register_hook(lambda grad: self._backward(unit))
+            gives_up = unit.gives_up or not torch.is_grad_enabled()
+            if _torch.graph_task() < 0 and gives_up and not self._stays(unit):
+                unit.release(keep=True)
+
+        return run
+
+    def _start_beside(self, unit: Unit, step: int) -> None:
+        """Start gathering for the block that came after (or before) this one in the last forward."""
+        order = self._order if step > 0 else self._now
+        if self.ahead and unit in order:
+            at = order.index(unit) + step
+            if 0 <= at < len(order):
+                order[at].start()
+
+    def _backward(self, unit: Unit) -> None:
+        """The backward of a block begins."""
+        task = _torch.graph_task()
+        self.twice = self.twice or torch.is_grad_enabled()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _torch.queue_callback(lambda: self._finish(task))
+        if not unit.waiting:
+            unit.waiting = {i for i, p in enumerate(unit.pieces) if p.seen.requires_grad}
+        unit.ready()
+        self._start_beside(unit, -1)
+
+    def _accumulated(self, unit: Unit, i: int) -> Callable[[Any], None]:
+        def run(parameter: Any) -> None:
+            unit.waiting.discard(i)
+            self._perhaps_done(unit)
+
+        return run
+
+    def _input_done(self, unit: Unit) -> None:
+        unit.inputs -= 1
+        self._perhaps_done(unit)
+
+    def _perhaps_done(self, unit: Unit) -> None:
+        if not unit.waiting and unit.inputs <= 0 and self._tasks and not self._stays(unit):
+            unit.release()
+
+    def _finish(self, task: int) -> None:
+        self._tasks.discard(task)
+        for unit in self.units if not self._tasks else ():
+            if not self._stays(unit):
+                unit.release()
+
+
+def of_marks(
+    model: nn.Module,
+    cuts: Iterable[tuple[DistTensor, Spec, Cut]],
+    policy: Policy,
+    ahead: bool,
+    blocks: BlockSpec = None,
+) -> Blocks:
+    """Blocks of a model whose parameters are distributed tensors: (parameter, its spec without the cut, the cut)."""
+    return Blocks(model, {x: Piece(cut, spec, x) for x, spec, cut in cuts}, policy, ahead, blocks)
