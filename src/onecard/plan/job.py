@@ -1,0 +1,125 @@
+"""JobCost: what a step of a job takes on all its ranks: seconds by terms, bytes sent, memory of each kind of rank. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onecard.machine.cost import Machine
+from onecard.machine.events import Event
+from onecard.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCost:
+    """What one distinct piece of a model takes, for one microbatch on one rank.
+
+    Attributes:
+        name: of the piece: "blocks.0", "before the blocks", "after the blocks"; alike: how many of the model are like it.
+        forward, backward_input, backward_weight: seconds of operators; the first two with what the messages take that they wait for.
+        messages: of these, seconds waited for messages, by mesh axis, in forward and backward.
+        sent: bytes sent by mesh axis, in forward and backward.
+        macs: multiply-adds of the model, forward and backward; again: those that are computed again.
+        kept: bytes that forward keeps for backward; transient: most bytes beyond that while it runs.
+        parameters: elements of parameters on this rank; optimizer: seconds of their update without ZeRO.
+        output: bytes of its result: what a pipeline sends if it is cut behind this piece.
+    """
+
+    name: str
+    alike: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+    messages: Mapping[str, float]
+    sent: Mapping[str, int]
+    macs: int
+    again: int
+    kept: int
+    transient: int
+    parameters: int
+    optimizer: float
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What one kind of rank takes: all ranks of one place in the pipeline are alike.
+
+    Attributes:
+        name: "pp 0", ...; ranks: how many are alike; pieces: (name, how often) of what it holds.
+        terms: seconds of a step by what they go to; they add up to the step: "compute", "messages along 'tp'" (and other axes; what
+            nothing hides), "bubble", "optimizer", "host".
+        sent: bytes that it sends in a step, by mesh axis.
+        memory: bytes at its peak by what they are: "parameters", "gradients", "states", "activations", "buffers", "transient".
+        over_time: (seconds, bytes) in a step.
+        macs: multiply-adds of a step.
+    """
+
+    name: str
+    ranks: int
+    pieces: tuple[tuple[str, int], ...]
+    terms: Mapping[str, float]
+    sent: Mapping[str, int]
+    memory: Mapping[str, int]
+    over_time: tuple[tuple[float, int], ...]
+    macs: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class JobCost:
+    """What a step of a job takes; ``print`` it for a table.
+
+    Attributes:
+        plan, machine: what it is priced for.
+        seconds: of a step; ``terms``: of the rank that takes longest, which add up to them.
+        tokens: of a step, on all ranks together (rows of the batch, if the model has no tokens).
+        model_flops, hardware_flops: of a step on all ranks, without and with what is computed again.
+        ranks: one entry for each place in the pipeline.
+        pieces: what they are made of.
+        events: one rank of each kind over a step, in seconds.
+    """
+
+    plan: Plan
+    machine: Machine
+    seconds: float
+    terms: Mapping[str, float]
+    tokens: int
+    model_flops: int
+    hardware_flops: int
+    ranks: tuple[RankCost, ...]
+    pieces: tuple[PieceCost, ...]
+    events: tuple[Event, ...] = field(default=(), repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """On all ranks together."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the machine's peak that the model's operations take."""
+        return self.model_flops / (self.seconds * self.plan.world * self._peak_rate)
+
+    @property
+    def hfu(self) -> float:
+        """Share of the machine's peak that all operations take."""
+        return self.hardware_flops / (self.seconds * self.plan.world * self._peak_rate)
+
+    @property
+    def _peak_rate(self) -> float:
+        return self.machine.dtypes.get(self.plan.compute, self.machine.flops)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once on any rank."""
+        return max(rank.peak for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within the machine's memory; true where that is not known."""
+        return not self.machine.capacity or self.peak <= self.machine.capacity
