@@ -16,7 +16,7 @@ class PieceCost:
 
     Attributes:
         name: of the piece: "blocks.0", "before the blocks", "after the blocks"; alike: how many of the model are like it.
-        forward, backward_input, backward_weight: seconds of operators; the first two with what the messages take that they wait for.
+        forward, backward_input, backward_weight: seconds; the first two with the messages that they wait for.
         messages: of these, seconds waited for messages, by mesh axis, in forward and backward.
         sent: bytes sent by mesh axis, in forward and backward.
         macs: multiply-adds of the model, forward and backward; again: those that are computed again.
@@ -47,8 +47,8 @@ class RankCost:
 
     Attributes:
         name: "pp 0", ...; ranks: how many are alike; pieces: (name, how often) of what it holds.
-        terms: seconds of a step by what they go to; they add up to the step: "compute", "messages along 'tp'" (and other axes; what
-            nothing hides), "bubble", "optimizer", "host".
+        terms: seconds of a step by what they go to; they add up to the step: "compute", "messages along 'tp'" (and other
+            axes; what nothing hides), "bubble", "optimizer", "host".
         sent: bytes that it sends in a step, by mesh axis.
         memory: bytes at its peak by what they are: "parameters", "gradients", "states", "activations", "buffers", "transient".
         over_time: (seconds, bytes) in a step.
