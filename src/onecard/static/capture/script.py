@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from onecard import recorded
+from onecard._torch import names as _torch
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.static.guards import reads
@@ -86,7 +87,8 @@ class Script:
         constants = {i for i, known in zip(self.inputs, recording.inputs, strict=True) if known.kind == "constant"}
         for entry in self.entries:
             if entry.target is torch.ops.aten.clone.default and entry.args[0].number in constants:
-                entry.constant = self._constants[entry.args[0].number].detach().clone()
+                with _torch.no_fakes():  # a number that the step writes into a tensor without data has some itself
+                    entry.constant = self._constants[entry.args[0].number].detach().clone()
         del self._constants
         return self
 
