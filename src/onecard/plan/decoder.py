@@ -50,7 +50,7 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm, head and loss; between them (time, batch, hidden), as Megatron-LM has it.
 
     Attributes:
-        blocks: each a ``ParallelTransformerLayer``. Before them: ``embedding``, ``positions``; after: ``norm``, ``head``, ``loss``.
+        blocks: each a ``ParallelTransformerLayer``. Before: ``embedding``, ``positions``; after: ``norm``, ``head``, ``loss``.
     """
 
     turns: Tensor | None
