@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,22 @@ def test_lines_are_the_users_innermost() -> None:
     with oc.explain() as report:
         (weight.t() @ oc.shard_tensor(torch.ones(2, 3), MESH, [oc.Shard(0)])).relu().sum().backward()  # backward
     assert {place(m) for m in report.messages} == {line("backward")}
+
+
+def test_lines_are_the_users_where_torch_is_reached_through_a_link(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(Path(torch.__file__).parents[1])
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch\n"
+        "from onecard.comm.base.record import user_line\n"
+        "class Says(torch.nn.Module):\n"
+        "    forward = staticmethod(user_line)\n"
+        "print(Says()())\n"
+    )
+    link = str(tmp_path / "link")
+    ran = subprocess.run([sys.executable, str(program), link], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.strip() == f"{program}:6"
 
 
 @multirank(4)

@@ -17,8 +17,9 @@ from torch import Tensor
 from onecard.comm.base.state import Kept
 from onecard.moves.resharding import Step
 
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-_ENGINE = str(Path(torch.__file__).resolve().parent)
+_PACKAGE, _ENGINE = Path(__file__).parents[2], Path(torch.__file__).parent
+# By both names: where an environment is reached through a link, frames have the name with the link in it.
+_NOT_USERS = tuple({str(name) for path in (_PACKAGE, _ENGINE) for name in (path, path.resolve())} | {"<"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not name.startswith(_ENGINE) and not name.startswith("<"):
+        if not name.startswith(_NOT_USERS):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
