@@ -50,6 +50,8 @@ from onecard.launch.spawning import spawn
 from onecard.machine.cost import Link, Machine
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
+from onecard.plan.plan import Plan
+from onecard.plan.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
@@ -87,8 +89,9 @@ from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM
 
 __all__ = [
     "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial",
-    "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
-    "ShardingStage3", "Static", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json", "from_local",
+    "Plan", "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
+    "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
+    "from_local",
     "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",
     "record", "register_rule", "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
     "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unpatch", "unshard",

@@ -50,6 +50,14 @@ class FleetError(OnecardError, ValueError):
     """A strategy of the manual level that cannot be, or a call that does not fit it."""
 
 
+class PlanError(OnecardError, ValueError):
+    """A plan of a job, or sizes of a model, that cannot be; a file of settings that cannot be read. ``field``: which one."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

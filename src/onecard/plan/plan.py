@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from onecard.errors import PlanError
+from onecard.pipeline.schedule import modes
+from onecard.plan import json_text
+from onecard.plan.fit import SIZES, Finding, findings, sizes_of
+from onecard.plan.page import difference, page
+from onecard.plan.transformer import Transformer
+from onecard.plan.wanted import Fields
 
 Recompute = Literal["none", "selective", "full"]
+VERSION = 1
+AXES = ("pp", "dp", "cp", "tp")
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_PLACEMENTS = re.compile(r"\s*(\w+)\s*:\s*(Shard\(\d+\)|Replicate(?:\(\))?)\s*(?:,|$)")
+_ONE = ("F-then-B", "naive", "Eager1F1B", "ZBH2", "ZB1P", "ZB2P")
+_SEVERAL = ("VPP", "BFS")
+_FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +51,29 @@ class Plan:
         offload: whether the optimizer's states lie in the host's memory.
         compiled: whether neighbouring pointwise operators run as one kernel.
         overlap: whether messages along dp run beside computation.
+
+    A schedule's name is kept as it stands in ``onecard.pipeline.modes.MODES``; 1F1B with several stages on each rank is VPP.
+    Parameters in float32 have no copy in float32: master is False then.
+
+    Raises:
+        PlanError: a field that cannot be, by its name, with what works.
+
+    Example:
+        >>> plan = Plan(dp=8, tp=8, pp=16, microbatches=192, zero=1, sequence_parallel=True, recompute="selective")
+        >>> print(plan)
+        Plan for 1,024 ranks: pp 16 x dp 8 x tp 8, on 128 hosts of 8
+          batch          1,536 sequences a step = 8 (dp) x 1 (microbatch) x 192 (microbatches)
+          within layers  tensors over 8 ranks, sequence parallel
+          pipeline       1F1B, 16 stages, as equal as can be
+          kept           bfloat16 parameters, float32 gradients, float32 states of the optimizer, a float32 copy of the parameters
+          states         ZeRO 1 divides optimizer states over 8 ranks
+          recompute      backward computes the attention's core again
+          computes       in bfloat16, kernel by kernel; messages along dp run beside computation
+        >>> Plan(dp=8, replicas=3, zero=3)
+        Traceback (most recent call last):
+        onecard.errors.PlanError: Plan: replicas=3: does not divide dp=8; 1, 2, 4, 8 do
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
     """
 
     dp: int = 1
@@ -43,7 +84,7 @@ class Plan:
     per_host: int = 8
     placements: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
-    schedule: str = "1f1b"
+    schedule: str = "1F1B"
     virtual: int = 1
     stages: tuple[int, ...] = ()
     microbatch: int = 1
@@ -61,6 +102,89 @@ class Plan:
     compiled: bool = False
     overlap: bool = True
 
+    def __post_init__(self) -> None:
+        want = Fields(self)
+        want.whole("dp", "tp", "cp", "pp", "ep", "virtual", "microbatch", "microbatches", "replicas")
+        want.whole("per_host", "recompute_blocks", least=0)
+        want.yes_or_no("sequence_parallel", "master", "offload", "compiled", "overlap")
+        want.one_of("zero", (0, 1, 2, 3))
+        want.one_of("recompute", ("none", "selective", "full"))
+        want.one_of("parameters", DTYPES)
+        want.one_of("gradients", DTYPES)
+        want.one_of("states", DTYPES)
+        want.one_of("compute", (*DTYPES, "tfloat32"))
+        self._check_replicas(want)
+        self._check_schedule(want)
+        self._check_stages(want)
+        self._check_placements(want)
+        if self.recompute_blocks and self.recompute == "none":
+            raise want.stop("recompute_blocks", "nothing is computed again; give recompute='full' too")
+        if self.parameters in ("float32", "float64"):
+            object.__setattr__(self, "master", False)
+
+    def _check_replicas(self, want: Fields) -> None:
+        for name in ("replicas", "ep"):
+            count = getattr(self, name)
+            if self.dp % count:
+                works = ", ".join(str(n) for n in range(1, min(self.dp, 10**4) + 1) if self.dp % n == 0)
+                raise want.stop(name, f"does not divide dp={self.dp}; {works} do")
+        if self.replicas > 1 and not self.zero:
+            raise want.stop(
+                "replicas", "zero=0 divides nothing, of which there could be copies; give zero=3, or replicas=1"
+            )
+
+    def _check_schedule(self, want: Fields) -> None:
+        """Which it is, and whether each rank may have so many stages."""
+        if not isinstance(self.schedule, str):
+            raise want.stop("schedule", f"want a name, one of {', '.join(modes.MODES)}")
+        try:
+            name = modes.known(self.schedule)
+        except modes.ModeError:
+            raise want.stop("schedule", f"there is none of this name; there are {', '.join(modes.MODES)}") from None
+        if self.virtual > 1:
+            name = {"1F1B": "VPP", "F-then-B": "BFS"}.get(name, name)
+        object.__setattr__(self, "schedule", name)
+        if self.virtual > 1 and self.pp == 1:
+            raise want.stop("virtual", "there is no pipeline (pp=1) whose ranks could have several stages; virtual=1")
+        if self.pp == 1:
+            return
+        if self.virtual > 1 and name in _ONE:
+            several = "1F1B (VPP), F-then-B (BFS) or ZBH1"
+            raise want.stop("virtual", f"schedule {name} has one stage on each rank; virtual=1, or schedule {several}")
+        if self.virtual != 2 and name in _FOLDED:
+            raise want.stop(
+                "schedule", f"folds the model in two: each rank has two stages; virtual=2, not {self.virtual}"
+            )
+        if self.virtual == 1 and name in _SEVERAL:
+            one = {"VPP": "1F1B", "BFS": "F-then-B"}[name]
+            raise want.stop(
+                "schedule", f"has several stages on each rank, but virtual=1; virtual=2, or schedule={one!r}"
+            )
+
+    def _check_stages(self, want: Fields) -> None:
+        if not isinstance(self.stages, tuple) or not all(type(n) is int and n >= 0 for n in self.stages):
+            raise want.stop("stages", "want whole numbers: how many blocks each stage has, such as (8, 8, 8, 6)")
+        if self.stages and len(self.stages) != self.pp * self.virtual:
+            stages = f"pp x virtual = {self.pp} x {self.virtual} = {self.pp * self.virtual}"
+            raise want.stop("stages", f"are {len(self.stages)}, but {stages}; give so many numbers, or none")
+        if self.stages and not any(self.stages):
+            raise want.stop("stages", "no stage has a block; leave stages empty")
+
+    def _check_placements(self, want: Fields) -> None:
+        example = "such as (('*.q_proj.weight', 'tp: Shard(0)'),)"
+        given = self.placements
+        if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+            raise want.stop("placements", f"want pairs of a pattern and placements, {example}")
+        for pair in given:
+            pattern, text = pair
+            if not isinstance(pattern, str) or not isinstance(text, str) or not pattern:
+                raise want.stop("placements", f"{pair!r} is no pair of a pattern and placements, {example}")
+            parts = _PLACEMENTS.findall(text)
+            axes = [axis for axis, _ in parts]
+            if _PLACEMENTS.sub("", text).strip() or not parts or len(set(axes)) < len(axes) or not {*axes} <= {*AXES}:
+                raise want.stop("placements", f"{text!r} (of {pattern!r}) does not say how parameters lie; write an axis ("
+                                f"{', '.join(AXES)}) with Shard(dim) or Replicate(), {example}")  # fmt: skip
+
     @property
     def world(self) -> int:
         """How many ranks there are."""
@@ -70,3 +194,57 @@ class Plan:
     def batch(self) -> int:
         """Sequences (rows) of one step, on all ranks together."""
         return self.dp * self.microbatch * self.microbatches
+
+    def check(self, model: Transformer | None = None, **sizes: int) -> tuple[Finding, ...]:
+        """What does not fit a model, what costs, and what has no effect.
+
+        Args:
+            model: its sizes.
+            sizes: single ones instead: layers, hidden, heads, kv_heads, ffn, vocab, sequence.
+
+        Example:
+            >>> [str(finding) for finding in Plan(tp=16, per_host=0).check(heads=32, kv_heads=8)]
+            ['tp=16 does not divide 8 key heads; tp=8 does']
+        """
+        unknown = sizes.keys() - {*SIZES}
+        if unknown:
+            raise PlanError(
+                f"Plan.check: there is no size {min(unknown)!r}; there are {', '.join(SIZES)}", min(unknown)
+            )
+        return findings(self, (sizes_of(model) if model is not None else {}) | sizes)
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """The fields that differ, in words, this plan's value first.
+
+        Example:
+            >>> print(*Plan(dp=8).diff(Plan(dp=4, tp=2)), sep="\\n")
+            dp: 8 -> 4 (ranks of data parallelism)
+            tp: 1 -> 2 (ranks of tensor parallelism)
+            so batch: 8 -> 4 (sequences of a step)
+        """
+        return difference(self, other)
+
+    def __str__(self) -> str:
+        return page(self)
+
+    def to_json(self) -> str:
+        """As JSON with a version; ``from_json`` reads it back."""
+        return json_text.written(self, VERSION)
+
+    @staticmethod
+    def from_json(given: str | Path | Mapping[str, Any]) -> Plan:
+        """What ``to_json`` wrote: a text, the path of a file, or a dict. Fields that are left out have their defaults.
+
+        Raises:
+            PlanError: with file, line and field: another version, an unknown field, a number that is a string, ...
+        """
+        return json_text.read(Plan, json_text.source(given, "Plan"), VERSION)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads it from a file; errors name the line."""
+        return Plan.from_json(Path(path))
