@@ -21,8 +21,8 @@ class PieceCost:
         sent: bytes sent by mesh axis, in forward and backward.
         macs: multiply-adds of the model, forward and backward; again: those that are computed again.
         kept: bytes that forward keeps for backward; transient: most bytes beyond that while it runs.
-        parameters: elements of parameters on this rank; optimizer: seconds of their update without ZeRO.
-        output: bytes of its result: what a pipeline sends if it is cut behind this piece.
+        output: bytes of what later pieces take of it: what a pipeline sends if it is cut behind this piece.
+        tensors: elements of each of its parameters on this rank; gradients: bytes of theirs, as backward makes them.
     """
 
     name: str
@@ -36,9 +36,19 @@ class PieceCost:
     again: int
     kept: int
     transient: int
-    parameters: int
-    optimizer: float
     output: int
+    tensors: tuple[int, ...]
+    gradients: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its parameters on this rank."""
+        return sum(self.tensors)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both halves."""
+        return self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,18 @@ class Live:
         """Bytes of which a node is the last user."""
         return sum(map(_bytes, self._end.get(self._at[node], ())))
 
+    def spans(self) -> Iterator[tuple[fx.Node, int, int, int]]:
+        """Memory that the graph makes: the node that does, bytes, its place in the order, and that of the last node that uses it."""
+        ends = {block: i for i, blocks in self._end.items() for block in blocks}
+        for begin, blocks in self._begin.items():
+            for block in blocks:
+                if size := _bytes(block):
+                    yield block[0], size, begin, ends.get(block, begin)
+
+    def blocks_of(self, node: fx.Node) -> frozenset[Block]:
+        """The memory that a node's result may lie in."""
+        return self._blocks[node]
+
     def _ends(self, given: set[Block]) -> dict[int, list[Block]]:
         """For each place in the order, the memory that nobody uses after it."""
         last: dict[Block, int] = {}

@@ -40,7 +40,8 @@ class NodeCost:
         name, phase, module, line: of the node; ``operator``: what it calls.
         products: multiply-adds; ``touched``: bytes that it reads and writes.
         sent: bytes that it sends, along ``axis``.
-        seconds: that it takes; ``start``: when it starts, from the beginning of the step.
+        seconds: that it takes; ``start``: when it starts, from the beginning of the step; ``then``: when the program goes on, which
+            does not wait for a message that was started.
         alive: bytes that are alive after it, inputs included.
     """
 
@@ -55,6 +56,7 @@ class NodeCost:
     axis: str
     seconds: float
     start: float
+    then: float
     alive: int
 
     @property
@@ -157,7 +159,7 @@ def cost(recording: Step, machine: Machine = MACHINE) -> Cost:
         nodes.append(
             NodeCost(
                 node.name, called(node), node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("line", ""),
-                int(done.macs), int(done.accessed), sent, axis_of(node), seconds, start, live.after[node],
+                int(done.macs), int(done.accessed), sent, axis_of(node), seconds, start, clock.now, live.after[node],
             )
         )  # fmt: skip
     return Cost(
@@ -184,7 +186,7 @@ class _Clock:
     """
 
     def __init__(self, now: float, machine: Machine) -> None:
-        self._now = now
+        self.now = now
         self._machine = machine
         self._met = 0.0
         self._links: dict[str, float] = {}
@@ -194,7 +196,7 @@ class _Clock:
     @property
     def end(self) -> float:
         """When all of it is done."""
-        return max(self._now, *self._links.values()) if self._links else self._now
+        return max(self.now, *self._links.values()) if self._links else self.now
 
     def run(self, node: fx.Node, seconds: float) -> tuple[float, float]:
         """Start and seconds of a node; of one that waits, how long it waits."""
@@ -202,30 +204,30 @@ class _Clock:
             return self._wait(node.args[0])  # type: ignore[arg-type]
         if is_message(node) and seconds:
             return self._send(node, seconds)
-        start = self._now
-        self._now = start + seconds
+        start = self.now
+        self.now = start + seconds
         return start, seconds
 
     def _send(self, node: fx.Node, seconds: float) -> tuple[float, float]:
-        axis, begun = axis_of(node), self._now
+        axis, begun = axis_of(node), self.now
         start = max(begun, self._links.get(axis, 0.0))
         alone = is_left(node)
         there = start if alone else max(start, begun + (self._machine.uneven - 1) * (begun - self._met))
         self._links[axis] = self._arrives[node] = there + seconds
         if alone:
-            self._now += (1 - self._machine.beside) * seconds
+            self.now += (1 - self._machine.beside) * seconds
         elif node.kwargs.get("later"):
             self._started[node] = begun
-            self._now += (1 - self._machine.beside) * seconds
+            self.now += (1 - self._machine.beside) * seconds
         else:
-            self._now = self._met = there + seconds
+            self.now = self._met = there + seconds
         return start, there + seconds - start
 
     def _wait(self, message: fx.Node) -> tuple[float, float]:
-        start, arrives = self._now, self._arrives.get(message, self._now)
+        start, arrives = self.now, self._arrives.get(message, self.now)
         if arrives > start:
-            self._now, self._met = arrives, max(self._met, self._started.get(message, arrives))
-        return start, self._now - start
+            self.now, self._met = arrives, max(self._met, self._started.get(message, arrives))
+        return start, self.now - start
 
 
 # -- operators -------------------------------------------------------------------------------------------------------------

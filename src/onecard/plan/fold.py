@@ -1,0 +1,116 @@
+"""Blocks of a model that are alike, folded: of a long run of them three stay, which tell what all of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+KEPT = 3
+"""Of a run: its first block, one between two others, its last."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A list of blocks of a model, of which some were taken out.
+
+    Attributes:
+        path: of the list in the model.
+        alike: for each block that is left, for how many it stands.
+    """
+
+    path: str
+    alike: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the blocks that are left."""
+        return [f"{self.path}.{i}" for i in range(len(self.alike))]
+
+
+def fold(model: nn.Module) -> list[Folded]:
+    """Take out of each list of blocks (``nn.ModuleList``, ``nn.Sequential``) those that are like their neighbours.
+
+    Blocks are alike if their modules, parameters, buffers and plain attributes are; a number that counts blocks may differ. Lists
+    inside of blocks stay as they are.
+
+    Example:
+        >>> model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(9)), "head": nn.Linear(4, 2)})
+        >>> fold(model), len(model["blocks"])
+        ([Folded(path='blocks', alike=(1, 7, 1))], 3)
+    """
+    found = []
+    for path, blocks in list(_lists(model, "")):
+        kept, alike = _kept(list(blocks))
+        if len(kept) < len(blocks):
+            left = [blocks[i] for i in kept]
+            for name in list(blocks._modules):
+                del blocks._modules[name]
+            blocks._modules.update({str(i): block for i, block in enumerate(left)})
+        found.append(Folded(path, tuple(alike)))
+    return found
+
+
+def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """The outermost lists of more than one block."""
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1 and _is_chain(child):
+            yield inside, child
+        else:
+            yield from _lists(child, inside)
+
+
+def _is_chain(blocks: Any) -> bool:
+    """Whether at least two neighbours are alike, so that these are blocks and no parts of one."""
+    faces = [face(block) for block in blocks]
+    return any(_alike(faces, i, i + 1) for i in range(len(faces) - 1))
+
+
+def _kept(blocks: list[nn.Module]) -> tuple[list[int], list[int]]:
+    """Which blocks stay, and for how many each stands."""
+    faces = [face(block) for block in blocks]
+    kept, alike, i = [], [], 0
+    while i < len(blocks):
+        end = i + 1
+        while end < len(blocks) and _alike(faces, i, end):
+            end += 1
+        if end - i > KEPT:
+            kept += [i, i + 1, end - 1]
+            alike += [1, end - i - 2, 1]
+        else:
+            kept += range(i, end)
+            alike += [1] * (end - i)
+        i = end
+    return kept, alike
+
+
+def face(block: nn.Module) -> list[tuple[Any, ...]]:
+    """What tells a block from others: classes, tensors, plain attributes, in order."""
+    found: list[tuple[Any, ...]] = []
+    for path, module in block.named_modules():
+        found.append((path, "class", type(module)))
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, t in tensors.items():
+                what = None if t is None else (tuple(t.shape), t.dtype, t.requires_grad, getattr(t, "placements", None))
+                found.append((path, kind, name, what))
+        for name, value in sorted(vars(module).items()):
+            if name.startswith("_") and name != "_checkpointed":
+                continue
+            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
+                found.append((path, "attribute", name, value))
+    return found
+
+
+def _alike(faces: list[list[tuple[Any, ...]]], i: int, k: int) -> bool:
+    one, other = faces[i], faces[k]
+    return len(one) == len(other) and all(a == b or _counts(a, b, k - i) for a, b in zip(one, other, strict=True))
+
+
+def _counts(a: tuple[Any, ...], b: tuple[Any, ...], apart: int) -> bool:
+    """Whether an attribute is the block's number."""
+    same = a[:3] == b[:3] and a[1] == "attribute"
+    return same and type(a[3]) is int and type(b[3]) is int and b[3] - a[3] == apart

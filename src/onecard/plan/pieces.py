@@ -1,0 +1,264 @@
+"""Pieces of a recorded forward and backward: which node belongs to which block, and what each piece takes. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from onecard.machine.cost import Machine
+from onecard.plan.fold import Folded
+from onecard.plan.job import PieceCost
+from onecard.static.price.convolutions import workspace
+from onecard.static.price.live import Live, size_of
+from onecard.static.price.messages import axis_of, is_message, is_wait
+from onecard.static.price.price import NodeCost, cost
+from onecard.static.step.step import Input, Step
+
+BEFORE, AFTER = "before the blocks", "after the blocks"
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What the nodes of a piece take, added up."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    messages: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    macs: int = 0
+    macs_back: int = 0
+
+
+class Pieces:
+    """A recording of forward and backward of one microbatch, by pieces.
+
+    Attributes:
+        names: of the pieces, in the order of forward; alike: for how many each stands.
+        at: for each node the number of its piece.
+    """
+
+    def __init__(self, recording: Step, folded: Sequence[Folded]) -> None:
+        self.recording = recording
+        self.nodes = list(recording.nodes())
+        self._phase = {node: str(node.meta.get("phase", "forward")) for node in self.nodes}
+        blocks = self._in_order({name: n for f in folded for name, n in zip(f.names, f.alike, strict=True)})
+        self.names = [BEFORE, *blocks, AFTER] if blocks else [BEFORE]
+        self.alike = [1, *blocks.values(), 1] if blocks else [1]
+        self.at: dict[fx.Node, int] = {}
+        self._forward()
+        self.owners = self._owners()
+        self._backward()
+
+    # -- which node is whose ---------------------------------------------------------------------------------------------
+
+    def _in_order(self, blocks: dict[str, int]) -> dict[str, int]:
+        """Blocks in the order in which forward comes to them; those that do not run are left out."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            if self._phase[node] == "forward" and (name := self._block(node, blocks)) and name not in found:
+                found[name] = blocks[name]
+        return found
+
+    @staticmethod
+    def _block(node: fx.Node, blocks: dict[str, int]) -> str:
+        module = str(node.meta.get("module", ""))
+        while module:
+            if module in blocks:
+                return module
+            module = module.rpartition(".")[0]
+        return ""
+
+    def _forward(self) -> None:
+        """Nodes between two blocks belong to the first of them."""
+        places = {name: i for i, name in enumerate(self.names)}
+        blocks = dict(zip(self.names[1:-1], self.alike[1:-1], strict=True))
+        mine = [(node, self._block(node, blocks)) for node in self.nodes if self._phase[node] == "forward"]
+        last = max((i for i, (_, name) in enumerate(mine) if name), default=-1)
+        now = 0
+        for i, (node, name) in enumerate(mine):
+            now = len(self.names) - 1 if last >= 0 and i > last else places[name] if name else now
+            self.at[node] = now
+
+    def _owners(self) -> dict[fx.Node, int]:
+        """For each parameter the piece that uses it first."""
+        placeholders = [n for n in self.recording.graph.nodes if n.op == "placeholder"]
+        found: dict[fx.Node, int] = {}
+        for node, known in zip(placeholders, self.recording.inputs, strict=True):
+            if known.kind == "parameter":
+                uses = self._uses(node)
+                found[node] = min(uses, default=0)
+        return found
+
+    def _uses(self, node: fx.Node) -> list[int]:
+        """The pieces whose forward uses a node, through views of it too."""
+        return [self.at[user] for user in node.users if user in self.at]
+
+    def _backward(self) -> None:
+        """Backward goes through the pieces the other way: a node that takes what an earlier piece had begins that piece."""
+        uses: dict[fx.Node, list[int]] = defaultdict(list)
+        for node, piece in self.at.items():
+            for given in node.all_input_nodes:
+                uses[given].append(piece)
+        now = len(self.names) - 1
+        for node in self.nodes:
+            if self._phase[node] == "forward":
+                continue
+            for given in node.all_input_nodes:
+                # What one piece made and the next one took is kept for the next one: the latest that has to do with it counts.
+                known = [*uses.get(given, ()), *([self.at[given]] if self._phase.get(given) == "forward" else ())]
+                if known and max(known) < now:
+                    now = max(known)
+            self.at[node] = now
+
+    def is_forward(self, node: fx.Node) -> bool:
+        """Whether a node runs before backward."""
+        return self._phase[node] == "forward"
+
+    @cached_property
+    def late(self) -> set[fx.Node]:
+        """Nodes of backward that no earlier piece waits for: what gradients of weights need, and nothing else."""
+        reach: dict[fx.Node, int] = {}
+        found = set()
+        for node in reversed(self.nodes):
+            if self._phase[node] == "forward":
+                continue
+            reach[node] = min([self.at[node], *(reach[user] for user in node.users if user in reach)])
+            if reach[node] == self.at[node]:
+                found.add(node)
+        return found
+
+    # -- memory ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What the pieces keep and need."""
+        return Memory(self)
+
+    # -- what they take --------------------------------------------------------------------------------------------------
+
+    def costs(self, machine: Machine) -> list[PieceCost]:
+        """Of each piece, for one microbatch on a machine."""
+        spent = [_Spent() for _ in self.names]
+        before = 0.0
+        priced = cost(self.recording, machine)
+        for node, found in zip(self.nodes, priced.nodes, strict=True):
+            self._spend(spent[self.at[node]], node, found, found.then - before)
+            before = found.then
+        return [self._cost(i, one) for i, one in enumerate(spent)]
+
+    def _spend(self, spent: _Spent, node: fx.Node, found: NodeCost, seconds: float) -> None:
+        if self.is_forward(node):
+            spent.forward += seconds
+            spent.macs += found.products
+        else:
+            spent.macs_back += found.products
+            if node in self.late:
+                spent.backward_weight += seconds
+            else:
+                spent.backward_input += seconds
+        if is_message(node):
+            spent.sent[found.axis] += found.sent
+        if seconds and (is_message(node) or is_wait(node)):
+            spent.messages[found.axis or axis_of(node.args[0])] += seconds  # type: ignore[arg-type]
+
+    def _cost(self, i: int, spent: _Spent) -> PieceCost:
+        # A product has two gradients, each as much work as itself; what is more is forward, done again.
+        again = max(0, spent.macs_back - 2 * spent.macs)
+        memory = self.memory
+        return PieceCost(
+            self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
+            dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], max(0, memory.peak[i] - memory.kept[i]),
+            memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
+        )  # fmt: skip
+
+    def tensors(self, i: int) -> Iterator[int]:
+        """Elements of each parameter of a piece on this rank."""
+        placeholders = [n for n in self.recording.graph.nodes if n.op == "placeholder"]
+        for node, known in zip(placeholders, self.recording.inputs, strict=True):
+            if self.owners.get(node) == i and _trained(known):
+                yield size_of(node) // node.meta["tensor"][2].itemsize
+
+
+def _trained(known: Input) -> bool:
+    return known.kind == "parameter"
+
+
+class Memory:
+    """Bytes of each piece, for one microbatch.
+
+    Attributes:
+        kept: of what forward leaves for backward, by the piece whose backward uses it last.
+        peak: most of its own bytes at once, what it kept included.
+        output: of what forward of later pieces takes.
+        gradients: of its parameters, as backward makes them.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        count = len(pieces.names)
+        self.kept, self.output, self.gradients = [0] * count, [0] * count, [0] * count
+        self._pieces = pieces
+        graph = pieces.recording.graph
+        order = list(graph.nodes)
+        place = {node: i for i, node in enumerate(order)}
+        live = Live(graph)
+        results = {
+            block
+            for effect in pieces.recording.effects
+            if effect.kind == "gradient" and effect.output is not None
+            for block in live.blocks_of(_result(graph, effect.output.position))
+        }
+        changes: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
+        made = {block[0] for block in results}
+        for maker, size, begin, end in live.spans():
+            forward = pieces.is_forward(maker)
+            last = order[end]
+            if not forward and maker in made and last.op == "output":
+                self.gradients[pieces.at[maker]] += size
+                continue
+            home = None
+            if forward and last.op != "output" and not pieces.is_forward(last):
+                home = pieces.at[last]
+                self.kept[home] += size
+            changes[begin].append((home, size))
+            changes[end + 1].append((home, -size))
+        self._outputs(live, place)
+        self.peak = self._peaks(live, order, changes)
+
+    def _outputs(self, live: Live, place: dict[fx.Node, int]) -> None:
+        """What a piece makes and a later one takes in forward; memory counts once."""
+        pieces = self._pieces
+        sizes = {maker: size for maker, size, *_ in live.spans()}
+        crossing: dict[fx.Node, int] = {}
+        for node in pieces.nodes:
+            if not pieces.is_forward(node):
+                continue
+            for given in node.all_input_nodes:
+                for maker, _ in live.blocks_of(given):
+                    if maker in sizes and pieces.is_forward(maker) and pieces.at[maker] < pieces.at[node]:
+                        crossing[maker] = sizes[maker]
+        for maker, size in crossing.items():
+            self.output[pieces.at[maker]] += size
+
+    def _peaks(self, live: Live, order: list[fx.Node], changes: dict[int, list[tuple[int | None, int]]]) -> list[int]:
+        """Of each piece: what is alive while its nodes run, but for what other pieces keep, parameters and gradients."""
+        pieces, peaks = self._pieces, [0] * len(self.kept)
+        now: Counter[int | None] = Counter()
+        for i, node in enumerate(order):
+            for home, size in changes.get(i, ()):
+                now[home] += size
+            if node in pieces.at:
+                mine = pieces.at[node]
+                own = now[None] + now[mine] + workspace(node)
+                peaks[mine] = max(peaks[mine], own)
+        return peaks
+
+
+def _result(graph: fx.Graph, position: int) -> fx.Node:
+    (output,) = graph.find_nodes(op="output")
+    found = output.args[0][position]  # type: ignore[index]
+    return found  # type: ignore[return-value]
