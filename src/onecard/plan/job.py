@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event
@@ -20,7 +24,8 @@ class PieceCost:
         messages: of these, seconds waited for messages, by mesh axis, in forward and backward.
         sent: bytes sent by mesh axis, in forward and backward.
         macs: multiply-adds of the model, forward and backward; again: those that are computed again.
-        kept: bytes that forward keeps for backward; transient: most bytes beyond that while it runs.
+        kept: bytes that forward keeps for backward; transient: most bytes beyond that while it runs; first: the same with the
+            gradients of its parameters, where backward makes them.
         output: bytes of what later pieces take of it: what a pipeline sends if it is cut behind this piece.
         tensors: elements of each of its parameters on this rank; gradients: bytes of theirs, as backward makes them.
     """
@@ -36,6 +41,7 @@ class PieceCost:
     again: int
     kept: int
     transient: int
+    first: int
     output: int
     tensors: tuple[int, ...]
     gradients: int
@@ -133,3 +139,61 @@ class JobCost:
     def fits(self) -> bool:
         """Whether every rank's peak is within the machine's memory; true where that is not known."""
         return not self.machine.capacity or self.peak <= self.machine.capacity
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=120).print(table_of(self))
+        return text.getvalue().rstrip()
+
+    def __rich__(self) -> Table:
+        return table_of(self)
+
+
+def table_of(job: JobCost) -> Table:
+    """The step by kinds of ranks: seconds by terms, bytes sent, memory by what it is."""
+    made = Table(title=_head(job), title_justify="left", show_footer=False)
+    made.add_column("")
+    shown = _shown(job.ranks)
+    for rank in shown:
+        made.add_column(f"{rank.name} ({rank.ranks} ranks)" if rank.ranks > 1 else rank.name, justify="right")
+    for name in dict.fromkeys(name for rank in job.ranks for name in rank.terms):
+        made.add_row(name, *(_milliseconds(rank.terms.get(name, 0.0)) for rank in shown))
+    made.add_section()
+    for axis in dict.fromkeys(axis for rank in job.ranks for axis in rank.sent):
+        made.add_row(f"sent along {axis!r}", *(_gib(rank.sent.get(axis, 0)) for rank in shown))
+    made.add_section()
+    for name in dict.fromkeys(name for rank in job.ranks for name in rank.memory):
+        made.add_row(name, *(_gib(rank.memory.get(name, 0)) for rank in shown))
+    made.add_row("memory at its peak", *(_gib(rank.peak) + _verdict(rank, job.machine) for rank in shown))
+    return made
+
+
+def _head(job: JobCost) -> str:
+    plan = job.plan
+    degrees = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1)
+    return (
+        f"{plan.world:,} ranks ({degrees or 'one'}), {job.machine.name or 'machine'}: {_milliseconds(job.seconds)} a step, "
+        f"{job.tokens_per_second:,.0f} tokens/s, MFU {job.mfu:.1%}, HFU {job.hfu:.1%}"
+    )
+
+
+def _shown(ranks: tuple[RankCost, ...]) -> list[RankCost]:
+    """The first, the second, the last place of the pipeline, and the one that needs most memory."""
+    if len(ranks) <= 4:
+        return list(ranks)
+    chosen = {0, 1, len(ranks) - 1, max(range(len(ranks)), key=lambda i: ranks[i].peak)}
+    return [ranks[i] for i in sorted(chosen)]
+
+
+def _verdict(rank: RankCost, machine: Machine) -> str:
+    if not machine.capacity:
+        return ""
+    return " fits" if rank.peak <= machine.capacity else f" > {_gib(machine.capacity)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

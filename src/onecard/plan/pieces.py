@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -28,10 +29,15 @@ class _Spent:
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
-    messages: Counter[str] = field(default_factory=Counter)
+    messages: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     sent: Counter[str] = field(default_factory=Counter)
     macs: int = 0
     macs_back: int = 0
+
+
+def _name(axis: str) -> str:
+    """An axis of fleet's grid under the name that plans have for it."""
+    return {"mp": "tp", "sep": "cp"}.get(axis, axis)
 
 
 class Pieces:
@@ -162,9 +168,9 @@ class Pieces:
             else:
                 spent.backward_input += seconds
         if is_message(node):
-            spent.sent[found.axis] += found.sent
+            spent.sent[_name(found.axis)] += found.sent
         if seconds and (is_message(node) or is_wait(node)):
-            spent.messages[found.axis or axis_of(node.args[0])] += seconds  # type: ignore[arg-type]
+            spent.messages[_name(found.axis or axis_of(node.args[0]))] += seconds
 
     def _cost(self, i: int, spent: _Spent) -> PieceCost:
         # A product has two gradients, each as much work as itself; what is more is forward, done again.
@@ -172,8 +178,8 @@ class Pieces:
         memory = self.memory
         return PieceCost(
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
-            dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], max(0, memory.peak[i] - memory.kept[i]),
-            memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
+            dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
+            memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
         )  # fmt: skip
 
     def tensors(self, i: int) -> Iterator[int]:
@@ -193,7 +199,7 @@ class Memory:
 
     Attributes:
         kept: of what forward leaves for backward, by the piece whose backward uses it last.
-        peak: most of its own bytes at once, what it kept included.
+        peak: most of its own bytes at once, what it kept included; first: gradients included, too.
         output: of what forward of later pieces takes.
         gradients: of its parameters, as backward makes them.
     """
@@ -219,6 +225,7 @@ class Memory:
             last = order[end]
             if not forward and maker in made and last.op == "output":
                 self.gradients[pieces.at[maker]] += size
+                changes[begin].append((~pieces.at[maker], size))
                 continue
             home = None
             if forward and last.op != "output" and not pieces.is_forward(last):
@@ -227,7 +234,7 @@ class Memory:
             changes[begin].append((home, size))
             changes[end + 1].append((home, -size))
         self._outputs(live, place)
-        self.peak = self._peaks(live, order, changes)
+        self.peak, self.first = self._peaks(order, changes)
 
     def _outputs(self, live: Live, place: dict[fx.Node, int]) -> None:
         """What a piece makes and a later one takes in forward; memory counts once."""
@@ -244,10 +251,13 @@ class Memory:
         for maker, size in crossing.items():
             self.output[pieces.at[maker]] += size
 
-    def _peaks(self, live: Live, order: list[fx.Node], changes: dict[int, list[tuple[int | None, int]]]) -> list[int]:
-        """Of each piece: what is alive while its nodes run, but for what other pieces keep, parameters and gradients."""
-        pieces, peaks = self._pieces, [0] * len(self.kept)
-        now: Counter[int | None] = Counter()
+    def _peaks(self, order: list[fx.Node], changes: dict[int, list[tuple[int | None, int]]]) -> tuple[list[int], ...]:
+        """Of each piece: what is alive while its nodes run, but for what other pieces keep and for parameters; without and with
+        the gradients that it has made."""
+        pieces, peaks, first = self._pieces, [0] * len(self.kept), [0] * len(self.kept)
+        now: Counter[int | None] = (
+            Counter()
+        )  # by piece; of gradients by its complement; of what no backward needs by None
         for i, node in enumerate(order):
             for home, size in changes.get(i, ()):
                 now[home] += size
@@ -255,10 +265,11 @@ class Memory:
                 mine = pieces.at[node]
                 own = now[None] + now[mine] + workspace(node)
                 peaks[mine] = max(peaks[mine], own)
-        return peaks
+                first[mine] = max(first[mine], own + now[~mine])
+        return peaks, first
 
 
 def _result(graph: fx.Graph, position: int) -> fx.Node:
     (output,) = graph.find_nodes(op="output")
-    found = output.args[0][position]  # type: ignore[index]
-    return found  # type: ignore[return-value]
+    found: Any = output.args[0]
+    return found[position]

@@ -61,7 +61,7 @@ class Live:
         return sum(map(_bytes, self._end.get(self._at[node], ())))
 
     def spans(self) -> Iterator[tuple[fx.Node, int, int, int]]:
-        """Memory that the graph makes: the node that does, bytes, its place in the order, and that of the last node that uses it."""
+        """Memory that the graph makes: the node that does, bytes, its place in the order, that of the last node that uses it."""
         ends = {block: i for i, blocks in self._end.items() for block in blocks}
         for begin, blocks in self._begin.items():
             for block in blocks:

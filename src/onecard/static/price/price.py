@@ -40,8 +40,8 @@ class NodeCost:
         name, phase, module, line: of the node; ``operator``: what it calls.
         products: multiply-adds; ``touched``: bytes that it reads and writes.
         sent: bytes that it sends, along ``axis``.
-        seconds: that it takes; ``start``: when it starts, from the beginning of the step; ``then``: when the program goes on, which
-            does not wait for a message that was started.
+        seconds: that it takes; ``start``: when it starts, from the beginning of the step; ``then``: when the program
+            goes on, which does not wait for a message that was started.
         alive: bytes that are alive after it, inputs included.
     """
 

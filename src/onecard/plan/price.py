@@ -1,0 +1,135 @@
+"""price: what a step of a job takes on all its ranks, from recordings of the distinct pieces of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onecard.machine.cost import MACHINE, Machine
+from onecard.machine.events import Event
+from onecard.pipeline.schedule.action import Schedule
+from onecard.pipeline.schedule.modes import plan as schedule_named
+from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
+from onecard.plan.job import JobCost, RankCost
+from onecard.plan.lines import AxisLine
+from onecard.plan.memory import RankMemory
+from onecard.plan.plan import Plan
+from onecard.plan.rank import RankTime, StageTime, stage_time
+from onecard.plan.record import Loss, Model, recorded
+from onecard.plan.stages import StageCost, stages_of
+from onecard.plan.state import TrainingState
+
+
+def price(
+    model: Model, plan: Plan, machine: Machine = MACHINE, *, batch: object = None, loss: Loss | None = None
+) -> JobCost:
+    """What a step of a job takes: seconds, bytes, memory of each kind of rank. Nothing runs, and no device is needed.
+
+    Forward and backward of one microbatch are recorded, once for all plans that cut the model alike, with three blocks of each
+    run of blocks that are alike. Pieces are put together by the schedule's simulation; along dp come sums of gradients,
+    gathers of ZeRO and the optimizer (Adam).
+
+    Args:
+        model: an ``oc.Transformer``; or a module of plain torch, divided by ``plan.placements``; or a function that builds a
+            module, also one of fleet's layers (``fleet.init`` has been called there, with the plan's tp and cp).
+        plan: how it runs.
+        machine: on what.
+        batch: of a module: an example of what it is called with, a tensor or a tuple; its rows are set to the plan's.
+        loss: (model, *batch) -> the loss, where the model does not return it.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+
+    Source: the composition of layers, pipeline and data parallelism is that of Calculon (Isaev et al., 2023), on recordings
+        instead of formulas.
+
+    Example:
+        >>> import onecard as oc
+        >>> sizes = Transformer(layers=12, hidden=256, heads=8, vocab=1024, sequence=128)
+        >>> found = price(sizes, Plan(dp=2, tp=2, pp=3, microbatches=6), oc.Machine.preset("A100"))
+        >>> len(found.ranks), [sum(n for _, n in rank.pieces) for rank in found.ranks]
+        (3, [5, 4, 5])
+        >>> abs(sum(found.terms.values()) - found.seconds) < 1e-9
+        True
+    """
+    machine = replace_hosts(machine, plan.per_host)
+    model_costs = recorded(model, plan, batch, loss)
+    pieces = model_costs.costs(machine)
+    other = pieces
+    if plan.recompute_blocks:
+        other = recorded(model, replace(plan, recompute="none"), batch, loss).costs(machine)
+    state = TrainingState(plan, machine)
+    stages = stages_of(pieces, other, plan)
+    times = [stage_time(stage, state) for stage in stages]
+    schedule = schedule_named(plan.schedule, plan.pp, plan.virtual)(plan.microbatches)
+    line = AxisLine("pp", machine, plan.pp, plan.tp * plan.cp * plan.dp, plan.per_host)
+    message = max((line.send(stage.output) for stage in stages[:-1]), default=0.0)
+    timeline = _timeline(schedule, times, message)
+    ranks = [_rank(place, schedule, stages, times, timeline, state) for place in range(plan.pp)]
+    without = _timeline(schedule, times, 0.0).makespan if message else timeline.makespan
+    return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, model_costs.tokens)
+
+
+_hosts: dict[tuple[int, int], tuple[Machine, Machine]] = {}
+"""Machines with the hosts of a plan: the same object for the same machine, as prices are kept by it."""
+
+
+def replace_hosts(machine: Machine, per_host: int) -> Machine:
+    """The machine with so many ranks on a host."""
+    if machine.per_host == per_host:
+        return machine
+    key = (id(machine), per_host)
+    if key not in _hosts:
+        if len(_hosts) >= 64:
+            _hosts.pop(next(iter(_hosts)))
+        _hosts[key] = machine, replace(machine, per_host=per_host)
+    return _hosts[key][1]
+
+
+def _timeline(schedule: Schedule, times: Sequence[StageTime], message: float) -> Timeline:
+    return simulate(
+        schedule,
+        Times(
+            [t.forward for t in times], [t.backward_input for t in times], [t.backward_weight for t in times], message
+        ),
+    )
+
+
+def _rank(
+    place: int, schedule: Schedule, stages: Sequence[StageCost], times: Sequence[StageTime], timeline: Timeline,
+    state: TrainingState,
+) -> RankTime:  # fmt: skip
+    mine = [number for number, rank in schedule.stage_to_rank.items() if rank == place]
+    spans = [span for span in timeline.computing if span.rank == place]
+    received = {number: stages[number - 1].output for number in mine if number > 0}
+    return RankTime(place, {n: stages[n] for n in mine}, {n: times[n] for n in mine}, spans, state, received)
+
+
+def _job(
+    plan: Plan, machine: Machine, ranks: Sequence[RankTime], timeline: Timeline, messages: float,
+    pieces: Sequence[object], tokens: int,
+) -> JobCost:  # fmt: skip
+    # Clipping and the check for finite gradients meet on all ranks: the optimizer begins when the last one has its sums.
+    seconds = max(r.end + r.sums for r in ranks) + max(r.update for r in ranks) + max(r.gathers for r in ranks)
+    alike = plan.world // plan.pp
+    found: list[RankCost] = []
+    for rank in ranks:
+        memory = RankMemory(rank.stages, rank.spans, rank.state, plan.pp * plan.virtual - 1)
+        terms = rank.terms(seconds, 0.0, messages)
+        found.append(rank.cost(f"pp {rank.place}", alike, terms, memory.at_peak, memory.over_time))
+    macs = sum(alike * rank.macs()[0] for rank in ranks)
+    again = sum(alike * rank.macs()[1] for rank in ranks)
+    longest = max(found, key=lambda rank: rank.terms["compute"])
+    return JobCost(
+        plan, machine, seconds, longest.terms, plan.batch * tokens, 2 * (macs - again), 2 * macs, tuple(found),
+        tuple(pieces), tuple(_event(span) for span in timeline.spans),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _event(span: Span) -> Event:
+    kind, stage, microbatch = span.action
+    names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+    return Event(
+        span.rank, "", span.start, span.end, name=f"{kind}{microbatch}", kind=names.get(kind, kind), shade=stage,
+        told={"stage": stage, "microbatch": microbatch},
+    )  # fmt: skip

@@ -1,0 +1,223 @@
+"""Forward and backward of one microbatch, recorded without devices as a plan has it; of blocks that are alike three stay."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+from torch.utils.checkpoint import checkpoint
+
+from onecard import fleet
+from onecard._torch.names import tree_map
+from onecard.comm.world.pretend import pretend
+from onecard.errors import PlanError
+from onecard.machine.cost import Machine
+from onecard.place.mesh import ProcessMesh
+from onecard.plan.decoder import build
+from onecard.plan.fold import Folded, fold
+from onecard.plan.job import PieceCost
+from onecard.plan.pieces import Pieces
+from onecard.plan.placements import placements_of
+from onecard.plan.plan import Plan
+from onecard.plan.transformer import Transformer
+from onecard.static.api import record
+from onecard.tensor.convert import shard_tensor
+from onecard.train.layer import shard_layer
+
+Loss = Callable[..., Tensor]
+Model = Transformer | nn.Module | Callable[[], nn.Module]
+KEPT = 16  # recordings, and prices of each
+
+
+@dataclass(eq=False)
+class RecordedModel:
+    """What was recorded of a model under a plan.
+
+    Attributes:
+        pieces: the recording, by pieces.
+        tokens: of a row of the batch: what a model predicts there; 1 if it is no sequence.
+    """
+
+    pieces: Pieces
+    tokens: int
+    _costs: dict[int, tuple[Machine, list[PieceCost]]] = field(default_factory=dict)
+
+    def costs(self, machine: Machine) -> list[PieceCost]:
+        """The pieces' costs on a machine; those of the last few machines are kept."""
+        if id(machine) not in self._costs:
+            if len(self._costs) >= KEPT:
+                self._costs.pop(next(iter(self._costs)))
+            self._costs[id(machine)] = machine, self.pieces.costs(machine)
+        return self._costs[id(machine)][1]
+
+
+_known: dict[tuple[Any, ...], tuple[Any, RecordedModel]] = {}
+"""By the model and what of a plan a recording depends on; with the model, so that it stays what it is."""
+
+
+def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> RecordedModel:
+    """The recording of a model under a plan: made once for all plans that differ in other things."""
+    key = (model if isinstance(model, Transformer) else id(model), _of_batch(batch), id(loss), _part(model, plan))
+    if key not in _known:
+        if len(_known) >= KEPT:
+            _known.pop(next(iter(_known)))
+        made = _of_sizes(model, plan) if isinstance(model, Transformer) else _of_program(model, plan, batch, loss)
+        _known[key] = (model, batch, loss), made
+    return _known[key][1]
+
+
+def _part(model: Model, plan: Plan) -> Plan:
+    """The plan without what recordings do not depend on."""
+    one = replace(
+        plan, pp=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
+        states="float32", master=True, offload=False, overlap=True, recompute_blocks=0, per_host=8,
+    )  # fmt: skip
+    return replace(one, dp=1) if _is_fleets(model, plan) else one
+
+
+def _is_fleets(model: Model, plan: Plan) -> bool:
+    """Whether the layers themselves say how they are divided."""
+    return isinstance(model, Transformer) or (not plan.placements and plan.tp * plan.cp > 1)
+
+
+# -- a decoder by its sizes ------------------------------------------------------------------------------------------------
+
+
+def _of_sizes(sizes: Transformer, plan: Plan) -> RecordedModel:
+    few = min(sizes.layers, 3)
+    folded = [Folded("blocks", (1, sizes.layers - 2, 1) if sizes.layers > 3 else (1,) * few)]
+    with pretend(plan.tp * plan.cp, fake=True):
+        _begin_fleet(plan)
+        model = build(replace(sizes, layers=few), plan)
+        tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
+        return RecordedModel(Pieces(_record(model, (tokens, tokens), None), folded), sizes.sequence)
+
+
+def _begin_fleet(plan: Plan) -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"mp_degree": plan.tp, "sep_degree": plan.cp}
+    fleet.init(is_collective=True, strategy=strategy)
+
+
+# -- a program -------------------------------------------------------------------------------------------------------------
+
+
+def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> RecordedModel:
+    _refuse(plan)
+    if batch is None:
+        raise PlanError(
+            "price: a module has no sizes of its own: give an example batch, as in oc.price(model, plan, batch=(x, y))"
+        )
+    fleets = _is_fleets(given, plan)
+    dp = 1 if fleets else plan.dp
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    with pretend(dp * plan.tp * plan.cp, fake=True):
+        if fleets:
+            _begin_fleet(plan)
+        model = without_data(given) if isinstance(given, nn.Module) else given()
+        model.to(getattr(torch, plan.parameters))
+        folded = fold(model)
+        rows = [tree_map(partial(_rows, count=plan.microbatch * dp), part) for part in parts]
+        if not fleets:
+            mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
+            model = shard_layer(model, mesh, partial(_place, plan.placements))
+            rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
+        if plan.recompute == "full":
+            _again(model, folded)
+        tokens = next((t.shape[1] for t in parts if isinstance(t, Tensor) and _is_text(t)), 1)
+        with _precision(plan):
+            return RecordedModel(Pieces(_record(model, rows, loss), folded), tokens)
+
+
+def _refuse(plan: Plan) -> None:
+    if plan.recompute == "selective":
+        raise PlanError(
+            "recompute='selective' needs layers that know their attention's core, as those of a Transformer do: 'full' or 'none'"
+        )
+    if plan.placements and (plan.sequence_parallel or plan.cp > 1):
+        raise PlanError(
+            "sequence_parallel and cp need layers that know of them, as those of a Transformer do: leave them out, or give "
+            "oc.price a Transformer, or a function that builds fleet's layers, without placements"
+        )
+
+
+def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None) -> Any:
+    def forward_and_backward(*given: Any) -> None:
+        _number(loss(model, *given) if loss is not None else model(*given)).backward()
+
+    return record(forward_and_backward)(*batch)
+
+
+def _number(result: Any) -> Tensor:
+    found = getattr(result, "loss", None)
+    found = result if found is None else found
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise PlanError(
+            f"price: the model returns {type(result).__name__}, which is no loss: say how it is made, as in oc.price(model, "
+            "plan, batch=(x, y), loss=lambda model, x, y: F.cross_entropy(model(x), y))"
+        )
+    return found
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have no data; inside of ``pretend(fake=True)``."""
+    memo: dict[int, Any] = {}
+    for kind in (module.named_parameters(remove_duplicate=True), module.named_buffers(remove_duplicate=True)):
+        for _, t in kind:
+            made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+            memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy.deepcopy(module, memo)
+
+
+def _rows(t: Any, count: int) -> Any:
+    """A tensor of the batch with so many rows."""
+    return torch.zeros((count, *t.shape[1:]), dtype=t.dtype) if isinstance(t, Tensor) and t.ndim else t
+
+
+def _divided(t: Any, mesh: ProcessMesh) -> Any:
+    return shard_tensor(t, mesh, placements_of("dp: Shard(0)", mesh.dim_names)) if isinstance(t, Tensor) else t
+
+
+def _is_text(t: Tensor) -> bool:
+    return t.ndim == 2 and not t.is_floating_point()
+
+
+def _grid(dp: int, tp: int) -> list[list[int]]:
+    return [[d * tp + t for t in range(tp)] for d in range(dp)]
+
+
+def _place(patterns: Sequence[tuple[str, str]], name: str, layer: nn.Module, mesh: ProcessMesh) -> None:
+    for short, parameter in list(layer.named_parameters(recurse=False)):
+        full = f"{name}.{short}" if name else short
+        text = next((where for pattern, where in patterns if fnmatch.fnmatchcase(full, pattern)), "")
+        found: list[Placement] = placements_of(text, mesh.dim_names)
+        setattr(layer, short, shard_tensor(parameter, mesh, found))
+
+
+def _again(model: nn.Module, folded: Sequence[Folded]) -> None:
+    """Blocks whose forward runs again in backward."""
+    if not folded:
+        raise PlanError("recompute='full' computes blocks again, and the model has no list of blocks that are alike")
+    for blocks in folded:
+        for name in blocks.names:
+            block = model.get_submodule(name)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _precision(plan: Plan) -> Any:
+    if plan.compute == plan.parameters:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=getattr(torch, plan.compute))
+
+
+def _of_batch(batch: Any) -> Any:
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    return tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else id(t) for t in parts)

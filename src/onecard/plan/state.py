@@ -1,0 +1,100 @@
+"""Bytes of parameters, gradients and optimizer states under a plan, and what is sent for them along dp. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from onecard.machine.cost import Machine, read
+from onecard.plan.job import PieceCost
+from onecard.plan.lines import AxisLine
+from onecard.plan.plan import Plan
+
+
+def size(dtype: str) -> int:
+    """Bytes of an element.
+
+    Example:
+        >>> size("bfloat16"), size("float32")
+        (2, 4)
+    """
+    return int(getattr(torch, dtype).itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What dp divides of the training state, and what it costs.
+
+    Attributes:
+        shards: ranks that divide it; line: those; copies: ranks that have the same part of it.
+    """
+
+    plan: Plan
+    machine: Machine
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide optimizer states (and more): all that have the same parameters, but for replicas."""
+        return self.plan.dp * self.plan.cp // self.plan.replicas
+
+    @property
+    def line(self) -> AxisLine:
+        """Ranks over which gradients are summed: along dp, and along cp, whose parts of a sequence share parameters."""
+        return AxisLine("dp", self.machine, self.shards, self.plan.tp, self.plan.per_host)
+
+    @property
+    def copies(self) -> AxisLine:
+        """Ranks that have the same part."""
+        return AxisLine("dp", self.machine, self.plan.replicas, self.plan.tp * self.shards, self.plan.per_host)
+
+    def _part(self, count: int, stage: int) -> int:
+        return -(-count // self.shards) if self.plan.zero >= stage else count
+
+    def parameters(self, elements: int) -> int:
+        """Bytes that a rank keeps of parameters."""
+        return self._part(elements, 3) * size(self.plan.parameters)
+
+    def gradients(self, elements: int) -> int:
+        """Bytes that a rank keeps of gradients."""
+        return self._part(elements, 2) * size(self.plan.gradients)
+
+    def states(self, elements: int) -> int:
+        """Bytes that a rank keeps for the optimizer: two moments, and parameters in float32."""
+        own = 2 * size(self.plan.states) + (4 if self.plan.master else 0)
+        return 0 if self.plan.offload else self._part(elements, 1) * own
+
+    def gathered(self, elements: int) -> int:
+        """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
+        return elements * size(self.plan.compute) if self.plan.zero >= 3 and self.shards > 1 else 0
+
+    # -- messages --------------------------------------------------------------------------------------------------------
+
+    def gradient_messages(self, piece: PieceCost) -> Iterator[tuple[str, AxisLine, int]]:
+        """What sums the gradients of a piece: (collective, ranks, bytes given)."""
+        given = piece.parameters * size(self.plan.gradients)
+        yield ("all_reduce" if self.plan.zero == 0 else "reduce_scatter"), self.line, given
+        yield "all_reduce", self.copies, given // (self.shards if self.plan.zero else 1)
+
+    def gather_message(self, piece: PieceCost, updated: bool) -> tuple[str, AxisLine, int]:
+        """What brings parameters together: for a piece that runs (ZeRO-3), or updated, for the next step (ZeRO-1 and 2)."""
+        dtype = self.plan.parameters if updated else self.plan.compute
+        return "all_gather", self.line, -(-piece.parameters // self.shards) * size(dtype)
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------------
+
+    def update(self, piece: PieceCost) -> float:
+        """Seconds of Adam's update: each element's gradient is read, parameter, moments and master are read and written."""
+        own, moment = size(self.plan.parameters), size(self.plan.states)
+        each = size(self.plan.gradients) + 4 * moment + (8 + own if self.plan.master else 2 * own)
+        share = self.shards if self.plan.zero else 1
+        if "adamw" in self.machine.curves:
+            return sum(read(self.machine.curves["adamw"], n * each / share) for n in piece.tensors)
+        return self.machine.copy(piece.parameters * each / share)
+
+    def accumulate(self, piece: PieceCost) -> float:
+        """Seconds in which a microbatch's gradients are added to those before: one is read, the sum is read and written."""
+        if self.plan.microbatches == 1:
+            return 0.0
+        return self.machine.copy(piece.parameters * (size(self.plan.compute) + 2 * size(self.plan.gradients)))
