@@ -50,7 +50,9 @@ from onecard.launch.spawning import spawn
 from onecard.machine.cost import Link, Machine
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
+from onecard.plan.job import JobCost, PieceCost, RankCost
 from onecard.plan.plan import Plan
+from onecard.plan.price import price
 from onecard.plan.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
@@ -88,8 +90,9 @@ from onecard.train import (
 from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM and its kin, nn.CTCLoss, nn.TransformerEncoder
 
 __all__ = [
-    "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "Layout", "Link", "Machine", "Partial",
-    "Plan", "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
+    "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
+    "Partial", "PieceCost", "Plan", "RankCost", "price",
+    "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
     "from_local",
     "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event
 from onecard.plan.plan import Plan
+
+if TYPE_CHECKING:  # rich is loaded by what prints
+    from rich.console import Group
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +143,23 @@ class JobCost:
         return not self.machine.capacity or self.peak <= self.machine.capacity
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = StringIO()
-        Console(file=text, width=120).print(table_of(self))
+        Console(file=text, width=120).print(self)
         return text.getvalue().rstrip()
 
-    def __rich__(self) -> Table:
-        return table_of(self)
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(_head(self), table_of(self))
 
 
 def table_of(job: JobCost) -> Table:
     """The step by kinds of ranks: seconds by terms, bytes sent, memory by what it is."""
-    made = Table(title=_head(job), title_justify="left", show_footer=False)
+    from rich.table import Table
+
+    made = Table()
     made.add_column("")
     shown = _shown(job.ranks)
     for rank in shown:
@@ -170,7 +178,9 @@ def table_of(job: JobCost) -> Table:
 
 def _head(job: JobCost) -> str:
     plan = job.plan
-    degrees = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1)
+    degrees = " x ".join(
+        f"{axis}={getattr(plan, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1
+    )
     return (
         f"{plan.world:,} ranks ({degrees or 'one'}), {job.machine.name or 'machine'}: {_milliseconds(job.seconds)} a step, "
         f"{job.tokens_per_second:,.0f} tokens/s, MFU {job.mfu:.1%}, HFU {job.hfu:.1%}"

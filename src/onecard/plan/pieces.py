@@ -170,7 +170,8 @@ class Pieces:
         if is_message(node):
             spent.sent[_name(found.axis)] += found.sent
         if seconds and (is_message(node) or is_wait(node)):
-            spent.messages[_name(found.axis or axis_of(node.args[0]))] += seconds
+            waited: Any = node.args[0]  # a wait's message
+            spent.messages[_name(found.axis or axis_of(waited))] += seconds
 
     def _cost(self, i: int, spent: _Spent) -> PieceCost:
         # A product has two gradients, each as much work as itself; what is more is forward, done again.

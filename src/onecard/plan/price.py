@@ -45,8 +45,8 @@ def price(
 
     Example:
         >>> import onecard as oc
-        >>> sizes = Transformer(layers=12, hidden=256, heads=8, vocab=1024, sequence=128)
-        >>> found = price(sizes, Plan(dp=2, tp=2, pp=3, microbatches=6), oc.Machine.preset("A100"))
+        >>> sizes = oc.Transformer(layers=12, hidden=256, heads=8, vocab=1024, sequence=128)
+        >>> found = oc.price(sizes, oc.Plan(dp=2, tp=2, pp=3, microbatches=6), oc.Machine.preset("A100"))
         >>> len(found.ranks), [sum(n for _, n in rank.pieces) for rank in found.ranks]
         (3, [5, 4, 5])
         >>> abs(sum(found.terms.values()) - found.seconds) < 1e-9

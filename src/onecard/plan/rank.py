@@ -179,7 +179,7 @@ class RankTime:
         found["host"] = host
         left = seconds - sum(found.values())
         found["bubble"] = max(0.0, left)
-        if left < 0:  # more than the pipeline's own messages is not there to be waited for
+        if left < 0 and pipeline_messages:  # this rank waits less for messages than the one that waits longest
             found["messages along 'pp'"] += left
         return {name: value for name, value in found.items() if value or name in ("compute", "bubble")}
 
