@@ -38,11 +38,13 @@ class AxisLine:
         """Bytes that each rank sends, where it gives so many."""
         return sent(kind, given, self.count) if self.count > 1 else 0
 
-    def seconds(self, kind: str, given: int) -> float:
-        """Seconds of a collective in which each rank gives so many bytes.
+    def seconds(self, kind: str, given: int, messages: int = 1) -> float:
+        """Seconds of a collective in which each rank gives so many bytes, in so many messages of one size.
 
         A ring crosses each host's border once, and the ranks of a line that share a host share their adapters.
         """
+        if messages > 1:
+            return messages * self.seconds(kind, -(-given // messages))
         nbytes = self.sent(kind, given)
         if not nbytes:
             return 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onecard.pipeline.schedule.timing import Span
@@ -20,6 +20,7 @@ class _StageMemory:
     first: tuple[int, int, int]  # in backward that makes gradients: activations, gradients of later pieces, the rest
     later: tuple[int, int]
     gradients: int
+    made: int  # of gradients, as backward makes them
 
 
 class RankMemory:
@@ -32,6 +33,9 @@ class RankMemory:
 
     def __init__(self, stages: dict[int, StageCost], spans: Sequence[Span], state: TrainingState, last: int) -> None:
         self._state = state
+        # ZeRO-2 and 3 divide gradients as they come if their messages run beside backward, else at the end of each backward.
+        divides = state.shards > 1 and state.plan.zero >= 2
+        self._divided, self._at_end = divides and state.plan.overlap, divides and not state.plan.overlap
         elements = sum(stage.parameters for stage in stages.values())
         self._always = {
             "parameters": state.parameters(elements),
@@ -39,7 +43,7 @@ class RankMemory:
             "buffers": self._buffers(stages, last),
         }
         self._stages = {number: self._of_stage(stage) for number, stage in stages.items()}
-        self._whole = state.gradients(elements)
+        self._costs = stages
         self.at_peak: dict[str, int] = {}
         self.over_time: list[tuple[float, int]] = []
         self._walk(spans)
@@ -49,26 +53,29 @@ class RankMemory:
         state, plan = self._state, self._state.plan
         sizes = sorted((p.parameters for stage in stages.values() for p, _ in stage.runs), reverse=True)
         largest = sizes[0] if sizes else 0
-        gathered = (2 if plan.overlap else 1) * state.gathered(largest)
-        sums = largest * size(plan.gradients) if plan.zero >= 2 and state.shards > 1 else 0
+        gathered = state.gathered(largest)
+        sums = largest * size(plan.gradients) if self._divided else 0
         messages = sum(stage.output for number, stage in stages.items() if number < last) if plan.pp > 1 else 0
         return gathered + sums + messages
 
     def _of_stage(self, stage: StageCost) -> _StageMemory:
         pieces = list(stage.pieces())
-        divided = self._state.plan.zero >= 2 and self._state.shards > 1
         kept = 0
         forward, first, later = (0, 0), (0, 0, 0), (0, 0)
-        gradients = [self._state.gradients(piece.parameters) for piece in pieces]
+        gradients = [piece.gradients if self._at_end else self._state.gradients(piece.parameters) for piece in pieces]
         after = sum(gradients)
         for piece, gradient in zip(pieces, gradients, strict=True):
             kept += piece.kept
             after -= gradient
             forward = max(forward, (kept, piece.transient), key=sum)
-            wider = 0 if divided else max(0, gradient - piece.gradients)
+            wider = 0 if self._divided else max(0, gradient - piece.gradients)
             first = max(first, (kept, after, piece.first + wider), key=sum)
-            later = max(later, (kept, piece.transient + max(piece.tensors, default=0) * self._made(piece)), key=sum)
-        return _StageMemory(kept, forward, first, later, sum(gradients))
+            new = after if self._at_end else 0
+            later = max(
+                later, (kept, new + piece.transient + max(piece.tensors, default=0) * self._made(piece)), key=sum
+            )
+        stay = sum(self._state.gradients(piece.parameters) for piece in pieces)
+        return _StageMemory(kept, forward, first, later, stay, sum(piece.gradients for piece in pieces))
 
     @staticmethod
     def _made(piece: PieceCost) -> int:
@@ -91,17 +98,25 @@ class RankMemory:
                 else:
                     new, rest = stage.first[1:]
                     self._point(span.start, others + stage.first[0], gradients + new, rest)
-                    gradients += stage.gradients
-                    seen.add(number)
             if kind in ("B", "W"):
                 held -= stage.kept
+                if self._at_end:  # they are there whole, and once more in buckets, beside parts of earlier ones
+                    self._summed(span.end, held, gradients + stage.made, [self._costs[number]])
+                gradients += 0 if number in seen else stage.gradients
+                seen.add(number)
                 self._point(span.end, held, gradients, 0)
-        self._point(max((span.end for span in spans), default=0.0), 0, self._whole, 0)
+        if not self._divided and not self._at_end:
+            self._summed(max((span.end for span in spans), default=0.0), 0, gradients, self._costs.values())
 
-    def _point(self, seconds: float, activations: int, gradients: int, transient: int) -> None:
-        total = sum(self._always.values()) + activations + gradients + transient
-        self.over_time.append((seconds, total))
-        if total > sum(self.at_peak.values()):
-            self.at_peak = {
-                **self._always, "gradients": gradients, "activations": activations, "transient": transient,
-            }  # fmt: skip
+    def _summed(self, seconds: float, held: int, gradients: int, stages: Iterable[StageCost]) -> None:
+        """Gradients travel in a bucket; nothing is gathered meanwhile."""
+        bucket = self._state.bucket([piece for stage in stages for piece in stage.pieces()])
+        self._point(seconds, held, gradients, bucket, runs=False)
+
+    def _point(self, seconds: float, activations: int, gradients: int, transient: int, runs: bool = True) -> None:
+        now = {**self._always, "gradients": gradients, "activations": activations, "transient": transient}
+        if not runs:
+            now["buffers"] = 0
+        self.over_time.append((seconds, sum(now.values())))
+        if sum(now.values()) > sum(self.at_peak.values()):
+            self.at_peak = now

@@ -53,10 +53,11 @@ def _waits(pieces: Sequence[PieceCost], state: TrainingState, seconds: Sequence[
         # The next piece is asked for when this one begins; without overlap, when it is needed.
         asked = now if not state.plan.overlap or i == 0 else max(0.0, now - seconds[i - 1])
         line = max(line, asked) + ranks.seconds(kind, given)
-        waited += max(0.0, line - now)
-        now = max(now, line) + computes
+        copied = state.unpacked(piece)
+        waited += max(0.0, line - now) + copied
+        now = max(now, line) + copied + computes
         if sums:
-            took = sum(r.seconds(kind, given) for kind, r, given in state.gradient_messages(piece))
+            took = state.sum_seconds([piece])
             if state.plan.overlap:
                 line = max(line, now) + took
             else:
@@ -101,9 +102,9 @@ class RankTime:
         """Seconds that sums of gradients take after backward: they begin as each piece's last gradient is there."""
         if self.state.plan.zero >= 3:
             return 0.0  # in each microbatch
-        ready = sorted(self._ready(), key=lambda pair: pair[0])
         if not self.state.plan.overlap:
-            return sum(took for _, took in ready)
+            return self.state.sum_seconds([p for stage in self.stages.values() for p in stage.pieces()])
+        ready = sorted(self._ready(), key=lambda pair: pair[0])
         line = 0.0
         beside = 1 - self.state.machine.beside
         for at, took in ready:
@@ -125,17 +126,14 @@ class RankTime:
             now = span.start
             for piece in pieces:
                 now += (span.end - span.start) * piece.backward / whole
-                yield now, sum(line.seconds(kind, given) for kind, line, given in self.state.gradient_messages(piece))
+                yield now, self.state.sum_seconds([piece])
 
     def _gathers(self) -> float:
         """Seconds in which updated parameters come together that the next step's first forward does not hide."""
         plan = self.state.plan
         if plan.zero not in (1, 2):
             return 0.0
-        took = 0.0
-        for piece, count in self._runs():
-            kind, line, given = self.state.gather_message(piece, True)
-            took += count * line.seconds(kind, given)
+        took = self.state.gather_seconds([p for stage in self.stages.values() for p in stage.pieces()])
         hides = sum(time.forward for time in self.times.values()) if plan.overlap else 0.0
         return max(0.0, took - hides) + (1 - self.state.machine.beside) * min(took, hides)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from onecard.machine.cost import Machine, read
 from onecard.plan.job import PieceCost
 from onecard.plan.lines import AxisLine
 from onecard.plan.plan import Plan
+from onecard.tensor.buckets import BUCKET_BYTES, LARGE
 
 
 def size(dtype: str) -> int:
@@ -21,6 +22,10 @@ def size(dtype: str) -> int:
         (2, 4)
     """
     return int(getattr(torch, dtype).itemsize)
+
+
+def _buckets(nbytes: int) -> int:
+    return max(1, -(-nbytes // BUCKET_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,10 @@ class TrainingState:
 
     def gathered(self, elements: int) -> int:
         """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
-        return elements * size(self.plan.compute) if self.plan.zero >= 3 and self.shards > 1 else 0
+        if self.plan.zero < 3 or self.shards == 1:
+            return 0
+        # What arrives, and what it is copied to; with overlap the next piece's, too.
+        return (elements * (3 if self.plan.overlap else 2) + elements // self.shards) * size(self.plan.compute)
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
@@ -81,6 +89,42 @@ class TrainingState:
         """What brings parameters together: for a piece that runs (ZeRO-3), or updated, for the next step (ZeRO-1 and 2)."""
         dtype = self.plan.parameters if updated else self.plan.compute
         return "all_gather", self.line, -(-piece.parameters // self.shards) * size(dtype)
+
+    def sum_seconds(self, pieces: Sequence[PieceCost]) -> float:
+        """Seconds in which the gradients of pieces are summed together, in buckets that are filled, and emptied."""
+        given = sum(piece.parameters for piece in pieces) * size(self.plan.gradients)
+        own = given // (self.shards if self.plan.zero else 1)
+        took = self.line.seconds("all_reduce" if self.plan.zero == 0 else "reduce_scatter", given, _buckets(given))
+        took += self.copies.seconds("all_reduce", own, _buckets(own))
+        return took + (
+            2 * self._packed(pieces, size(self.plan.gradients)) if self.shards * self.plan.replicas > 1 else 0.0
+        )
+
+    def _packed(self, pieces: Sequence[PieceCost], element: int) -> float:
+        """Seconds in which what is smaller than a bucket is copied into a bucket, or out of it."""
+        most = LARGE if self.machine.curves else BUCKET_BYTES
+        small = sum(n * element for piece in pieces for n in piece.tensors if n * element < most)
+        return max(_buckets(small) * self.machine.launch, self.machine.copy(2 * small)) if small else 0.0
+
+    def bucket(self, pieces: Sequence[PieceCost]) -> int:
+        """Bytes of the bucket that sums gradients of pieces."""
+        if self.shards * self.plan.replicas == 1:
+            return 0
+        element = size(self.plan.gradients)
+        most = LARGE if self.machine.curves else BUCKET_BYTES
+        return min(BUCKET_BYTES, sum(n * element for piece in pieces for n in piece.tensors if n * element < most))
+
+    def gather_seconds(self, pieces: Sequence[PieceCost]) -> float:
+        """Seconds in which the updated parameters of pieces come together (ZeRO-1 and 2)."""
+        given = -(-sum(piece.parameters for piece in pieces) // self.shards) * size(self.plan.parameters)
+        return self.line.seconds("all_gather", given, _buckets(given)) + self._packed(
+            pieces, size(self.plan.parameters)
+        )
+
+    def unpacked(self, piece: PieceCost) -> float:
+        """Seconds in which a piece's gathered parameters are copied to where they are used (ZeRO-3), on the computing stream."""
+        element = size(self.plan.compute)
+        return sum(max(self.machine.launch, self.machine.copy(2 * n * element)) for n in piece.tensors)
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
