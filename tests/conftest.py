@@ -1,9 +1,11 @@
 """What several test files need of their process."""
 
 import gc
+import importlib
 import signal
 from collections.abc import Iterator
 
+import amounts
 import comparing
 import pytest
 
@@ -16,10 +18,35 @@ SLOW_IMPORTS = {
 }
 
 
+def pytest_report_header() -> str:
+    if not amounts.PROOF:
+        return "amounts: a share of the programs and cells, with fixed seeds; `make proof` has all"
+    return f"amounts: all, for src {amounts.tree()}; ONECARD_SEEDS={amounts.base()} has these seeds again"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if not amounts.PROOF else ():
+        if item.get_closest_marker("proof"):
+            item.add_marker(pytest.mark.skip(reason="long and thorough: `make proof`"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     chosen = {item.path.name for item in session.items}
     preload(*[module for module, files in SLOW_IMPORTS.items() if files & chosen])
-    gc.freeze()  # a million objects of modules and tests, which stay, and which each collection would look at
+    importlib.import_module("torch._dynamo")  # the first step of an optimizer would
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_stays() -> None:
+    """Modules and tests are a million objects; each collection, and each recording, would look at all of them again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def what_is_left_goes(what_is_there_stays: None) -> None:
+    """What the test before has left in cycles: Python itself would wait for a hundred thousand objects more."""
+    gc.collect()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -41,6 +42,7 @@ def outcomes(names: list[str]) -> dict[str, str]:
     """What became of each habit."""
     mesh, found = oc.ProcessMesh([0, 1], ["dp"]), {}
     for name in names:
+        gc.collect()  # what the recordings before have left in cycles, which the next ones would look at
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -11,3 +11,4 @@ for _name in ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo", "on
 
 # What has been imported stays. The collections of a rank would look at all of it, and copy its pages by looking.
 gc.freeze()
+gc.collect()  # counts what is left, nothing: else a rank collects only when as much as a quarter of it all is new

@@ -46,17 +46,16 @@ class Before:
         self.still: dict[int, Any] = {}
         self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
-        for x in gc.get_objects():
-            kind = type(x)
-            if issubclass(kind, Tensor):
+        for x in _of_these(Tensor, Optimizer, nn.Module):
+            if isinstance(x, Tensor):
                 found.append(x)
-            elif issubclass(kind, Optimizer):
+            elif isinstance(x, Optimizer):
                 self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
                 self.still[id(x)] = [options_of(group) for group in x.param_groups]
                 self.states[id(x)] = {
                     id(p): plain_states(held) for p, held in x.state.items() if isinstance(held, dict)
                 }
-            elif issubclass(kind, nn.Module):
+            else:
                 self.still[id(x)] = values_of(x)
                 self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
         for x in found:
@@ -93,6 +92,13 @@ class Before:
                 not self.still_is(x._local, local) or x._spec.with_hint(()) is not spec.with_hint(())
             ):
                 yield x
+
+
+def _of_these(*classes: type) -> list[Any]:
+    """What is alive of these classes: a process has a million objects of some thousand types, so types are asked."""
+    there = gc.get_objects()
+    wanted = {kind for kind in set(map(type, there)) if issubclass(kind, classes)}
+    return [x for x in there if type(x) in wanted]
 
 
 def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:

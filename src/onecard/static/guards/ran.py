@@ -266,10 +266,9 @@ def _made_before() -> list[Any]:
     wanted = {
         k for k in kinds if hasattr(k, "__next__") or (users(str(k.__module__)) and not issubclass(k, Tensor | type))
     }
-    wanted.add(types.FunctionType)
-    found = [x for x in there if type(x) in wanted]
-    return [
-        x for x in found if type(x) is not types.FunctionType or x.__closure__ or x.__defaults__ or x.__kwdefaults__
+    plain = types.FunctionType
+    return [x for x in there if type(x) in wanted] + [
+        x for x in there if type(x) is plain and (x.__closure__ or x.__defaults__ or x.__kwdefaults__)
     ]
 
 
