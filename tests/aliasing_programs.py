@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -310,7 +310,7 @@ def run(seed: int, mesh: oc.ProcessMesh, grad: bool = False, steps: int = 14) ->
     return ""
 
 
-def run_many(seeds: range, mesh: oc.ProcessMesh, grad: bool = False) -> Counter[str]:
+def run_many(seeds: Iterable[int], mesh: oc.ProcessMesh, grad: bool = False) -> Counter[str]:
     """Refusals by their beginning."""
     found: Counter[str] = Counter()
     torch.set_warn_always(True)

@@ -1,8 +1,8 @@
 """How much of what is drawn or listed the tests try: a share in ``make test``, all of it in ``make proof`` (ONECARD_PROOF=1).
 
-A share goes through the whole list in even steps, so that each kind in it is met; it is the same at each run. The seeds of a proof
-are others for each state of src, so that each release is tried with programs that nobody has tried; ONECARD_SEEDS=N has those of
-an earlier one again, whose header said N.
+A share goes through the whole list in even steps, so that each kind in it is met; it is the same at each run. The seeds of a
+proof are others for each state of src, so that each release is tried with programs that nobody has tried; ONECARD_SEEDS=N has
+those of an earlier one again, whose header said N.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-T = TypeVar("T")
+T, R, C = TypeVar("T"), TypeVar("R"), TypeVar("C")
 SRC = Path(__file__).parents[1] / "src"
 
 PROOF = os.environ.get("ONECARD_PROOF", "") not in ("", "0")
@@ -33,7 +33,7 @@ def share(items: Iterable[T], quick: int) -> list[T]:
     return [listed[i * (len(listed) - 1) // max(quick - 1, 1)] for i in range(quick)]
 
 
-def cells(rows: Sequence[str], columns: Sequence[str], every: int) -> list[tuple[str, str]]:
+def cells(rows: Sequence[R], columns: Sequence[C], every: int) -> list[tuple[R, C]]:
     """All cells of a table, or each ``every``-th of a row, the next row beginning one further.
 
     Each row has one, and each column, as long as there are ``every`` of both.
@@ -51,6 +51,11 @@ def seeds(first: int, quick: int, proof: int) -> list[int]:
 def runs(first: int, quick: int, proof: int) -> list[tuple[int, int]]:
     """The same as (first seed, how many)."""
     return [(first, quick), *([(base() + first, proof - quick)] if PROOF else [])]
+
+
+def patience(seconds: float) -> float:
+    """A bound for what takes so long at most where nothing else runs; more, where this machine has more to do."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @cache

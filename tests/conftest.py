@@ -9,7 +9,12 @@ import amounts
 import comparing
 import pytest
 
-from onecard.testing import preload
+from onecard.testing import _run, multirank, preload, run_ranks
+
+# A time-out ends what hangs, and nothing else: on a machine with much to do a second's work takes a minute.
+for starts in (run_ranks, multirank):
+    starts.__kwdefaults__["timeout"] = 240.0
+_run.GRACE = 1.0  # in which others may have their say after a rank has failed
 
 # What takes seconds to import, and the tests whose ranks need it.
 SLOW_IMPORTS = {

@@ -170,7 +170,7 @@ def alive(pid: int) -> bool:
 
 def pids_in(folder: Path, count: int) -> list[int]:
     """Waits until `count` processes have noted themselves in `folder` as files pid*."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(found := [text for path in folder.glob("pid*") if (text := path.read_text())]) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -178,7 +178,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
 
 
 def survivors(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(map(alive, pids)):
         time.sleep(0.05)
     return [pid for pid in pids if alive(pid)]

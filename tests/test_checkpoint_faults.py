@@ -75,7 +75,7 @@ def flip(path: Path, at: int, bit: int) -> None:
     path.write_bytes(data)
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 def test_flipped_bits_are_found(tmp_path: Path) -> None:
     """One bit, anywhere in any file: header, data, index."""
     saved, place = tmp_path / "saved", tmp_path / "place"
@@ -117,7 +117,7 @@ def edit(path: Path, old: str, new: str, resign: bool) -> None:
     path.write_text(f'{head}"content": {content}}}\n')
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 def test_faults_of_what_is_loaded(tmp_path: Path) -> None:
     saved, place = tmp_path / "saved", tmp_path / "place"
     oc.save_state_dict(state(1.0), saved)
@@ -205,7 +205,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert "rank 0 reads" in said(lambda: oc.checkpoint.load(elsewhere))
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 def test_faults_of_a_save(tmp_path: Path) -> None:
     """The older checkpoint stays, nothing is left over, both ranks hear the same, and the next save works."""
     place, rank = tmp_path / "place", oc.get_rank()

@@ -64,7 +64,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-@multirank(8, timeout=240)
+@multirank(8)
 def test_random_pairs(tmp_path: Path) -> None:
     rng = random.Random(16)
     rank, world = oc.get_rank(), oc.get_world_size()
@@ -210,7 +210,7 @@ def one_card() -> list[float]:
     return train(make("one"), 20)
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 def test_training_goes_on_under_another_layout() -> None:
     expected = one_card()
     with tempfile.TemporaryDirectory() as mine:

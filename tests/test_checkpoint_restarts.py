@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[i
 def test_killed_ranks_are_started_again(tmp_path: Path, whole: tuple[list[float], list[int]]) -> None:
     """From 3 ranks to 2, and with 2 again; no sample lost or twice."""
     kills = {0: (2, 1), 1: (5, 0)}
-    [(status, output)] = run_ranks(resumed.launch, 1, tmp_path, "2:3", STEPS, kills, forked=True, timeout=180)
+    [(status, output)] = run_ranks(resumed.launch, 1, tmp_path, "2:3", STEPS, kills, forked=True)
     assert status == 0, output
     assert "restart 1 of 2 with 2 ranks" in output and "restart 2 of 2 ---" in output
     losses, seen = result(tmp_path)
@@ -75,12 +75,12 @@ STOPPED = """
 def test_sigterm_saves_and_ends_cleanly(tmp_path: Path) -> None:
     source = STOPPED.format(tests=str(Path(__file__).parent))
     with start(tmp_path, source, "--nproc_per_node", "2") as process:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not (tmp_path / "waiting").exists():
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)  # to the launcher
-        output, errors = process.communicate(timeout=40)
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM and "SIGTERM" in errors, errors
     last = int(output.split("ended at ")[1])
     assert last >= 3 and oc.checkpoint.load(tmp_path)["step"] == last

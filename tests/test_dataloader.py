@@ -378,7 +378,7 @@ def shuffled(kind: str) -> int:
 )
 def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(shuffled, 2, kind, timeout=20)
+        run_ranks(shuffled, 2, kind)
     text = str(caught.value)
     assert "CommunicationError: shard_dataloader: the ranks do not read the same samples in pass 1 over Squares" in text
     assert len(re.findall(f"  {words}", text)) >= 2
@@ -388,4 +388,4 @@ def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None
 
 @pytest.mark.parametrize("kind", ["in order", "one generator"])
 def test_seeds_that_decide_no_order_may_differ(kind: str) -> None:
-    assert run_ranks(shuffled, 2, kind, timeout=20) == [3, 3]
+    assert run_ranks(shuffled, 2, kind) == [3, 3]

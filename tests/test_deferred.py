@@ -87,7 +87,7 @@ def first_dim(name, layer, mesh):
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [[0, 1], [2, 3]]])
 def test_modules_of_every_kind(ranks):
     count = torch.tensor(ranks).numel()
-    multirank(count, timeout=120)(every_kind)(ranks)
+    multirank(count)(every_kind)(ranks)
 
 
 def every_kind(ranks):
@@ -161,7 +161,7 @@ def later(ranks):
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2]])
 def test_what_is_done_after_deferred_init_counts_too(ranks):
-    multirank(len(ranks), timeout=120)(later)(ranks)
+    multirank(len(ranks))(later)(ranks)
 
 
 def test_a_change_that_would_be_lost_is_an_error():
@@ -304,7 +304,7 @@ def hugging_face():
 
 def test_models_of_hugging_face():
     pytest.importorskip("transformers")
-    multirank(2, timeout=120)(hugging_face)()
+    multirank(2)(hugging_face)()
 
 
 def test_real_tensors_stay_real():
@@ -348,4 +348,4 @@ def build_a_model_larger_than_the_limit(rows: int, layers: int, limit_mib: int) 
 
 def test_a_model_larger_than_the_limit():
     """128 MiB over four ranks with room for 64 MiB each; benchmarks/random_numbers.py does 2 GiB."""
-    multirank(4, timeout=120)(build_a_model_larger_than_the_limit)(1024, 32, 64)
+    multirank(4)(build_a_model_larger_than_the_limit)(1024, 32, 64)

@@ -150,7 +150,7 @@ def test_programs_run_on_ranks(block, tmp_path):
     diff = block.language == "diff"
     source = without_marks(block.body, added=True) if diff else block.body
     name, ranks = block.options.get("file", "train.py"), int(block.options["ranks"])
-    printed = run_ranks(run_on_rank, ranks, source, name, str(tmp_path / "store"), timeout=30)[0]
+    printed = run_ranks(run_on_rank, ranks, source, name, str(tmp_path / "store"))[0]
     if diff:
         alone = {"a world of one": source}
         if not re.search(r"^-", block.body, re.MULTILINE):

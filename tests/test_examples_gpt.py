@@ -228,14 +228,14 @@ def run(command: list[str], folder: Path | None = None) -> subprocess.CompletedP
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
 
 def on_two_ranks(folder: Path, program: list[str]) -> tuple[int, str]:
     """Exit status and output of the launcher."""
-    [found] = run_ranks(launch_forked, 1, folder, ["--nproc_per_node", "2", *program], {}, timeout=120)
+    [found] = run_ranks(launch_forked, 1, folder, ["--nproc_per_node", "2", *program], {})
     return found
 
 

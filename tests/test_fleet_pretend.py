@@ -47,7 +47,7 @@ def real() -> list[Any]:
 
 
 def test_a_pretended_rank_sends_and_records_what_a_real_one_does() -> None:
-    ranks = run_ranks(real, 4, timeout=90)
+    ranks = run_ranks(real, 4)
     for number, degrees in enumerate(WAYS):
         with oc.pretend(4, 1, fake=True):
             assert of(degrees) == ranks[1][number], degrees

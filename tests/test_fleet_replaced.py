@@ -130,7 +130,7 @@ def all_changes(which: slice) -> None:
 
 @pytest.mark.parametrize("which", [slice(0, 4), slice(4, 9)])
 def test_a_parameter_that_was_exchanged_is_what_it_was(which: slice) -> None:
-    run_ranks(all_changes, 4, which, timeout=120)
+    run_ranks(all_changes, 4, which)
 
 
 def replaced_heads() -> None:
@@ -155,7 +155,7 @@ def replaced_heads() -> None:
 
 
 def test_a_head_that_comes_later() -> None:
-    run_ranks(replaced_heads, 4, timeout=60)
+    run_ranks(replaced_heads, 4)
 
 
 def unknown() -> None:

@@ -94,7 +94,7 @@ def grids() -> None:
 
 
 def test_grids_are_one_card() -> None:
-    run_ranks(grids, 4, timeout=120)
+    run_ranks(grids, 4)
 
 
 def stages() -> None:
@@ -123,7 +123,7 @@ def stages() -> None:
 
 
 def test_beside_stages() -> None:
-    run_ranks(stages, 4, timeout=60)
+    run_ranks(stages, 4)
 
 
 def scaled() -> None:
@@ -171,7 +171,7 @@ def sent() -> dict[str, int]:
 
 
 def test_an_infinity_and_what_is_sent() -> None:
-    run_ranks(scaled, 4, timeout=60)
+    run_ranks(scaled, 4)
     part = 4 * 2 * 64 * 64 // 2
     assert run_ranks(sent, 2)[0] == {"reduce_scatter": part, "all_gather": part}
 

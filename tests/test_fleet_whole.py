@@ -144,7 +144,7 @@ def all_trained() -> None:
 
 
 def test_optimizers_that_look_at_whole_matrices() -> None:
-    run_ranks(all_trained, 2, timeout=120)
+    run_ranks(all_trained, 2)
 
 
 def refused() -> None:

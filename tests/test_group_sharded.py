@@ -140,7 +140,7 @@ def check_kept(net: Any, optimizer: Any, level: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_levels_are_one_card(ranks):
-    run_ranks(levels, ranks, timeout=120)
+    run_ranks(levels, ranks)
 
 
 class Branching(nn.Module):
@@ -210,9 +210,9 @@ def crossed(level: str, overlap: bool) -> str:
 
 
 def test_a_rank_whose_branch_leaves_a_parameter_out():
-    run_ranks(branches, 2, timeout=60)
+    run_ranks(branches, 2)
     for level, overlap in (("os_g", True), ("p_g_os", False)):  # of one size: nothing but their names tells them apart
-        for found in run_ranks(crossed, 2, level, overlap, timeout=60):
+        for found in run_ranks(crossed, 2, level, overlap):
             assert "but not for the same" in found or "different collectives" in found, (level, found)
 
 
@@ -358,7 +358,7 @@ def beside_tensor_parallel() -> None:
 
 
 def test_whole_tensors_beside_tensor_parallel_layers() -> None:
-    run_ranks(beside_tensor_parallel, 4, timeout=60)
+    run_ranks(beside_tensor_parallel, 4)
 
 
 @pytest.mark.parametrize("fake", [True, False])

@@ -211,7 +211,7 @@ HABITS = [
 ]  # fmt: skip
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 def test_habits() -> None:
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
     for habit in HABITS:

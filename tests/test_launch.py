@@ -66,7 +66,7 @@ ALL_REDUCE = """
 
 def test_process_group_on_the_loopback_interface_only(tmp_path):
     with start(tmp_path, ALL_REDUCE, "--nproc_per_node", "2") as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     loopback = "\nlistening at 0100007F" if os.path.exists("/proc/net/tcp") else ""
     assert output == f"sum [2.0, 2.0]{loopback}\n"
@@ -124,7 +124,7 @@ def test_a_reader_that_has_seen_enough_does_not_stop_the_rank(tmp_path):
     program = "for i in range(50_000): print('line', i)"
     with start(tmp_path, program) as process:
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
     assert (tmp_path / "logs" / "rank0.log").read_text().endswith("line 49999\n")
 
 

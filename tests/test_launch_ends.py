@@ -41,7 +41,7 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
         pids = pids_in(tmp_path, 4)
         assert all(map(alive, pids))
         os.killpg(process.pid, number)  # as a terminal does
-        errors = process.communicate(timeout=30)[1]
+        errors = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + number and f"{number.name}: all ranks were ended" in errors
     assert not survivors(pids)
 
@@ -53,7 +53,7 @@ def test_an_impatient_user_and_ranks_that_ignore_signals(tmp_path):
         for _ in range(3):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.3)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert process.returncode == 130 and not survivors(pids)
 
 
@@ -67,9 +67,9 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
         pids += [int(pid) for shell in pids for pid in children(shell) if pid not in map(str, pids)]
         assert len(pids) == 8 and all(map(alive, pids)) and len(list((tmp_path / "tmp").glob("onecard-*"))) == 1
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert not survivors(pids)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while list((tmp_path / "tmp").iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not list((tmp_path / "tmp").iterdir())
@@ -124,7 +124,7 @@ def test_a_second_job_in_one_folder_leaves_the_logs_of_the_first(tmp_path):
         [(status, output)] = run_ranks(launch_here, 1, tmp_path, ["--nproc_per_node", "2", second])
         assert status == 0 and "a job that runs has its logs in logs; those of this one are in logs/2" in output
         (tmp_path / "enough").touch()
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     logs = {str(p.relative_to(tmp_path / "logs")): p.read_text() for p in (tmp_path / "logs").rglob("*.log")}
     assert logs == {
         "rank0.log": "of the first\nto its end\n", "2/rank0.log": "of the second\n", "2/rank1.log": "of the second\n",

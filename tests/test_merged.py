@@ -63,7 +63,7 @@ def a_view(chance: random.Random, x: Tensor) -> tuple[str, Callable[[Tensor], Te
     return f"permute {order}", lambda t: t.permute(order)
 
 
-@multirank(4, timeout=120)
+@multirank(4)
 def test_chains_of_views_against_numpy() -> None:
     mesh = oc.ProcessMesh(np.arange(4).reshape(2, 2), ["x", "y"])
     chance, merges = random.Random(3), 0
@@ -155,7 +155,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_on_a_merged_dim(name: str) -> None:
     whole = normal(12, 5)
@@ -194,7 +194,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@multirank(2, timeout=120)
+@multirank(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_a_merged_dim(name: str) -> None:
     whole, x = normal(12, 5), merged(normal(12, 5))

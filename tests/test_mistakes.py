@@ -63,7 +63,7 @@ def test_a_batch_smaller_than_the_axis_is_right(batch):
         assert_close(mine.grad, theirs.grad)
 
 
-@multirank(2, timeout=20)
+@multirank(2)
 def test_a_rank_without_elements_takes_part_in_every_message():
     x = oc.shard_tensor(torch.tensor([[5.0]]), pair(), [oc.Shard(0)])  # all of it is on rank 0
     assert_close(oc.reshard(x, pair(), [oc.Shard(1)]), torch.tensor([[5.0]]))
@@ -170,7 +170,7 @@ def disagree(kind: str) -> str:
 
 
 def test_ranks_that_call_other_operators_are_named():
-    for text in run_ranks(disagree, 2, "operator", timeout=20):
+    for text in run_ranks(disagree, 2, "operator"):
         has(text, "ranks are out of step", "test_mistakes.py:", "on every rank")
         has(text, "  rank 0: all_reduce of [] float32, for 'x' [] of item, at ")
         has(text, "  rank 1: all_gather of [2, 2] float32, for 'x' [4, 2] of full_tensor, at ")
@@ -184,13 +184,13 @@ def test_ranks_that_call_other_operators_are_named():
     ],
 )
 def test_ranks_that_disagree_about_a_tensor_are_named(kind, first, second, cure):
-    for text in run_ranks(disagree, 2, kind, timeout=20):
+    for text in run_ranks(disagree, 2, kind):
         has(text, f"  rank 0: from_local of a part of {first} as [x=Shard(0)]", cure)
         has(text, f"  rank 1: from_local of a part of {second} as [x=Shard(0)]")
 
 
 def test_ranks_that_move_a_tensor_to_different_places_are_named():
-    for text in run_ranks(disagree, 2, "transfer", timeout=20):
+    for text in run_ranks(disagree, 2, "transfer"):
         has(text, "ranks are out of step", "Every rank of both meshes makes this call", "test_mistakes.py:")
         has(text, "  rank 0: reshard of [4, 2] from [x=Shard(0)] to [y=Replicate], at ")
         has(text, "  rank 1: reshard of [4, 2] from [x=Shard(0)] to [y=Shard(0)], at ")
@@ -207,7 +207,7 @@ def cross_waits() -> None:
 
 def test_ranks_that_wait_for_each_other_in_other_groups_are_named():
     with pytest.raises(RankError) as caught:
-        run_ranks(cross_waits, 3, timeout=30)
+        run_ranks(cross_waits, 3)
     assert re.search(r"ranks are out of step: rank \d waits for rank \d, which does not come\n", str(caught.value))
     has(str(caught.value), "rank 0: ", "all_reduce of [] float32, for 'x' [] of item, at ", "test_mistakes.py")
     has(str(caught.value), "rank 1: ", "the first message among ranks [0, 1], at ")
@@ -304,18 +304,18 @@ def test_writing_to_a_pending_sum_is_right():
 
 
 def test_a_plain_operand_that_differs_is_named():
-    for text in run_ranks(disagree, 2, "operand", timeout=20):
+    for text in run_ranks(disagree, 2, "operand"):
         has(text, "mul at ", "test_mistakes.py:", "the plain tensor 'other' [2] float32 counts as Replicate")
         has(text, "  rank 0: [1, 1]", "  rank 1: [1, 2]", "torch.manual_seed", "src=0", "from_local")
 
 
 def test_data_that_differs_is_named():
-    for text in run_ranks(disagree, 2, "data", timeout=20):
+    for text in run_ranks(disagree, 2, "data"):
         has(text, "shard_tensor as [x=Shard(0)] at ", "'data' [2] float32", "  rank 0: [0, 0]", "  rank 1: [1, 1]")
 
 
 def test_the_first_place_that_differs_is_named_however_far():
-    for text in run_ranks(disagree, 2, "far", timeout=20):
+    for text in run_ranks(disagree, 2, "far"):
         has(
             text,
             "'other' [30, 100] float32",
@@ -326,14 +326,14 @@ def test_the_first_place_that_differs_is_named_however_far():
 
 
 def test_parameters_are_called_by_their_names():
-    for text in run_ranks(disagree, 2, "seeds", timeout=20):
+    for text in run_ranks(disagree, 2, "seeds"):
         has(
             text, "the plain tensor 'data' (parameter 1.weight) [3, 2] float32 counts as Replicate", "torch.manual_seed"
         )
 
 
 def test_weights_that_one_rank_loads_are_named():
-    for text in run_ranks(disagree, 2, "loads", timeout=20):
+    for text in run_ranks(disagree, 2, "loads"):
         has(
             text, "ranks are out of step", "rank 0: copy_ (parameter weight) with the plain tensor 'src' [3, 2] float32"
         )
@@ -350,11 +350,11 @@ def test_weights_that_one_rank_loads_are_named():
 )
 def test_copies_that_differ_are_named(kind, words):
     where = {"local": "[0, 0]", "map": "[0]", "grid": "[2, 3]"}[kind]
-    for text in run_ranks(disagree, 2, kind, timeout=20):
+    for text in run_ranks(disagree, 2, kind):
         has(text, words, "promises equal copies", f"first at {where}", "test_mistakes.py:", "Partial(), or a part")
 
 
-@multirank(4, timeout=30)
+@multirank(4)
 def test_copies_are_compared_between_the_ranks_that_hold_the_same_part():
     check.enable()
     mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -368,7 +368,7 @@ def test_copies_are_compared_between_the_ranks_that_hold_the_same_part():
     has(text, "  rank 1: [2, 3, 6, 7]", "  rank 3: [2, 3, 6, -1]")
 
 
-@multirank(2, timeout=20)
+@multirank(2)
 def test_memory_that_nobody_has_written_to_may_differ():
     check.enable()
     x = oc.shard_tensor(torch.zeros(3), pair(), [oc.Replicate()])
@@ -379,7 +379,7 @@ def test_memory_that_nobody_has_written_to_may_differ():
     assert_close(x + 1, torch.full((3,), 2.0))
 
 
-@multirank(2, timeout=20)
+@multirank(2)
 def test_parts_that_are_all_the_whole_batch_are_warned_of():
     check.enable()
     batch = torch.arange(8.0)
@@ -401,7 +401,7 @@ def _(x):
     return torch.empty_like(x)
 
 
-@multirank(2, timeout=20)
+@multirank(2)
 def test_a_rule_that_nobody_has_proved_is_told_once():
     check.enable()
     oc.register_rule(centre, "n d -> n d")
@@ -414,7 +414,7 @@ def test_a_rule_that_nobody_has_proved_is_told_once():
 
 
 @pytest.mark.skipif(not shm.available(), reason="needs Linux; Gloo does not compare, and waits")
-@multirank(2, backend="shm", timeout=20)
+@multirank(2, backend="shm")
 def test_a_mismatch_without_the_debug_check_shows_both_sides():
     x = oc.shard_tensor(torch.arange(8.0).view(4, 2), pair(), [oc.Shard(0)])
     with pytest.raises(CommunicationError) as caught:

@@ -136,4 +136,4 @@ def on_four_ranks() -> None:
 
 
 def test_stages_that_cut_the_sequence() -> None:
-    run_ranks(on_four_ranks, 4, timeout=60)
+    run_ranks(on_four_ranks, 4)

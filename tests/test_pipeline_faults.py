@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import patience
 from pipeline_programs import begin, gpt, token_loss, tokens
 from test_shm_faults import start
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ import onecard as oc
 from onecard import fleet, pipeline
 from onecard.comm import shm
 from onecard.errors import CommunicationError, ScheduleError
-from onecard.testing import RankError, run_ranks
+from onecard.testing import RankError, _run, run_ranks
 
 Desc = fleet.LayerDesc
-LIMIT = 1.5  # seconds
+LIMIT = 5.0  # seconds
 
 # A rank that dies, or stands still
 
@@ -58,13 +59,13 @@ def pipeline_with_a_fault(rank: int, queue: Any, how: signal.Signals) -> None:
 def test_others_name_the_rank_and_the_action(how: signal.Signals, tmp_path: Any) -> None:
     ranks, queue = start(multiprocessing.get_context("fork"), pipeline_with_a_fault, 4, tmp_path, how)
     try:
-        begins = [queue.get(timeout=60) for _ in range(4)]
+        begins = [queue.get(timeout=120) for _ in range(4)]
         assert {text for _, _, text in begins} == {"begins"}
         last = max(when for _, when, _ in begins)
-        news = {rank: (when, text) for rank, when, text in (queue.get(timeout=20) for _ in range(3))}
+        news = {rank: (when, text) for rank, when, text in (queue.get(timeout=120) for _ in range(3))}
         assert sorted(news) == [0, 1, 3], news
         for rank, (when, text) in news.items():
-            assert when - last < 3 * LIMIT + 2, f"rank {rank} took {when - last:.1f} s"
+            assert when - last < patience(3 * LIMIT + 2), f"rank {rank} took {when - last:.1f} s"
             near = rank - 1 if rank == 3 else rank + 1
             assert f"1F1B: rank {rank} at position" in text and f"waited for rank {near}: " in text, text
         # Stage 2 dies in its third forward, after its first backward.
@@ -109,15 +110,17 @@ def killed_in_backward(kind: str, folder: str) -> None:
             optimizer.step()
     except CommunicationError as fault:
         Path(folder, str(oc.get_rank())).write_text(str(fault), encoding="utf-8")
-        time.sleep(1)  # the others' words, too
         raise
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["stages", "marks", "fleet"])
-def test_a_rank_killed_in_backward_is_named_over_gloo(kind: str, tmp_path: Path) -> None:
+def test_a_rank_killed_in_backward_is_named_over_gloo(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_run, "GRACE", 60.0)  # the others have their say
     with pytest.raises(RankError):
-        run_ranks(killed_in_backward, 3, kind, str(tmp_path), backend="gloo", timeout=30)
+        run_ranks(killed_in_backward, 3, kind, str(tmp_path), backend="gloo")
     said = [file.read_text(encoding="utf-8") for file in tmp_path.iterdir()]
     assert said and any("Gone: rank 1 (process " in text for text in said), said
 
@@ -141,7 +144,7 @@ def late_stage() -> str:
 
 class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(1.2)
+        time.sleep(3)  # longer than the ranks may come one after the other
         return x
 
 
@@ -179,10 +182,10 @@ def other_batches(by_marks: bool, apart: int) -> None:
 def test_ranks_with_other_batches_are_told(by_marks: bool, apart: int) -> None:
     """Compared at steps 1, 2, 4, 8, ...: one rank names what differs, and the other learns of it."""
     if apart == 9:
-        run_ranks(other_batches, 2, by_marks, apart, timeout=30)
+        run_ranks(other_batches, 2, by_marks, apart)
         return
     with pytest.raises(RankError) as caught:
-        run_ranks(other_batches, 2, by_marks, apart, timeout=30)
+        run_ranks(other_batches, 2, by_marks, apart)
     text = str(caught.value)
     assert "is given to every rank of a pipeline alike" in text, text
     assert f"but it differs between ranks (seen at call {4 if apart else 1}); some of its values:" in text, text
@@ -329,7 +332,7 @@ def _summed(values: list[float]) -> list[float]:
 def test_measured_memory_is_the_predicted_one_and_1f1b_saves_the_seeds_part() -> None:
     """Seed 003 reports 37.5 % saved; here 4 ranks and 8 microbatches."""
     modes = ["F-then-B", "1F1B", "VPP", "Eager1F1B", "BFS"]
-    ranks = run_ranks(measured_peaks, 4, modes, 8, timeout=120)
+    ranks = run_ranks(measured_peaks, 4, modes, 8)
     for mode in modes:
         for rank, found in enumerate(ranks):
             measured, predicted = found[mode]

@@ -300,7 +300,7 @@ def on_two_ranks() -> None:
 
 
 def test_pipelines_with_all_that_training_has() -> None:
-    run_ranks(on_two_ranks, 2, timeout=120)
+    run_ranks(on_two_ranks, 2)
 
 
 # Other axes
@@ -408,4 +408,4 @@ def on_four_ranks() -> None:
 
 
 def test_pipelines_beside_other_axes() -> None:
-    run_ranks(on_four_ranks, 4, timeout=120)
+    run_ranks(on_four_ranks, 4)

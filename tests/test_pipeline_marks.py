@@ -96,7 +96,7 @@ def large_messages() -> None:
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_large_messages_by_marks_do_not_wait_in_a_circle(backend: str | None) -> None:
-    run_ranks(large_messages, 2, backend=backend, timeout=30)
+    run_ranks(large_messages, 2, backend=backend)
 
 
 def seed_003() -> list[float]:

@@ -90,8 +90,8 @@ def on_four_ranks() -> None:
 
 
 def test_a_recorded_step_under_a_schedule() -> None:
-    run_ranks(on_two_ranks, 2, timeout=60)
+    run_ranks(on_two_ranks, 2)
 
 
 def test_a_recorded_step_under_a_schedule_with_data_parallel_stages() -> None:
-    run_ranks(on_four_ranks, 4, timeout=60)
+    run_ranks(on_four_ranks, 4)

@@ -75,7 +75,7 @@ def by_marks() -> None:
 
 
 def test_every_stage_of_zero_by_marks_is_one_card() -> None:
-    run_ranks(by_marks, 4, timeout=30)
+    run_ranks(by_marks, 4)
 
 
 def largest_and_bad() -> None:
@@ -102,7 +102,7 @@ def largest_and_bad() -> None:
 
 
 def test_norms_of_several_meshes() -> None:
-    run_ranks(largest_and_bad, 2, timeout=20)
+    run_ranks(largest_and_bad, 2)
 
 
 # By layers
@@ -242,4 +242,4 @@ def levels() -> None:
 
 
 def test_every_level_of_zero_by_layers_is_one_card() -> None:
-    run_ranks(by_layers, 4, ["levels", "scaled", "beside_tensor_parallel", "refused"], timeout=60)
+    run_ranks(by_layers, 4, ["levels", "scaled", "beside_tensor_parallel", "refused"])

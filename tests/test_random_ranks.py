@@ -63,7 +63,7 @@ def compare(ranks: int, cases: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_operators_on_real_ranks(ranks):
-    run_ranks(compare, ranks, ranks, 50, timeout=120)
+    run_ranks(compare, ranks, ranks, 50)
 
 
 @multirank(4)

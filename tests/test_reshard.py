@@ -49,7 +49,7 @@ def test_sums_are_made_in_the_order_of_the_mesh():
         assert torch.equal(started.full_tensor(), torch.ones(4, 2))
 
 
-@multirank(4, timeout=120)
+@multirank(4)
 def test_pairs_on_a_two_by_two_mesh():
     mesh = oc.ProcessMesh([[3, 1], [0, 2]], ["a", "b"])
     whole = value((5, 3))

@@ -99,7 +99,7 @@ def check_gradient(x, y, whole):
     assert_close(x.grad.full_tensor(), weight)
 
 
-@multirank(RANKS, timeout=60)
+@multirank(RANKS)
 def test_random_reshards_on_ranks():
     chance, seen = random.Random(20), Counter()
     os.environ["GROUP_RANK"] = str(oc.get_rank() // 2)

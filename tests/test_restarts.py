@@ -78,7 +78,7 @@ def check(found: tuple[int, str], attempt: int, backend: str) -> None:
 def test_a_resumed_job_ends_well(tmp_path, backend, size, last):
     program = write(tmp_path, RESUMED.format(first="", last=last))
     options = ["--nproc_per_node", str(size), "--max_restarts", "2", program]
-    [found] = run_ranks(restart, 1, tmp_path, backend, "onecard", options, timeout=120)
+    [found] = run_ranks(restart, 1, tmp_path, backend, "onecard", options)
     check(found, last, backend)
 
 
@@ -86,7 +86,7 @@ def test_a_resumed_job_ends_well(tmp_path, backend, size, last):
 def test_under_torchrun(tmp_path, backend):
     program = write(tmp_path, RESUMED.format(first="", last=1))
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", program]
-    [found] = run_ranks(restart, 1, tmp_path, backend, "torchrun", options, timeout=120)
+    [found] = run_ranks(restart, 1, tmp_path, backend, "torchrun", options)
     check(found, 1, backend)
 
 
@@ -95,5 +95,5 @@ def test_with_a_group_that_the_program_makes(tmp_path, backend):
     made = f'torch.distributed.init_process_group("{backend}")'
     program = write(tmp_path, RESUMED.format(first=made, last=1))
     options = ["--nproc_per_node", "2", "--max_restarts", "1", program]
-    [found] = run_ranks(restart, 1, tmp_path, backend, "onecard", options, timeout=120)
+    [found] = run_ranks(restart, 1, tmp_path, backend, "onecard", options)
     check(found, 1, backend)

@@ -140,7 +140,7 @@ def test_one_wrong_bit_is_seen_whichever_the_collective():
     assert [kind for kind, *wrong in zip(kinds, *found, strict=True) if not any(wrong)] == []
 
 
-@multirank(4, backend="shm", timeout=120)
+@multirank(4, backend="shm")
 def test_every_collective_and_size():
     rank = dist.get_rank()
     for call in every_call(4):
@@ -331,7 +331,7 @@ def test_work_runs_in_the_background_in_order():
     assert chained.wait() == 0
 
 
-@multirank(4, backend="shm", timeout=120)
+@multirank(4, backend="shm")
 def test_soak():
     """A thousand rounds, of all sizes, on two groups at once, from two threads of work."""
     rank = dist.get_rank()

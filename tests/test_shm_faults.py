@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from amounts import patience
 
 from onecard.comm import shm
 from onecard.testing import RankError, multirank, run_ranks
@@ -64,13 +65,13 @@ def die_in(rank, queue, asynchronous):
 
 def others_name_rank_1(ranks, queue, collective):
     """Ranks 0 and 2 of three end in good order, within 2 s of the death of rank 1, which they name with the collective."""
-    news = {rank: (when, text) for rank, when, text in (queue.get(timeout=60) for _ in range(3))}
+    news = {rank: (when, text) for rank, when, text in (queue.get(timeout=120) for _ in range(3))}
     for process in ranks:
-        process.join(10)
+        process.join(120)
     assert [p.exitcode for p in ranks] == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
         when, text = news[rank]
-        assert when - news[1][0] < 2
+        assert when - news[1][0] < patience(2)
         assert re.search(rf"rank 1 \(process \d+\) died before or in {collective}", text), text
 
 
@@ -125,7 +126,7 @@ def test_nothing_is_left_behind_after_kill_9(tmp_path):
     before = segments()
     ranks, queue = start(multiprocessing.get_context("fork"), linger, 2, tmp_path)
     for _ in ranks:
-        _, pid, _ = queue.get(timeout=60)
+        _, pid, _ = queue.get(timeout=120)
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "onecard-shm (deleted)" in maps  # it is there, and it has no name
     assert segments() == before
@@ -144,6 +145,7 @@ def test_segments_are_private():
 
 
 def sleepers(rank, queue, kind):
+    queue.put((rank, time.monotonic(), "ready"))
     if rank == 0:
         try:
             if kind == "recv":
@@ -154,8 +156,7 @@ def sleepers(rank, queue, kind):
             queue.put((rank, time.monotonic(), "KeyboardInterrupt"))
             return
     else:
-        queue.put((rank, time.monotonic(), "ready"))
-        time.sleep(1)
+        time.sleep(2.5)
         dist.all_reduce(torch.ones(3))  # rank 0 may have brought its part to this one
         dist.all_reduce(torch.ones(3))
 
@@ -164,16 +165,17 @@ def sleepers(rank, queue, kind):
 @pytest.mark.parametrize("kind", ["all_reduce", "recv"])
 def test_ctrl_c_ends_a_wait_and_the_others_are_told(kind, tmp_path):
     ranks, queue = start(multiprocessing.get_context("fork"), sleepers, 2, tmp_path, kind)
-    queue.get(timeout=60)
-    time.sleep(0.3)
+    for _ in ranks:
+        queue.get(timeout=120)
+    time.sleep(0.5)
     now = time.monotonic()
     os.kill(ranks[0].pid, signal.SIGINT)
-    rank, when, text = queue.get(timeout=20)
-    assert (rank, text) == (0, "KeyboardInterrupt") and when - now < 1
-    rank, when, text = queue.get(timeout=20)
+    rank, when, text = queue.get(timeout=120)
+    assert (rank, text) == (0, "KeyboardInterrupt") and when - now < patience(1)
+    rank, when, text = queue.get(timeout=120)
     assert (
         rank == 1
-        and when - now < 3
+        and when - now < patience(4)
         and re.search(r"rank 0 (was stopped by KeyboardInterrupt|is gone|.process \d+. died)", text)
     )
     for process in ranks:
@@ -244,7 +246,7 @@ def test_time_outs_are_honoured_and_name_who_is_missing():
             RuntimeError, match=r"timed out in all_reduce\(sum\) #1 of 2 float32 .* missing: rank 1, which has"
         ):
             dist.all_reduce(torch.ones(2), group=pair)
-        assert 0.25 < time.monotonic() - begin < 2
+        assert 0.25 < time.monotonic() - begin < patience(2)
         work = dist.irecv(torch.ones(2), 1)
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait(timedelta(seconds=0.2))
@@ -252,10 +254,10 @@ def test_time_outs_are_honoured_and_name_who_is_missing():
     if rank < 2:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=r"timed out in monitored_barrier .*missing: rank 2"):
-            dist.monitored_barrier(timeout=timedelta(seconds=0.3))
-        assert time.monotonic() - begin < 2
+            dist.monitored_barrier(timeout=timedelta(seconds=1.5))  # long enough for both to be there
+        assert time.monotonic() - begin < patience(3.5)
     else:
-        time.sleep(0.6)
+        time.sleep(2.5)
 
 
 @multirank(2, backend="shm")
@@ -263,12 +265,14 @@ def test_a_time_out_inside_a_large_collective_says_where_the_others_are():
     x, small, channel = torch.ones(4 * 2**20), torch.ones(3), dist.group.WORLD._channel
     for _ in range(5):
         dist.all_reduce(small, dist.ReduceOp.MAX)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        before_step(channel, 6, lambda: time.sleep(1.5))
+        before_step(channel, 6, lambda: store.get("told"))  # waits for it
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     said = "missing: rank 1, whose last collective was all_reduce.sum. #6 of 4194304 float32"
     with pytest.raises(RuntimeError, match=said):
         dist.all_reduce(x)
+    store.set("told", "")
 
 
 @multirank(3, backend="shm")
@@ -338,7 +342,7 @@ def test_a_script_that_ends_by_itself_or_by_an_error_ends_quickly(tmp_path):
         )
         for r in range(2)
     ]
-    said = [process.communicate(timeout=60)[1] for process in begin]
+    said = [process.communicate(timeout=120)[1] for process in begin]
     assert [process.returncode for process in begin] == [1, 3]
     assert "rank 1 is gone" in said[0] and "rank 1" not in said[1]
 

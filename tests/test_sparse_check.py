@@ -154,7 +154,7 @@ def test_meshes_of_the_same_ranks_are_told_apart():
         oc.from_local(torch.full((3,), float(mesh.ndim)), mesh, [oc.Replicate()] * mesh.ndim)
 
 
-@multirank(2, timeout=60)
+@multirank(2)
 @pytest.mark.parametrize("asked", ["full_tensor", "redistribute"])
 def test_what_one_rank_asks_for_without_a_message_is_no_part_of_the_next_one(asked):
     """Batches are given on by a message that is for no operator."""

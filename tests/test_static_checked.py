@@ -234,7 +234,7 @@ def found_on_one_rank() -> list[Any]:
 
 
 def test_a_rank_that_finds_something_tells_the_others() -> None:
-    (found, told), (others, told_there) = run_ranks(found_on_one_rank, 2, timeout=60)
+    (found, told), (others, told_there) = run_ranks(found_on_one_rank, 2)
     assert found == others == [12.0] * 11
     assert [i for i, _ in told] == [i for i, _ in told_there] == [8]
     assert "another rank" in told[0][1] and "aten.div" in told_there[0][1]
@@ -264,7 +264,7 @@ def flag_on_one_rank() -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_records_while_the_others_replay_says_so(backend: str) -> None:
     with pytest.raises(RankError) as fault:
-        run_ranks(flag_on_one_rank, 2, backend=backend, timeout=60)
+        run_ranks(flag_on_one_rank, 2, backend=backend)
     assert "step fits no recording on rank 1" in str(fault.value) and "training" in str(fault.value)
 
 
@@ -324,7 +324,7 @@ def own_messages() -> list[str]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_messages_of_the_programs_own_are_replayed(backend: str) -> None:
-    assert run_ranks(own_messages, 2, backend=backend, timeout=60) == [[], []]
+    assert run_ranks(own_messages, 2, backend=backend) == [[], []]
 
 
 def ddp() -> str:
@@ -340,7 +340,7 @@ def ddp() -> str:
 
 
 def test_a_wrapper_that_sends_by_itself_is_refused() -> None:
-    for said in run_ranks(ddp, 2, timeout=60):
+    for said in run_ranks(ddp, 2):
         assert "DistributedDataParallel at " in said and "onecard.fleet.distributed_model" in said
 
 

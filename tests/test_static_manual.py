@@ -116,7 +116,7 @@ def all_programs() -> dict[str, str]:
 
 
 def test_manual_programs_replay_bit_for_bit() -> None:
-    found = run_ranks(all_programs, 2, timeout=180)
+    found = run_ranks(all_programs, 2)
     assert [{name: why for name, why in each.items() if why} for each in found] == [{}, {}]
     assert len(found[0]) == 8
 

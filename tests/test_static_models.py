@@ -61,7 +61,7 @@ def compare(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def test_models_are_recorded() -> None:
-    found = run_ranks(compare, 2, ("gpt2", "llama", "bert", "t5", "vit", "mixtral"), timeout=240)
+    found = run_ranks(compare, 2, ("gpt2", "llama", "bert", "t5", "vit", "mixtral"))
     # Experts that are divided get as many tokens as the values say: refused, not baked in.
     assert "depends on its values" in found[0].pop("mixtral tp")
     assert {case: why for case, why in found[0].items() if why} == {}

@@ -59,7 +59,7 @@ def outcomes(names: list[str]) -> dict[str, str]:
 
 
 def test_each_call_is_right_or_refused_on_two_ranks() -> None:
-    first, second = run_ranks(outcomes, 2, CHOSEN, timeout=110)
+    first, second = run_ranks(outcomes, 2, CHOSEN)
     assert first == second
     assert not {name: said for name, said in first.items() if said.startswith("wrong")}
     assert sum(said == "right" for said in first.values()) >= 60

@@ -35,7 +35,7 @@ def test_random_training_on_one_card() -> None:
 def test_random_training_on_two_ranks() -> None:
     """Messages that wait for inputs alone (5, 7), and that only one rank has something to do beside (26), among them."""
     chosen = [2, 5, 7, 26]
-    for found in run_ranks(many, 2, chosen, (0, 1), timeout=100):
+    for found in run_ranks(many, 2, chosen, (0, 1)):
         told(found, chosen)
         assert sum(v.kind == "right" for v in found) == len(chosen)
 

@@ -30,7 +30,7 @@ def mesh_of(ranks):
     return oc.ProcessMesh(ranks, ["a", "b"][: np.ndim(ranks)])
 
 
-@multirank(4, timeout=40)
+@multirank(4)
 @pytest.mark.parametrize("pair", MESHES, ids=str)
 def test_between_meshes_on_ranks(pair):
     one, two = map(mesh_of, pair)
@@ -127,7 +127,7 @@ def train(model, batches, foreach):
     return losses
 
 
-@multirank(8, timeout=150)
+@multirank(8)
 def test_the_3d_program_of_seed_002_equals_one_card():
     mesh0 = oc.ProcessMesh([[0, 1], [2, 3]], dim_names=["x", "y"])
     mesh1 = oc.ProcessMesh([[4, 5], [6, 7]], dim_names=["x", "y"])
@@ -188,7 +188,7 @@ def test_outside_the_mesh_an_operator_computes_its_shape_only():
         assert x.grad.to_local().numel() == 0 and not report.bytes
 
 
-@multirank(3, timeout=20)
+@multirank(3)
 @pytest.mark.parametrize("taken", ["it", "a view", "a part"])
 def test_outside_the_mesh_layouts_follow_what_is_settled_inside(taken):
     """A rank that took the sum for pending would plan another transfer than those that hold it, and wait for ever."""
@@ -213,10 +213,10 @@ def on_the_mesh_only():
 
 def test_full_tensor_on_the_mesh_only_ends_with_the_missing_rank():
     with pytest.raises(RankError, match=r"(?s)rank 0 waits in transfer #1 of ranks 0, 1.*missing: rank 1"):
-        run_ranks(on_the_mesh_only, 2, timeout=30)
+        run_ranks(on_the_mesh_only, 2)
 
 
-@multirank(2, timeout=20)
+@multirank(2)
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
     rank, backend = oc.get_rank(), dist.get_backend()
     dist.destroy_process_group()

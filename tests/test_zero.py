@@ -113,7 +113,7 @@ def compare(stage: int, tp: bool) -> None:
 @pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_card(stage, ranks, tp):
-    run_ranks(compare, ranks, stage, tp, timeout=120)
+    run_ranks(compare, ranks, stage, tp)
 
 
 def sent(stage: int, accumulate: int) -> dict[str, tuple[int, int]]:

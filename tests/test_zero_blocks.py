@@ -87,7 +87,7 @@ def policies(tp: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
 def test_policies_are_one_card_and_equal_bit_for_bit(ranks, tp):
-    run_ranks(policies, ranks, tp, timeout=120)
+    run_ranks(policies, ranks, tp)
 
 
 def sent(policy: str, overlap: bool) -> tuple[dict[str, tuple[int, int]], list[int]]:

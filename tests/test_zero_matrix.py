@@ -85,4 +85,4 @@ def matrix() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_twenty_batches_are_one_card(ranks: int) -> None:
-    run_ranks(matrix, ranks, timeout=180)
+    run_ranks(matrix, ranks)

@@ -72,7 +72,7 @@ def counted() -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "tp", "large"), [(3, False, False), (4, True, False), (2, False, True)])
 def test_on_and_off_are_equal_bit_for_bit(ranks, tp, large):
-    run_ranks(on_and_off, ranks, tp, large, timeout=120)
+    run_ranks(on_and_off, ranks, tp, large)
 
 
 def linear(stage: int, overlap: bool, width: int = 8, n: int = 3, kind: Any = torch.optim.SGD) -> Any:
@@ -182,7 +182,7 @@ def checkpointed() -> None:
 
 
 def test_hooks_asked_gradients_faults_and_checkpoints():
-    run_ranks(many, 2, timeout=120)
+    run_ranks(many, 2)
 
 
 def many() -> None:

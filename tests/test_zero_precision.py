@@ -105,11 +105,11 @@ def hybrid() -> None:
 
 
 def test_master_weights_and_offload():
-    run_ranks(masters, 2, timeout=120)
+    run_ranks(masters, 2)
 
 
 def test_hybrid_sharding():
-    run_ranks(hybrid, 4, timeout=120)
+    run_ranks(hybrid, 4)
 
 
 def bytes_of(stage: int | None, ranks: int) -> float:

@@ -80,8 +80,8 @@ def habits(plant: Callable[[], None] | None = None) -> list[str]:
 
 
 def test_weights_written_between_forwards_and_optimizers_made_anew() -> None:
-    assert run_ranks(habits, 2, timeout=120) == [[""] * len(HABITS)] * 2
-    assert any(run_ranks(habits, 2, writes_are_lost, timeout=120)[0])
+    assert run_ranks(habits, 2) == [[""] * len(HABITS)] * 2
+    assert any(run_ranks(habits, 2, writes_are_lost)[0])
 
 
 PLANTS: dict[Callable[[], None], tuple[str, ...]] = {
@@ -93,4 +93,4 @@ PLANTS: dict[Callable[[], None], tuple[str, ...]] = {
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: p.__name__)
 def test_planted_faults_are_found(plant: Callable[[], None]) -> None:
     seeds = [s for s in range(100) if (how := draw(s).how)["ranks"] == 2 and how["stage"] in PLANTS[plant]][:6]
-    assert any(run_ranks(work, 2, seeds, plant, timeout=120)), "not found"
+    assert any(run_ranks(work, 2, seeds, plant)), "not found"

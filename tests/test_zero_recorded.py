@@ -146,7 +146,7 @@ def all_levels() -> None:
 
 
 def test_every_level_replays_its_bits_in_its_memory_with_overlap() -> None:
-    run_ranks(all_levels, 2, timeout=120)
+    run_ranks(all_levels, 2)
 
 
 PLANTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
@@ -183,7 +183,7 @@ def planted() -> None:
 
 
 def test_levels_in_more_memory_or_without_overlap_are_seen() -> None:
-    run_ranks(planted, 2, timeout=120)
+    run_ranks(planted, 2)
 
 
 def test_names_of_memory_that_was_refilled_twice_are_of_the_last() -> None:

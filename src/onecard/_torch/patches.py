@@ -59,7 +59,10 @@ TABLE: dict[str, Patch] = {
         Patch("torch.optim.optimizer._global_optimizer_post_hooks", FLEET, "the end of a step", _LOOK),
         Patch("torch.nn.utils.clip_grad_norm_", FLEET, "norms are of all ranks' parts"),
         Patch("torch.nn.utils.clip_grad_value_", FLEET, "gradients are summed before they are clipped"),
-        Patch("torch.autograd._engine_run_backward", FLEET, "`backward(inputs=)` knows the parameters of ZeRO"),
+        Patch(
+            "torch.autograd._engine_run_backward", FLEET,
+            "`backward(inputs=)` knows the parameters of ZeRO; `autograd.grad` gives sums over ranks",
+        ),
         Patch("torch.amp.GradScaler.unscale_", FLEET, "an infinity on one rank skips the step on all"),
         Patch("torch.amp.GradScaler.step", FLEET, "the same"),
         Patch("torch.amp.GradScaler.update", FLEET, "the same"),

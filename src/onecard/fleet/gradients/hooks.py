@@ -8,7 +8,7 @@ optimizer's own included, sees one rank's gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from onecard._torch import names as _torch
 from onecard._torch import patches
 from onecard.comm.issue.ranks import Ranks
+from onecard.errors import FleetError
 from onecard.fleet.gradients import sums, twins
 from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alike, write
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
@@ -116,7 +117,7 @@ def _after(p: Tensor) -> None:
         if state.dtype is not None and not state.hooked:
             state.widen(p)
         state.summand, state.uneven = (state.summand, state.uneven) if state.hooked else (True, True)
-        state.looked = state.hooked = False
+        state.looked = state.hooked = state.asked = False
         if state.family is not None:
             state.family.backwards += 1
 
@@ -125,6 +126,40 @@ def look(p: Tensor, state: Summed) -> None:
     """Somebody reads a gradient: sum what is pending in its family."""
     # Within a backward the others' are not made yet.
     sums.sync([p] if _torch.in_backward() else [q for q in state.family.members() if of(q).is_unknown()])  # type: ignore[union-attr]
+
+
+def asked(inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    """What ``torch.autograd.grad`` has found for its inputs, with the gradients of watched parameters summed.
+
+    Raises:
+        FleetError: they have a graph (``create_graph=True``).
+    """
+    made, mine = [*found], []
+    for i, (p, grad) in enumerate(zip(inputs, found, strict=True)):
+        state = of(p)
+        if state is None or state.family is None or isinstance(p, DistTensor) or not sums.has_sums(p):
+            continue
+        if grad is not None:
+            refuse_graph(grad, "fleet.distributed_model")
+        state.asked = True
+        if not state.hooked:
+            mine.append(i)
+        state.hooked = False  # one that has hooks was summed before them
+    if mine:
+        whole = sums.asked([inputs[i] for i in mine], [found[i] for i in mine])
+        for i, grad in zip(mine, whole, strict=True):
+            made[i] = grad
+    return tuple(made)
+
+
+def refuse_graph(grad: Tensor, call: str) -> None:
+    """A gradient of one rank's samples, of which more is to be computed, is refused."""
+    if grad.requires_grad:
+        raise FleetError(
+            f"torch.autograd.grad(..., create_graph=True) for parameters of {call}: a rank has the gradient of its own samples, "
+            "and what is computed of it would not be what one card computes of all. By marks it is: "
+            "oc.shard_layer(model, mesh), oc.shard_optimizer(opt, oc.ShardingStage1('dp', mesh))"
+        )
 
 
 def _get(x: Tensor) -> Tensor | None:

@@ -57,10 +57,12 @@ class Summed:
         dtype: in which summands add up, if not in the parameter's.
         wide: what they have added up to in it.
         looked: the program has read it since, so that what it assigns is made of the whole.
+        asked: so it is of the gradient that ``torch.autograd.grad`` has given it.
     """
 
     __slots__ = (
         "__weakref__",
+        "asked",
         "data",
         "dtype",
         "family",
@@ -78,7 +80,7 @@ class Summed:
         self.data: Ranks | None = None
         self.rest: Ranks | None = None
         self.family = family
-        self.summand = self.uneven = self.looked = self.hooked = False
+        self.summand = self.uneven = self.looked = self.hooked = self.asked = False
         self.kept: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.wide: Tensor | None = None
@@ -107,6 +109,9 @@ class Summed:
         self.kept = self.wide = None
         if value is None:
             self.is_whole()
+        elif self.asked:
+            self.is_whole()
+            self.uneven = True
         elif before is None or self.is_unknown() or not self.looked:
             self.summand = self.uneven = True  # made of one rank's data
             self.known = -1
@@ -150,4 +155,4 @@ def stepped(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         state = of(p)
         if state is not None:
-            state.looked = False
+            state.looked = state.asked = False

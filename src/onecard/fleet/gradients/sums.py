@@ -79,6 +79,24 @@ def whole(p: Tensor, summand: Tensor) -> Tensor:
     return made
 
 
+@torch.no_grad()
+def asked(parameters: list[Tensor], summands: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of which a rank has these summands, in the messages of a ``sync``; those that are there stay as they are."""
+    states: list[Any] = [pending.of(p) for p in parameters]
+    kept = [(read(p), s.summand, s.uneven, s.kept, s.wide, s.known) for p, s in zip(parameters, states, strict=True)]
+    for p, state, summand in zip(parameters, states, summands, strict=True):
+        state.kept = state.wide = None
+        write(p, None if summand is None else summand.clone())  # torch's may be a number that is expanded
+        state.summand = state.uneven = summand is not None
+    try:
+        sync(parameters)
+        return [read(p) for p in parameters]
+    finally:
+        for p, state, (grad, *words) in zip(parameters, states, kept, strict=True):
+            write(p, grad)
+            state.summand, state.uneven, state.kept, state.wide, state.known = words
+
+
 def _part(p: Tensor) -> Any:
     """What this rank has of a gradient, in the dtype in which it adds up."""
     state = pending.of(p)

@@ -230,12 +230,11 @@ def install() -> None:
 def _knowing(engine: Callable[..., Any]) -> Callable[..., Any]:
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = [plain_of(x) for x in inputs]
-        if all(p is None for p in leaves):
-            return engine(tensors, grads, keep, create, inputs, *args, **kwargs)
         given = tuple(x if p is None else p for x, p in zip(inputs, leaves, strict=True))
         found = engine(tensors, grads, keep, create, given, *args, **kwargs)
-        if kwargs.get("accumulate_grad"):
+        if kwargs.get("accumulate_grad") or not inputs:
             return found
+        found = hooks.asked(given, found)
         return tuple(grad if p is None else _asked(p, grad) for p, grad in zip(leaves, found, strict=True))
 
     return run
@@ -252,12 +251,7 @@ def plain_of(x: Any) -> Any:
 def _asked(p: Any, grad: Any) -> Any:
     if grad is None:
         return None
-    if grad.requires_grad:
-        raise FleetError(
-            "torch.autograd.grad(..., create_graph=True) for parameters of group_sharded_parallel: a rank has the gradient of "
-            "its own samples, and what is computed of it would not be what one card computes of all. By marks it is: "
-            "oc.shard_layer(model, mesh), oc.shard_optimizer(opt, oc.ShardingStage1('dp', mesh))"
-        )
+    hooks.refuse_graph(grad, "group_sharded_parallel")
     return summand(of_local(p).twin, grad)
 
 
