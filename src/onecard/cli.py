@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
+from importlib import import_module, metadata
 
-from onecard import launch
-
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "run": (launch.main, "run a training script on several ranks"),
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("onecard.launch", "run a training script on several ranks"),
+    "simulate": ("onecard.commands.simulate", "what a step of a job takes, from a model's sizes and a plan"),
 }
+"""For each the module whose ``main`` takes its arguments and gives the exit status: loaded when it is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         print(f"onecard: there is no command {arguments[0]!r}\n{_help()}", file=sys.stderr)
         return 2
-    return COMMANDS[arguments[0]][0](arguments[1:])
+    return int(import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<8} {about}" for name, (_, about) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
     return (
         "usage: onecard COMMAND ...\n\nTrain on any mesh what was written for one card.\n\n"
         f"commands:\n{commands}\n\noptions:\n  --help     show this; `onecard COMMAND --help` for a command\n"

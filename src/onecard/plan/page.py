@@ -8,7 +8,7 @@ from typing import Any
 
 from onecard.pipeline.schedule.modes import known
 
-_MEANS = {
+MEANS = {
     "dp": "ranks of data parallelism",
     "tp": "ranks of tensor parallelism",
     "cp": "ranks of context parallelism",
@@ -132,7 +132,7 @@ def difference(plan: Any, other: Any) -> tuple[str, ...]:
     for field in fields(plan):
         mine, theirs = getattr(plan, field.name), getattr(other, field.name)
         if mine != theirs:
-            lines += [f"{field.name}: {_value(mine)} -> {_value(theirs)} ({_MEANS[field.name]})"]
+            lines += [f"{field.name}: {_value(mine)} -> {_value(theirs)} ({MEANS[field.name]})"]
     for name, means in (("world", "ranks"), ("batch", "sequences of a step")):
         if getattr(plan, name) != getattr(other, name):
             lines += [f"so {name}: {getattr(plan, name):,} -> {getattr(other, name):,} ({means})"]

@@ -1,0 +1,146 @@
+"""Options that commands share: a flag for each field of a plan and for each size of a model, a machine, files to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from onecard.errors import PlanError
+from onecard.plan import json_text
+from onecard.plan.known_models import known_model
+from onecard.plan.plan import Plan
+from onecard.plan.transformer import Transformer
+
+FLAGS = [name for name in (field.name for field in fields(Plan)) if name != "placements"]
+SIZES = {
+    "layers": "blocks",
+    "hidden": "features",
+    "heads": "query heads",
+    "vocab": "rows of the embedding",
+    "sequence": "tokens of a sequence",
+    "kv_heads": "key heads; 0: as many as queries",
+    "head_dim": "features of a head; 0: hidden / heads",
+    "ffn": "hidden units of the MLP; 0: 4 hidden",
+    "gated": "three matrices in the MLP (SwiGLU)",
+    "tied": "the head is the embedding's matrix",
+    "norm": "",
+    "positions": "",
+    "bias": "of linear layers",
+    "dropout": "",
+    "attention": "one kernel, or scores in memory",
+}
+NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """all figures"""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """one page for a browser, which needs no network"""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """the step for ui.perfetto.dev"""
+
+
+def flags_of(kind: type, title: str, names: Sequence[str], means: Mapping[str, str], given: Mapping[str, Any]) -> Any:
+    """A dataclass with some fields of another one, as options: what is given are their defaults.
+
+    Example:
+        >>> flags_of(Plan, "Plan.", ["dp", "tp"], {"dp": "ranks"}, {"dp": 4})()
+        Flags(dp=4, tp=1)
+    """
+    hints = get_type_hints(kind)
+    defaults = {field.name: field.default for field in fields(kind)} | dict(given)
+    made = []
+    for name in names:
+        default = 0 if defaults[name] is dataclasses.MISSING else defaults[name]
+        annotated: Any = Annotated[hints[name], tyro.conf.arg(help=means.get(name, ""))]
+        made.append((name, annotated, dataclasses.field(default=default)))
+    flags = dataclasses.make_dataclass("Flags", made, frozen=True)
+    flags.__doc__ = title
+    return flags
+
+
+def said(argv: Sequence[str], name: str) -> str | None:
+    """The value of an option before all options are read; None where it is not there.
+
+    Example:
+        >>> said(["--dp", "2", "--plan=p.json"], "plan"), said(["--dp", "2"], "plan")
+        ('p.json', None)
+    """
+    for i, word in enumerate(argv):
+        if word == f"--{name}" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(f"--{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def plan_fields(path: str | None) -> dict[str, Any]:
+    """What a plan's file says; nothing without one."""
+    if path is None:
+        return {}
+    plan = Plan.load(path)
+    return {field.name: getattr(plan, field.name) for field in fields(Plan)}
+
+
+def plan_of(flags: Any, known: Mapping[str, Any], world: int, batch: int) -> Plan:
+    """The plan that flags say, over a file's; ``world`` and ``batch``, where they are not 0, say dp and microbatches."""
+    found = dict(known) | {name: getattr(flags, name) for name in FLAGS}
+    if found["parameters"] in ("float32", "float64"):
+        found["master"] = False
+    found["dp"] = _divided("world", world, "tp x cp x pp", found["tp"] * found["cp"] * found["pp"], found["dp"])
+    rows = found["dp"] * found["microbatch"]
+    found["microbatches"] = _divided("batch", batch, "dp x microbatch", rows, found["microbatches"])
+    return Plan(**found)
+
+
+def _divided(name: str, whole: int, by: str, part: int, otherwise: int) -> int:
+    if not whole:
+        return otherwise
+    if whole < 0 or whole % part:
+        raise PlanError(f"--{name} {whole} is no multiple of {by} = {part}; {max(1, whole // part) * part} is")
+    return whole // part
+
+
+def model_fields(text: str | None, sequence: int) -> dict[str, Any]:
+    """Sizes that ``--model`` says: a Hugging Face config.json, what ``Transformer.to_json`` wrote, or a known name."""
+    if text is None:
+        return {}
+    path = Path(text)
+    if path.suffix != ".json" and not path.exists():
+        sizes = known_model(text)
+        if sequence and sizes.positions == "learned" and sequence > sizes.sequence:
+            raise PlanError(f"--sequence {sequence}: {text} has learned positions, for {sizes.sequence} tokens")
+    else:
+        path = path / "config.json" if path.is_dir() else path
+        found = json_text.located(json_text.text_of(path), str(path))
+        ours = isinstance(found.value, dict) and "onecard" in found.value
+        sizes = Transformer.from_json(path) if ours else Transformer.from_config(found.value, sequence, str(path))
+    return {field.name: getattr(sizes, field.name) for field in fields(Transformer)}
+
+
+def model_of(flags: Any, known: Mapping[str, Any]) -> Transformer:
+    """The sizes that flags say, over the model's."""
+    found = dict(known) | {name: getattr(flags, name) for name in SIZES}
+    missing = [f"--{name}" for name in NEEDED if not found[name]]
+    if missing and not known:
+        raise PlanError(
+            f"of which model? {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there. Give --model "
+            "config.json, --model llama3-70b, or all of --layers --hidden --heads --vocab --sequence"
+        )
+    return Transformer(**found)
+
+
+def whole_number(argv: Sequence[str], name: str) -> int:
+    """The value of an option that is a whole number, before all options are read; 0 where it is not there or none."""
+    text = said(argv, name) or ""
+    return int(text) if re.fullmatch(r"\d+", text) else 0

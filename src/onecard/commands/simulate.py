@@ -1,0 +1,134 @@
+"""`onecard simulate`: what a step of a job takes, from a model's sizes and a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from onecard.commands.options import (
+    FLAGS,
+    SIZES,
+    Outputs,
+    flags_of,
+    model_fields,
+    model_of,
+    plan_fields,
+    plan_of,
+    said,
+    whole_number,
+)
+from onecard.commands.waiting import waiting
+from onecard.errors import OnecardError
+from onecard.machine.cost import Machine
+from onecard.plan.job import JobCost
+from onecard.plan.machine_file import machine_named
+from onecard.plan.page import MEANS
+from onecard.plan.plan import Plan
+from onecard.plan.price import price
+from onecard.plan.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for."""
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
+    """config.json of Hugging Face, or a name: llama3-70b, gpt3-175b, ..."""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """plan.json, as Plan.save writes it; flags go before it"""
+    machine: str = "H100"
+    """A100, H100, H200, here (this one is measured), or machine.json"""
+    world: Annotated[int, tyro.conf.arg(metavar="RANKS", help_behavior_hint="")] = 0
+    """all ranks; dp is what tp, cp and pp leave of them"""
+    batch: Annotated[int, tyro.conf.arg(metavar="ROWS", help_behavior_hint="")] = 0
+    """sequences of a step; microbatches are what dp leaves of them"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prices a job and prints it; returns the exit status, 2 for what cannot be.
+
+    >>> main("--layers 4 --hidden 64 --heads 4 --vocab 256 --sequence 32 --dp 2 --machine A100".split())
+    2 ranks (dp=2), A100: ...
+    ...
+    0
+    """
+    try:
+        asked, outputs, sizes, plan = _read(argv)
+        mistakes = [finding for finding in plan.check(sizes) if finding.kind == "mistake"]
+        if mistakes:
+            return refuse("simulate", "\n".join(map(str, mistakes)))
+        with waiting(f"pricing {asked.model or 'the model'} on {plan.world:,} ranks") as say:
+            if asked.machine == "here":
+                say("measuring this machine")
+            machine = machine_named(asked.machine, Machine.measure)
+            say(f"recording blocks and pricing them on {plan.world:,} ranks")
+            job = price(sizes, plan, machine)
+        show(job, [str(finding) for finding in plan.check(sizes)])
+        write(job, outputs, asked.model or "")
+    except OnecardError as error:
+        return refuse("simulate", error)
+    except OSError as error:
+        return refuse("simulate", f"{error.filename}: {error.strerror}")
+    return 0
+
+
+def _read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
+    """The command line: what files say are the defaults of the flags."""
+    known = plan_fields(said(argv, "plan"))
+    model = model_fields(said(argv, "model"), whole_number(argv, "sequence"))
+    flags = make_dataclass(
+        "Simulate",
+        [
+            ("job", tyro.conf.OmitArgPrefixes[Asked]),
+            ("model", _flat(flags_of(Transformer, "Sizes of the model.", [*SIZES], SIZES, model))),
+            ("plan", _flat(flags_of(Plan, "How it runs.", FLAGS, MEANS, known))),
+            ("output", tyro.conf.OmitArgPrefixes[Outputs]),
+        ],
+    )
+    flags.__doc__ = "What a step of a job takes: seconds, bytes and memory, without devices."
+    found: Any = tyro.cli(flags, args=list(argv), prog="onecard simulate", use_underscores=True)
+    asked: Asked = found.job
+    return asked, found.output, model_of(found.model, model), plan_of(found.plan, known, asked.world, asked.batch)
+
+
+def _flat(kind: Any) -> Any:
+    flat: Any = tyro.conf.OmitArgPrefixes
+    return flat[kind]
+
+
+def show(job: JobCost, findings: Sequence[str] = ()) -> None:
+    """Prints a job's table, and what is to be known of its plan."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(job)
+    for finding in findings:
+        console.print(f"note: {finding}", markup=False)
+
+
+def write(job: JobCost, outputs: Outputs, title: str) -> None:
+    """Writes the files that are asked for."""
+    import json
+
+    from onecard.machine.events import write_trace
+    from onecard.reports.job_data import job_data, panels
+
+    if outputs.json is not None:
+        outputs.json.write_text(json.dumps(job_data(job), indent=1) + "\n", encoding="utf-8")
+    if outputs.trace is not None:
+        write_trace(outputs.trace, panels(job))
+    if outputs.html is not None:
+        from onecard.reports.job_page import write_page
+
+        write_page(outputs.html, job, title)
+
+
+def refuse(command: str, why: object) -> int:
+    """Says in a line what cannot be; the exit status for it."""
+    print(f"onecard {command}: {why}", file=sys.stderr)
+    return 2

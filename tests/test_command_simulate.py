@@ -1,0 +1,154 @@
+"""`onecard simulate`: sizes and plans from files and flags, its outputs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import onecard as oc
+from onecard.cli import COMMANDS, main
+from onecard.plan.known_models import MODELS
+from onecard.plan.machine_file import load_machine, save_machine
+
+SMALL = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence", "32"]
+SIZES = oc.Transformer(layers=4, hidden=64, heads=4, vocab=256, sequence=32)
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def simulated(tmp_path, *arguments):
+    """What the JSON file says of it."""
+    path = tmp_path / "job.json"
+    assert main(["simulate", *arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_flags_are_the_price_of_python(tmp_path, capsys):
+    data = simulated(
+        tmp_path, *SMALL, *["--dp", "2", "--tp", "2", "--pp", "2", "--microbatches", "4", "--machine", "A100"]
+    )
+    job = oc.price(SIZES, oc.Plan(dp=2, tp=2, pp=2, microbatches=4), oc.Machine.preset("A100"))
+    assert data["seconds"] == job.seconds
+    assert data["terms"] == dict(job.terms)
+    assert [rank["memory"] for rank in data["ranks"]] == [dict(rank.memory) for rank in job.ranks]
+    assert [rank["sent"] for rank in data["ranks"]] == [dict(rank.sent) for rank in job.ranks]
+    assert (data["mfu"], data["fits"], data["peak"]) == (job.mfu, job.fits, job.peak)
+    assert "8 ranks (pp=2 x dp=2 x tp=2), A100" in capsys.readouterr().out
+
+
+def test_world_and_batch_say_dp_and_microbatches(tmp_path):
+    plan = simulated(tmp_path, *SMALL, *["--world", "8", "--tp", "2", "--batch", "32", "--microbatch", "2"])["plan"]
+    assert (plan["dp"], plan["microbatches"]) == (4, 4)
+
+
+def test_flags_go_before_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    oc.Plan(dp=4, zero=1, microbatches=2, sequence_parallel=False).save(path)
+    plan = simulated(tmp_path, *SMALL, "--plan", str(path), "--dp", "2")["plan"]
+    assert (plan["dp"], plan["zero"], plan["microbatches"]) == (2, 1, 2)
+    path.write_text('{"onecard": "Plan", "version": 1, "tp": 2, "sequence_parallel": true}')
+    plan = simulated(tmp_path, *SMALL, f"--plan={path}", "--no_sequence_parallel")["plan"]
+    assert (plan["tp"], plan["sequence_parallel"]) == (2, False)
+
+
+def test_a_hugging_face_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    data = simulated(tmp_path, "--model", str(path), "--sequence", "64")
+    sizes = oc.Transformer.from_config(LLAMA, 64)
+    assert data["seconds"] == oc.price(sizes, oc.Plan(), oc.Machine.preset("H100")).seconds
+    assert simulated(tmp_path, "--model", str(tmp_path), "--sequence", "64")["seconds"] == data["seconds"]
+    path.write_text(sizes.to_json())
+    assert simulated(tmp_path, "--model", str(path))["seconds"] == data["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("gpt2", 124.4e6), ("gpt3-175b", 175e9), ("llama2-7b", 6.74e9), ("llama2-70b", 69.0e9),
+                        ("llama3-8b", 8.03e9), ("llama3-70b", 70.6e9), ("llama3-405b", 405.9e9), ("mistral-7b", 7.24e9)],
+)  # fmt: skip
+def test_known_models_have_their_published_number_of_parameters(name, count):
+    assert MODELS[name].parameters == pytest.approx(count, rel=0.01)
+
+
+def test_trace_and_page(tmp_path):
+    trace, page = tmp_path / "t.json", tmp_path / "job.html"
+    data = simulated(tmp_path, *SMALL, *f"--pp 2 --microbatches 2 --trace {trace} --html {page}".split())
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len([e for e in events if e["cat"] in ("forward", "backward")]) == 8  # two ranks, two microbatches
+    assert max(e["ts"] + e["dur"] for e in events) <= data["seconds"] * 1e6
+    assert "</html>" in page.read_text()
+
+
+def test_machines_are_written_and_read(tmp_path):
+    path = tmp_path / "machine.json"
+    machine = oc.Machine(name="ours", flops=1e12, curves={"mm": ((1.0, 1e-6), (10.0, 1e-5))}, dtypes={"bfloat16": 2e12})
+    save_machine(machine.with_links(dp=oc.Link(1e-5, 1e9)), path)
+    read = load_machine(path)
+    names = ("name", "flops", "memory", "curves", "dtypes", "links", "per_host", "capacity")
+    assert [getattr(read, n) for n in names] == [getattr(machine.with_links(dp=oc.Link(1e-5, 1e9)), n) for n in names]
+    data = simulated(tmp_path, *SMALL, "--machine", str(path))
+    assert data["machine"]["name"] == "ours"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"onecard": "Machine", "version": 1,\n "like": "B200"}', ":2: there is no machine 'B200'"),
+        ('{"onecard": "Machine", "version": 1,\n\n "memory": "2.4e12"}', ":3: memory is a string"),
+        ('{"onecard": "Machine", "version": 1, "memory": 0}', "want a number above 0"),
+        ('{"onecard": "Machine", "version": 1, "speed": 1}', "no field 'speed'"),
+        ('{"onecard": "Machine", "version": 2}', "version 2"),
+        ('{"onecard": "Plan", "version": 1}', "is no file of a machine"),
+        ('{"onecard": "Machine", "version": 1, "curves": {"mm": [[2, 1], [1, 1]]}}', "sizes of a curve go upwards"),
+        ('{"onecard": "Machine", "version": 1, "capacity": 1.5}', "want a whole number"),
+        ('{"onecard": "Machine", "version": 1, "links": {"dp": 3}}', "a link is"),
+        ("[1", "no JSON"),
+    ],
+)
+def test_a_machines_file_that_cannot_be(tmp_path, text, said):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(oc.errors.OnecardError, match=r"machine\.json") as caught:
+        load_machine(path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "of which model? --layers, --hidden, --heads, --vocab, --sequence are not there"),
+        ("--layers 4 --hidden 64 --heads 4 --vocab 256", "--sequence is not there"),
+        ("--model gpt5", "there is no model 'gpt5'; near are gpt2"),
+        ("--model nowhere/config.json", "nowhere/config.json: does not exist"),
+        ("--model gpt2 --machine B200", "there is no machine 'B200'; there are A100"),
+        ("--model gpt2 --machine nowhere.json", "nowhere.json: does not exist"),
+        ("--model gpt2 --plan nowhere.json", "nowhere.json: does not exist"),
+        ("--model gpt2 --tp 5", "tp=5 does not divide 12 query heads; tp=4 does"),
+        ("--model gpt2 --world 10 --tp 4", "--world 10 is no multiple of tp x cp x pp = 4; 8 is"),
+        ("--model gpt2 --batch 3 --dp 2", "--batch 3 is no multiple of dp x microbatch = 2; 2 is"),
+        ("--model gpt2 --schedule 1B1F", "Plan: schedule='1B1F'"),
+        ("--model gpt2 --sequence 2048", "gpt2 has learned positions, for 1024 tokens"),
+        ("--model gpt2 --layers 2 --sequence 32 --json nowhere/job.json", "nowhere/job.json: No such file"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(capsys, monkeypatch, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_help_loads_no_command():
+    code = (
+        "import sys; from onecard.cli import main; main(['--help']); print([m for m in sys.modules if 'commands' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.rstrip().endswith("[]")
+    assert all(name in done.stdout for name in COMMANDS)
