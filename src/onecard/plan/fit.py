@@ -21,12 +21,14 @@ class Finding:
         about: the field.
         what: in words.
         change: what works, or what would do without the cost.
+        where: file and line, where one says it.
     """
 
     kind: Kind
     about: str
     what: str
     change: str = ""
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}; {self.change}" if self.change else self.what

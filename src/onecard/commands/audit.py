@@ -1,0 +1,178 @@
+"""`onecard audit`: from the command line to an exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import tyro
+from rich.console import Console
+
+from onecard.errors import PlanError
+from onecard.plan.audit.audit import Audit, Given
+from onecard.plan.audit.page import LIBRARIES, as_json, page
+from onecard.plan.audit.read import kind_of, read
+from onecard.plan.audit.write import write
+from onecard.plan.hugging_face import sizes_of
+from onecard.plan.plan import Plan
+from onecard.plan.transformer import Transformer
+
+Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Read how another library runs a job, and say what is wrong with it.
+
+    Usage: onecard audit train.sh (Megatron-LM), ds_config.json config.json (DeepSpeed and Hugging Face), train.toml (torchtitan),
+    fsdp.yaml config.json (accelerate), or plan.json (onecard). The status is 1 if there are mistakes, 2 if a file cannot be read.
+    """
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")] = ()
+    """The files of one job."""
+
+    world: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """How many ranks there are, where no file says it."""
+
+    per_host: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Ranks on one host."""
+
+    sequence: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens of a sequence, where no file says it."""
+
+    define: Pairs = ()
+    """A variable of the shell that a script takes from its environment; may be given several times."""
+
+    set: Pairs = ()
+    """A field of onecard.Plan or onecard.Transformer, which counts more than the files; may be given several times."""
+
+    verbose: bool = False
+    """Each setting with its meaning, and each that was ignored."""
+
+    json: bool = False
+    """The result as JSON."""
+
+    to: Annotated[
+        Literal["megatron", "deepspeed", "torchtitan", "fsdp"] | None, tyro.conf.arg(help_behavior_hint="")
+    ] = None
+    """Write the plan as a file of another library, on standard output."""
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """The model's sizes: a Hugging Face config.json, or a onecard.Transformer as JSON."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audits, or writes, what is named on the command line, and returns the exit status."""
+    options = tyro.cli(
+        Options, args=sys.argv[1:] if argv is None else list(argv), prog="onecard audit", use_underscores=False
+    )
+    try:
+        return _run(options)
+    except PlanError as error:
+        print(f"onecard: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+
+
+def _run(options: Options) -> int:
+    if not options.files:
+        raise PlanError("audit: name a file, such as: onecard audit train.sh")
+    given = given_of(options)
+    files = [*options.files, *([options.model] if options.model is not None else [])]
+    if options.to is not None:
+        return _write(options, files, given)
+    audit = read(files, given)
+    if options.json:
+        print(json.dumps(as_json(audit), indent=2))
+    else:
+        console().print(page(audit, options.verbose))
+    return 1 if audit.mistakes else 0
+
+
+def console() -> Console:
+    """The terminal; where there is none, lines as long as they have to be."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=max(made.width, 130))
+
+
+def given_of(options: Options) -> Given:
+    """What the command line says beside the files."""
+    for name in ("world", "per_host", "sequence"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 2**40:
+            raise PlanError(f"--{name.replace('_', '-')} is {value}; want a number of ranks, 1 or more")
+    change = {name: _typed(name, value) for name, value in _pairs("set", options.set).items()}
+    return Given(options.world, options.per_host, options.sequence, _pairs("define", options.define), change)
+
+
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    made = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise PlanError(f"--{option} {text!r}: want NAME=VALUE, such as --{option} {_EXAMPLES[option]}")
+        made[name] = value
+    return made
+
+
+_EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16"}
+
+
+def _fields() -> Mapping[str, Any]:
+    return get_type_hints(Transformer) | get_type_hints(Plan)
+
+
+def _typed(name: str, value: str) -> Any:
+    """A value of the command line as the field wants it; what is wrong with it the field says itself."""
+    kinds = _fields()
+    if name not in kinds:
+        raise PlanError(f"--set {name}={value}: there is no field {name!r}; there are {', '.join(sorted(kinds))}")
+    kind = kinds[name]
+    if kind is int and value.lstrip("-").isdecimal() and len(value) < 20:
+        return int(value)
+    if kind is bool and value.lower() in ("true", "false", "yes", "no"):
+        return value.lower() in ("true", "yes")
+    if kind is float:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if name == "stages":
+        return tuple(int(n) for n in value.split(",") if n.strip().isdecimal() and len(n) < 9)
+    return value
+
+
+def _write(options: Options, files: Sequence[Path], given: Given) -> int:
+    """The file on standard output, what it cannot say on standard error."""
+    model = _model(options)
+    kinds = {path: kind_of(path)[0] for path in files if path != options.model}
+    if not options.set and set(kinds.values()) == {"plan"} and len(kinds) == 1:
+        plan, source = Plan.load(next(iter(kinds))), None
+    else:
+        source = read(files, given)
+        plan, model = source.plan, source.transformer or model
+    made = write(str(options.to), plan, model)
+    sys.stdout.write(made.text)
+    for words in made.cannot.values():
+        print(f"onecard: {words}", file=sys.stderr)
+    _say_mistakes(source)
+    return 0
+
+
+def _say_mistakes(source: Audit | None) -> None:
+    for found in source.mistakes if source is not None else ():
+        print(f"onecard: {LIBRARIES[source.library]}: {found}" if source else "", file=sys.stderr)
+
+
+def _model(options: Options) -> Transformer | None:
+    if options.model is None:
+        return None
+    kind, found = kind_of(options.model)
+    if kind != "model" or found is None:
+        raise PlanError(f"{options.model}: says no model's sizes; name a Hugging Face config.json")
+    if found.value.get("onecard") == "Transformer":
+        return Transformer.from_json(options.model)
+    return Transformer(**sizes_of(found, options.sequence or 0))

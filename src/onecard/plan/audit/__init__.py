@@ -1,0 +1,1 @@
+"""What other libraries' files say of a job: read, judged, and written."""

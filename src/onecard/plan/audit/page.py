@@ -1,0 +1,141 @@
+"""An audit as a page for the terminal, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from onecard.plan.audit.audit import Audit
+from onecard.plan.audit.megatron import NO_EFFECT
+from onecard.plan.fit import Finding
+
+_TITLES = {"mistake": ("mistakes", "bold red"), "cost": ("costs", "bold yellow"), "idle": ("without effect", "bold")}
+LIBRARIES = {
+    "megatron": "Megatron-LM", "deepspeed": "DeepSpeed", "torchtitan": "torchtitan", "fsdp": "accelerate", "onecard": "onecard",
+}  # fmt: skip
+
+
+def page(audit: Audit, all_of_it: bool = False) -> RenderableType:
+    """What was understood, what is wrong, what costs.
+
+    Args:
+        all_of_it: also each setting with its meaning, and each that was ignored.
+    """
+    parts: list[RenderableType] = [Text(f"{LIBRARIES[audit.library]}: {', '.join(audit.files)}", "bold"), Text("")]
+    if audit.transformer is not None:
+        parts += [Text(_model(audit)), Text("")]
+    parts += [Text(str(audit.plan)), Text("")]
+    for kind in ("mistake", "cost", "idle"):
+        found = [finding for finding in audit.findings if finding.kind == kind]
+        if found:
+            parts += [Text(_TITLES[kind][0], _TITLES[kind][1]), _findings(found), Text("")]
+    if not audit.findings:
+        parts += [Text("no mistakes found", "bold green"), Text("")]
+    assumed = [u for u in audit.understood if not u.where]
+    if assumed:
+        parts += [Text("assumed", "bold"), _rows([(u.name, f"{u.value}: {u.means}") for u in assumed]), Text("")]
+    if all_of_it:
+        said = [(_short(u.where), f"{u.name} {u.value}".rstrip(), u.means) for u in audit.understood if u.where]
+        parts += [Text("understood", "bold"), _rows(said), Text("")]
+        ignored = [(_short(i.where), i.name + (f" (did you mean {i.near}?)" if i.near else "")) for i in audit.ignored]
+        parts += [Text("ignored", "bold"), _rows(ignored or [("nothing", "")])]
+    else:
+        parts += [_ignored(audit)]
+    return Group(*parts)
+
+
+def _model(audit: Audit) -> str:
+    model = audit.transformer
+    assert model is not None  # the caller has looked
+    heads = f"{model.heads} heads" + (f" ({model.key_heads} key heads)" if model.key_heads != model.heads else "")
+    mlp = (
+        f"{model.experts} experts of {model.expert_ffn}"
+        if model.experts
+        else f"MLP {model.inner:,}" + " gated" * model.gated
+    )
+    return (
+        f"Model of {_billions(model.parameters)} parameters: {model.layers} blocks, {model.hidden:,} features, {heads}, {mlp},\n"
+        f"  {model.vocab:,} rows of the vocabulary{', tied' * model.tied}, sequences of {model.sequence:,} tokens"
+    )
+
+
+def _billions(count: int) -> str:
+    """A count as people say it.
+
+    Example:
+        >>> _billions(8_030_261_248), _billions(124_439_808), _billions(7)
+        ('8.03 billion', '124.4 million', '7')
+    """
+    if count >= 10**9:
+        return f"{count / 1e9:.4g} billion"
+    return f"{count / 1e6:.4g} million" if count >= 10**6 else f"{count:,}"
+
+
+def _findings(found: list[Finding]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for finding in found:
+        text = Text(f"{finding.where}: " if finding.where else "", "dim")
+        text.append(finding.what, "none")
+        if finding.change:
+            text.append("\n→ ", "none").append(finding.change, "green")
+        table.add_row("", text)
+    return table
+
+
+def _rows(rows: list[Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=0)
+    for _ in rows[0] if rows else ():
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row("", *(Text(cell) for cell in row))
+    return table
+
+
+def _short(where: str) -> str:
+    """A place without the folders of its file."""
+    return where.rpartition("/")[2]
+
+
+def _ignored(audit: Audit) -> RenderableType:
+    """In few lines: those that may be misspelt, those that may matter, and how many have nothing to do with it."""
+    parts: list[RenderableType] = []
+    near = [i for i in audit.ignored if i.near]
+    if near:
+        parts += [
+            Text("not known", "bold"),
+            _rows([(_short(i.where), f"{i.name}: did you mean {i.near}?") for i in near]),
+            Text(""),
+        ]
+    others = [i.name for i in audit.ignored if not i.near]
+    plain = [name for name in others if not name.startswith(NO_EFFECT)]
+    if others:
+        count = f"{len(others)} settings" if len(others) > 1 else "a setting"
+        count += ", not known here or without effect on time and memory"
+        text = Text("ignored ", "bold")
+        text.append(f"{count}: ", "none").append(", ".join([*plain, *(n for n in others if n not in plain)]), "dim")
+        parts += [text]
+    said = sum(1 for u in audit.understood if u.where)
+    parts += [Text(f"understood {said} settings; --verbose shows each with its meaning" if said else "", "dim")]
+    return Group(*parts)
+
+
+def as_json(audit: Audit) -> dict[str, Any]:
+    """All of it, as ``json.dumps`` takes it."""
+    return {
+        "library": audit.library,
+        "files": list(audit.files),
+        "plan": asdict(audit.plan) | {"world": audit.plan.world, "batch": audit.plan.batch},
+        "transformer": asdict(audit.transformer) | {"parameters": audit.transformer.parameters}
+        if audit.transformer
+        else None,
+        "understood": [asdict(said) for said in audit.understood],
+        "ignored": [asdict(said) for said in audit.ignored],
+        "findings": [asdict(found) for found in audit.findings],
+    }
