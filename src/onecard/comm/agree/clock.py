@@ -33,6 +33,8 @@ class Progress:
 
 _progress: Kept[dict[frozenset[int], Progress]] = Kept(dict)
 _codes: dict[Any, int] = {}
+latest: Kept[Clock | None] = Kept(lambda: None)
+"""That of the last message that did not carry the number itself."""
 
 
 def mark(ranks: Iterable[int], text: str) -> None:
@@ -81,7 +83,9 @@ class Clock:
         if self.carried:
             self.group.stamp = (chain ^ chain >> 24) & 0xFFFFFFFF
             self.site.count += 1
-        elif self.site.tick() and not check.on:
+            return
+        latest.here = self
+        if self.site.tick() and not check.on:
             self._compare()
 
     def _compare(self) -> None:
@@ -104,22 +108,37 @@ class Clock:
     def _done(self) -> str:
         return "".join(f"; {p.text}" for ranks, p in _progress.here.items() if self.ranks <= ranks)
 
-    def sides(self) -> str:
-        """What each rank was about to send, once it is known that they are out of step; "" where they do not say it."""
-        me, begin = world.get_rank(), time.monotonic()
-        key = f"sides/{self.site.label}/{self.site.count}"
-        found: dict[int, str] = {}
+    def tell(self, line: str) -> str:
+        """Leave for the others what this rank was about to send; the same in words."""
+        chain, name, serving = self.last[-1]
+        words = f"message {self.site.count}, {_message(name, serving)}, at {line}{self._done()}"
+        with suppress(RuntimeError, ValueError, dist.DistError):
+            attempt.store().set(f"{self._sides()}/{world.get_rank()}", f"{chain:x}{FIELD}{words}")
+        return words
+
+    def _sides(self) -> str:
+        return f"sides/{self.site.label}/{self.site.count}"
+
+    def sides(self, apart: bool, patience: float = PATIENCE) -> str:
+        """What each rank was about to send, if they are out of step; "" where they are not, or do not say it.
+
+        Args:
+            apart: it is known that they are.
+            patience: seconds to wait for the others' words.
+        """
+        begin, found = time.monotonic(), dict[int, list[str]]()
+        self.tell(record.user_line())
         with suppress(RuntimeError, ValueError, dist.DistError):
             store = attempt.store()
-            _, name, serving = self.last[-1]
-            words = f"message {self.site.count}, {_message(name, serving)}, at {record.user_line()}{self._done()}"
-            store.set(f"{key}/{me}", words)
-            while len(found) < len(self.ranks) and time.monotonic() - begin < PATIENCE:
+            while True:
                 for rank in self.ranks - set(found):
-                    if store.check([f"{key}/{rank}"]):
-                        found[rank] = store.get(f"{key}/{rank}").decode()
+                    if store.check([f"{self._sides()}/{rank}"]):
+                        found[rank] = store.get(f"{self._sides()}/{rank}").decode().split(FIELD)
+                if len(found) == len(self.ranks) or time.monotonic() - begin >= patience:
+                    break
                 time.sleep(0.005)
-        return out_of_step(found) if len(found) > 1 else ""
+        differ = apart or len({chain for chain, _ in found.values()}) > 1
+        return out_of_step({rank: words for rank, (_, words) in found.items()}) if differ and len(found) > 1 else ""
 
 
 def _message(name: str, serving: tuple[str, str, tuple[int, ...]]) -> str:

@@ -52,9 +52,9 @@ serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
 """What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
 
 
-def user_line() -> str:
-    """The innermost line on the stack that is neither onecard's nor PyTorch's."""
-    frame: FrameType | None = sys._getframe(1)
+def user_line(inner: FrameType | None = None) -> str:
+    """The innermost line on the stack, or from a frame on, that is neither onecard's nor PyTorch's."""
+    frame: FrameType | None = inner or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_USERS):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecard._torch import names as _torch
-from onecard.comm.agree import check, sparse_check
+from onecard.comm.agree import check, ended, sparse_check
 from onecard.comm.agree.clock import Clock
 from onecard.comm.base import attempt
 from onecard.comm.base.state import REAL, Kept, home
@@ -74,7 +74,9 @@ _clocks: Kept[dict[tuple[int, ...], Clock | None]] = Kept(dict)
 def _clock(ranks: tuple[int, ...]) -> Clock | None:
     if ranks not in _clocks.here:
         made = _process_group(ranks)
-        _clocks.here[ranks] = Clock(ranks, made) if sparse_check.on.here and made is not None else None
+        _clocks.here[ranks] = found = Clock(ranks, made) if sparse_check.on.here and made is not None else None
+        if found is not None and not found.carried:
+            ended.watch()
     return _clocks.here[ranks]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard._torch.names import AllgatherOptions
 from onecard.comm.agree import check, sparse_check
+from onecard.comm.agree.clock import PATIENCE
 from onecard.comm.base import flight
 from onecard.comm.base import record as told
 from onecard.comm.issue import trace
@@ -181,8 +182,11 @@ def _explain(fault: CommunicationError, group: Group) -> None:
     """Add what is known of the other ranks: what they were about to send, or why one has stopped."""
     if check.on:
         return
-    apart = group.clock is not None and MISMATCH in str(fault)
-    found = group.clock.sides() if apart and group.clock is not None else sparse_check.stopped()
+    clock, apart, found = group.clock, MISMATCH in str(fault), ""
+    if clock is not None and (apart or not clock.carried):
+        found = clock.sides(apart, PATIENCE if "Gone: " not in str(fault) else 0.0)
+    if not found and not apart:
+        found = sparse_check.stopped()
     if found and found not in str(fault):
         fault.add_note(found)
     elif not found:

@@ -16,8 +16,8 @@ from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.train.shard import held
 
 _CURE = (
-    "Each rank must do the same to its copy. What torch.autograd.grad gives is of this rank's data: assign it to p.grad and read "
-    "it there. Random numbers: seed all ranks alike"
+    "Each rank must do the same to its copy. p.grad, and what torch.autograd.grad gives for a parameter, are of all ranks' data; "
+    "other tensors are of this rank's. Random numbers: seed all ranks alike"
 )
 
 
