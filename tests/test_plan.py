@@ -133,6 +133,7 @@ def test_every_field_is_written_told_apart_and_described() -> None:
         "zero": 1,
         "replicas": 2, "recompute": "full", "recompute_blocks": 1, "parameters": "float16", "gradients": "float16",
         "states": "bfloat16", "compute": "float16", "master": False, "offload": True, "compiled": True, "overlap": False,
+        "overlap_tp": True, "overlap_pp": False, "partial_sends": True,
     }  # fmt: skip
     assert [*other] == [field.name for field in fields(Plan)]
     told = Plan().diff(Plan(**other))

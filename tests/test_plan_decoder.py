@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ LLAMA = Transformer(
     layers=2, hidden=16, heads=4, kv_heads=2, head_dim=6, ffn=24, gated=True, norm="rms", positions="rotary", bias=False,
     vocab=24, sequence=8,
 )  # fmt: skip
+OTHERS = replace(LLAMA, qkv_bias=True, qk_norm=True, embedding_norm=True, positions="learned", rows=11)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -41,12 +43,13 @@ def one_card(sizes: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
     model = seeded(build, sizes, plan())
     loss = model(*batch())
     loss.backward()
+    assert sum(p.numel() for p in model.parameters()) == sizes.parameters
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def ways() -> list[str]:
     found = []
-    for sizes in (GPT, LLAMA):
+    for sizes in (GPT, LLAMA, OTHERS):
         expected, gradients = one_card(sizes)
         for again, parallel in product(("none", "selective", "full"), (False, True)):
             begin(mp=2)
@@ -65,7 +68,7 @@ def ways() -> list[str]:
 
 
 def test_losses_and_gradients_are_one_cards() -> None:
-    assert run_ranks(ways, 2)[0] == [f"{a} {p}" for a in ("none", "selective", "full") for p in (False, True)] * 2
+    assert run_ranks(ways, 2)[0] == [f"{a} {p}" for a in ("none", "selective", "full") for p in (False, True)] * 3
 
 
 def cut_in_time() -> float:
@@ -133,7 +136,9 @@ def test_flash_attention_keeps_no_scores() -> None:
     [
         (lambda: build(GPT, Plan(tp=2)), "the plan has tp=2, cp=1"),
         (
-            lambda: build(Transformer(layers=1, hidden=8, heads=2, vocab=8, sequence=4, experts=4), Plan()),
+            lambda: build(
+                Transformer(layers=1, hidden=8, heads=2, vocab=8, sequence=4, experts=4, top_k=1, expert_ffn=8), Plan()
+            ),
             "of 4 experts",
         ),
     ],

@@ -12,6 +12,7 @@ import torch
 
 from onecard.errors import LayoutError, OnecardError
 from onecard.machine.cost import Curve, Link, Machine
+from onecard.machine.kernels import Kernels
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.place.parts import Axes, Dim, Part, is_merged
@@ -217,7 +218,25 @@ def _read_machine(data: dict[str, Any], where: str) -> Machine:
     for key, read in (("dtypes", _positive), ("links", _read_link), ("curves", _read_curve)):
         _want(isinstance(given[key], dict), f"{where}{key}", "an object", given[key])
         given[key] = {name: read(value, f"{where}{key}.{name}") for name, value in given[key].items()}
+    given["kernels"] = _read_kernels(data["kernels"], f"{where}kernels")
     return Machine(**given)
+
+
+def _read_kernels(data: Any, where: str) -> Kernels | None:
+    if data is None:
+        return None
+    names = {f.name for f in fields(Kernels)}
+    _want(isinstance(data, dict) and data.keys() == names, where, f"null, or an object of {sorted(names)}", data)
+    given = dict(data)
+    for field in fields(Kernels):
+        value, at = data[field.name], f"{where}.{field.name}"
+        if field.type == "Shares":
+            _want(isinstance(value, dict) and bool(value), at, "an object of shares", value)
+            given[field.name] = {str(name): _positive(share, f"{at}.{name}") for name, share in value.items()}
+        elif field.type in ("float", "int"):
+            good = type(value) in (int, float) and 0 <= value < float("inf")
+            _want(good and (field.type == "float" or type(value) is int), at, "a number of at least zero", value)
+    return Kernels(**given)
 
 
 def _positive(value: Any, where: str) -> float:

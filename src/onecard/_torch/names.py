@@ -179,6 +179,22 @@ def beneath(mode: TorchDispatchMode) -> Iterator[None]:
             _push_mode(other)  # type: ignore[misc]
 
 
+# Modes by which a policy of recompute keeps results. In their place: none, so that any mode may be one.
+_modes: Callable[[], list[Any]] | None = _take("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", None)
+_keeping: tuple[Any, Any] = (
+    _take("torch.utils.checkpoint:_CachingTorchDispatchMode", None),
+    _take("torch.utils.checkpoint:_CachedTorchDispatchMode", None),
+)
+
+
+def keeps_results() -> bool:
+    """Whether a policy of recompute may keep what operators give now."""
+    if not modes_on():
+        return False
+    known = tuple(kind for kind in _keeping if kind is not None)
+    return _modes is None or len(known) < 2 or any(isinstance(mode, known) for mode in _modes())
+
+
 def count_writes(func: OpOverload, args: Any) -> None:
     """Count for autograd what an operator on lists has written: under a mode its kernels do not (wrong gradients of views)."""
     written = func._schema.arguments and func._schema.arguments[0].alias_info

@@ -10,9 +10,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from onecard.errors import CostError
+from onecard.machine.kernels import Kernels
 from onecard.place.mesh import ProcessMesh
 
 Curve = tuple[tuple[float, float], ...]
@@ -55,6 +57,7 @@ class Machine:
             is waited for at the messages.
         per_host: ranks on one host, counted from rank 0; 0 if all are. A mesh axis that crosses hosts goes at ``between_hosts``.
         links: by the name of a mesh axis, where it is told; else the two above.
+        kernels: how near kernels come to these peaks (``Machine.preset("A100")``); None: they are reached.
         curves: measured seconds by size, for families of operators and kinds of messages (``graph/families.py``); where there is
             one, it counts, else the numbers above.
         source: where the numbers are from.
@@ -85,10 +88,14 @@ class Machine:
     links: Mapping[str, Link] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     source: str = ""
+    kernels: Kernels | None = None
 
     @staticmethod
-    def preset(name: str) -> Machine:
-        """A machine by its data sheet: "A100", "H100", "H200"; what these give is what no program exceeds.
+    def preset(name: str, peak: bool = False) -> Machine:
+        """A machine by its data sheet, with what kernels reach of it: "A100", "H100", "H200".
+
+        Args:
+            peak: without the latter: the data sheet alone, which no program exceeds.
 
         Raises:
             CostError: no such machine.
@@ -98,7 +105,7 @@ class Machine:
                 f"there is no machine {name!r}; there are {', '.join(PRESETS)}. Of another one: onecard.Machine(flops=..., "
                 "memory=..., bandwidth=...), or, of this one, onecard.Machine.measure()"
             )
-        return PRESETS[name]
+        return PRESETS[name] if peak else _with_kernels(name)
 
     @staticmethod
     def measure(*recordings: Any) -> Machine:
@@ -119,15 +126,27 @@ class Machine:
         """The same machine with links for mesh axes, by their names."""
         return replace(self, links={**self.links, **links})
 
-    def link(self, mesh: ProcessMesh, axis: int) -> Link | None:
+    def link(self, mesh: ProcessMesh, axis: int, kind: str = "") -> Link | None:
         """What messages along a mesh axis go over; None where nothing is told of it."""
-        if not self.links and not self.per_host:
+        if not self.links and not self.per_host and self.kernels is None:
             return None
         named = self.links.get(mesh.dim_names[axis])
-        if named is not None or not self.per_host:
+        if named is not None or not (self.per_host or self.kernels):
             return named
-        host = mesh.mesh // self.per_host
-        return Link(self.latency, self.between_hosts) if (host.max(axis) != host.min(axis)).any() else None
+        host = mesh.mesh // self.per_host if self.per_host else mesh.mesh * 0
+        hosts = 1 + int(_changes(host, axis).max())
+        return self.line(kind, mesh.mesh.shape[axis], hosts)
+
+    def line(self, kind: str, count: int, hosts: int = 1) -> Link | None:
+        """What a collective of ``count`` ranks on so many hosts goes over; None where nothing is told of it.
+
+        A ring crosses each host's border once, and the ranks of it that share a host share their adapters.
+        """
+        together = 1 if kind == "all_to_all" else max(1, count // hosts)
+        far = min(self.bandwidth, together * self.between_hosts)
+        if self.kernels is None:
+            return Link(self.latency * (1 + hosts // 8), far) if hosts > 1 else None
+        return Link(*self.kernels.line(kind, self.bandwidth, far, count, hosts))
 
     def is_far(self, rank: int, other: int) -> bool:
         """Whether two ranks are on different hosts, as far as ``per_host`` tells them apart."""
@@ -141,11 +160,16 @@ class Machine:
             return link.seconds(sent)
         if kind in self.curves:
             return read(self.curves[kind], sent)
+        if self.kernels is not None:
+            (start, near_rate), (_, far_rate) = (
+                self.kernels.line("send", self.bandwidth, self.between_hosts, 2, hosts) for hosts in (1, 2)
+            )
+            return start + (sent - far) / near_rate + far / far_rate
         return self.latency + (sent - far) / self.bandwidth + far / self.between_hosts
 
     def copy(self, touched: float) -> float:
         """Seconds to read and write ``touched`` bytes on one rank."""
-        return touched / self.memory
+        return touched / self.memory if self.kernels is None else self.kernels.touch(self.memory, touched)
 
     def compute(self, touched: float, products: float, dtype: str = "") -> float:
         """Seconds of an operator that touches bytes and multiplies and adds ``products`` times."""
@@ -157,6 +181,11 @@ class Machine:
             f"{self.flops / 1e12:.4g} TFLOP/s, {self.memory / 1e9:.4g} GB/s{size}, {self.bandwidth / 1e9:.4g} GB/s sent"
         )
         return f"<Machine {self.name}: {rates}>"
+
+
+def _changes(host: Any, axis: int) -> Any:
+    """For each line along an axis, how often the next rank is on another host."""
+    return (host.take(range(1, host.shape[axis]), axis) != host.take(range(host.shape[axis] - 1), axis)).sum(axis)
 
 
 def sent(kind: str, given: int, ranks: int) -> int:
@@ -246,3 +275,10 @@ PRESETS = {
     ),
 }
 """Rates of a data sheet are peaks: a step takes longer than priced with them."""
+_KERNELS = {"A100": "a100", "H100": "h100", "H200": "h100"}
+
+
+@lru_cache(8)
+def _with_kernels(name: str) -> Machine:
+    kernels = Kernels.of(_KERNELS[name])
+    return replace(PRESETS[name], kernels=kernels, beside=kernels.beside)

@@ -59,11 +59,16 @@ class Decoder(nn.Module):
         super().__init__()
         mp, self.sep = _groups(sizes, plan)
         self.group, self.sequence_parallel, self.dropout = mp, plan.sequence_parallel and mp.size > 1, sizes.dropout
-        where: dict[str, Any] = {"device": device, "dtype": getattr(torch, plan.compute)}
+        # Products in float8 are of tensors in bfloat16, which are rounded for them.
+        dtype = torch.bfloat16 if plan.compute.startswith("float8") else getattr(torch, plan.compute)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         cut: dict[str, Any] = {"mp_group": mp, **where}
         embedding = sequence.VocabSequenceParallelEmbedding if self.sequence_parallel else VocabParallelEmbedding
         self.embedding = embedding(sizes.vocab, sizes.hidden, **cut)
-        self.positions = nn.Embedding(sizes.sequence, sizes.hidden, **where) if sizes.positions == "learned" else None
+        self.positions = (
+            nn.Embedding(sizes.rows or sizes.sequence, sizes.hidden, **where) if sizes.positions == "learned" else None
+        )
+        self.embedding_norm = NORMS[sizes.norm](sizes.hidden, eps=1e-5, **where) if sizes.embedding_norm else None
         width = sizes.head_dim or sizes.hidden // sizes.heads
         turns = rotary_turns(self._places(sizes.sequence, device), width) if sizes.positions == "rotary" else None
         self.register_buffer("turns", turns, persistent=False)
@@ -76,8 +81,9 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         self.loss = ParallelCrossEntropy(mp, num_classes=sizes.vocab)
         if self.sequence_parallel:
-            for p in (*self.norm.parameters(), *(self.positions.parameters() if self.positions else ())):
-                sequence.mark_as_sequence_parallel_parameter(p, mp)
+            for module in filter(None, (self.norm, self.positions, self.embedding_norm)):
+                for p in module.parameters():
+                    sequence.mark_as_sequence_parallel_parameter(p, mp)
 
     def _block(self, sizes: Transformer, width: int, again: Any, cut: dict[str, Any]) -> ParallelTransformerLayer:
         return ParallelTransformerLayer(
@@ -92,6 +98,8 @@ class Decoder(nn.Module):
             head_dim=width,
             norm=sizes.norm,
             bias=sizes.bias,
+            qkv_bias=sizes.qkv_bias,
+            qk_norm=sizes.qk_norm,
             gated=sizes.gated,
             attention=sizes.attention,
             sep_group=self.sep,
@@ -119,6 +127,8 @@ class Decoder(nn.Module):
             if self.sequence_parallel:
                 places = places.chunk(self.group.size)[self.group.index]
             x = x + self.positions(places)[:, None]
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         name = "local_seed" if self.sequence_parallel else "global_seed"
         known = name if name in get_rng_state_tracker().states else None
         return dropout(x, self.dropout, self.training, rng_name=known)

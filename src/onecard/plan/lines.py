@@ -41,7 +41,7 @@ class AxisLine:
     def seconds(self, kind: str, given: int, messages: int = 1) -> float:
         """Seconds of a collective in which each rank gives so many bytes, in so many messages of one size.
 
-        A ring crosses each host's border once, and the ranks of a line that share a host share their adapters.
+        Ranks of a line that share a host share their adapters (``Machine.line``).
         """
         if messages > 1:
             return messages * self.seconds(kind, -(-given // messages))
@@ -51,12 +51,11 @@ class AxisLine:
         named = self.machine.links.get(self.name)
         if named is not None:
             return named.seconds(nbytes)
-        if not self.is_far:
-            return self.machine.message(nbytes, kind=families.sent(_MEASURED.get(kind, kind), self.count))
-        together = max(1, self.per_host // self.stride)
-        rate = min(self.machine.bandwidth, together * self.machine.between_hosts)
-        hosts = ceil(self.count / together)
-        return self.machine.latency * (1 + hosts // 8) + nbytes / rate
+        together = max(1, self.per_host // self.stride) if self.is_far else self.count
+        link = self.machine.line(kind, self.count, ceil(self.count / together))
+        if link is not None:
+            return link.seconds(nbytes)
+        return self.machine.message(nbytes, kind=families.sent(_MEASURED.get(kind, kind), self.count))
 
     def send(self, nbytes: int) -> float:
         """Seconds in which one rank sends so many bytes to the next one."""

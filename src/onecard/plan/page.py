@@ -34,6 +34,9 @@ MEANS = {
     "offload": "states in the host's memory",
     "compiled": "kernels fused",
     "overlap": "messages along dp beside computation",
+    "overlap_tp": "messages along tp beside products",
+    "overlap_pp": "stages go on while they send",
+    "partial_sends": "what stages send, a part from each rank of tp",
 }
 _ZERO = ("nothing", "optimizer states", "optimizer states, gradients", "optimizer states, gradients, parameters")
 _AGAIN = {"none": "nothing", "selective": "the attention's core", "full": "whole blocks"}
@@ -91,7 +94,9 @@ def _within(plan: Any) -> str:
 def _pipeline(plan: Any) -> str:
     stages = (f"{plan.virtual} on each rank, " if plan.virtual > 1 else "") + f"{plan.pp * plan.virtual} stages"
     blocks = f" of {_runs(plan.stages)} blocks" if plan.stages else ", as equal as can be"
-    return f"{known(plan.schedule)}, {stages}{blocks}"
+    sends = "" if plan.overlap_pp else "; stages wait for what they send"
+    sends += "; each rank of tp sends a part" if plan.partial_sends and plan.tp > 1 else ""
+    return f"{known(plan.schedule)}, {stages}{blocks}{sends}"
 
 
 def _runs(numbers: tuple[int, ...]) -> str:
@@ -123,7 +128,8 @@ def _states(plan: Any) -> str:
 def _computes(plan: Any) -> str:
     fused = "kernels fused" if plan.compiled else "kernel by kernel"
     beside = "beside" if plan.overlap else "before and after"
-    return f"in {plan.compute}, {fused}; messages along dp run {beside} computation"
+    started = "; along tp, too" if plan.overlap_tp and plan.tp > 1 else ""
+    return f"in {plan.compute}, {fused}; messages along dp run {beside} computation{started}"
 
 
 def difference(plan: Any, other: Any) -> tuple[str, ...]:

@@ -50,7 +50,9 @@ class Plan:
         master: whether the optimizer keeps parameters in float32 beside those.
         offload: whether the optimizer's states lie in the host's memory.
         compiled: whether neighbouring pointwise operators run as one kernel.
-        overlap: whether messages along dp run beside computation.
+        overlap: whether messages along dp run beside computation; overlap_tp: and those along tp beside products, as
+            fleet's layers and Megatron-LM's start them on GPUs; overlap_pp: whether a stage goes on while it sends and is sent.
+        partial_sends: whether tp's ranks, which have the same to send to the next stage, send a part each, which is joined there.
 
     A schedule's name is kept as it stands in ``onecard.pipeline.modes.MODES``; 1F1B with several stages on each rank is VPP.
     Parameters in float32 have no copy in float32: master is False then.
@@ -101,12 +103,17 @@ class Plan:
     offload: bool = False
     compiled: bool = False
     overlap: bool = True
+    overlap_tp: bool = False
+    overlap_pp: bool = True
+    partial_sends: bool = False
 
     def __post_init__(self) -> None:
         want = Fields(self)
         want.whole("dp", "tp", "cp", "pp", "ep", "virtual", "microbatch", "microbatches", "replicas")
         want.whole("per_host", "recompute_blocks", least=0)
-        want.yes_or_no("sequence_parallel", "master", "offload", "compiled", "overlap")
+        want.yes_or_no(
+            "sequence_parallel", "master", "offload", "compiled", "overlap", "overlap_tp", "overlap_pp", "partial_sends"
+        )
         want.one_of("zero", (0, 1, 2, 3))
         want.one_of("recompute", ("none", "selective", "full"))
         want.one_of("parameters", DTYPES)

@@ -52,7 +52,7 @@ def price(
         >>> abs(sum(found.terms.values()) - found.seconds) < 1e-9
         True
     """
-    machine = replace_hosts(machine, plan.per_host)
+    machine = _changed(machine, per_host=plan.per_host)
     model_costs = recorded(model, plan, batch, loss)
     pieces = model_costs.costs(machine)
     other = pieces
@@ -62,35 +62,50 @@ def price(
     stages = stages_of(pieces, other, plan)
     times = [stage_time(stage, state) for stage in stages]
     schedule = schedule_named(plan.schedule, plan.pp, plan.virtual)(plan.microbatches)
-    line = AxisLine("pp", machine, plan.pp, plan.tp * plan.cp * plan.dp, plan.per_host)
-    message = max((line.send(stage.output) for stage in stages[:-1]), default=0.0)
-    timeline = _timeline(schedule, times, message)
+    message = max((_to_the_next(stage.output, state) for stage in stages[:-1]), default=0.0)
+    timeline = _timeline(schedule, times, message, plan.overlap_pp)
     ranks = [_rank(place, schedule, stages, times, timeline, state) for place in range(plan.pp)]
-    without = _timeline(schedule, times, 0.0).makespan if message else timeline.makespan
+    without = _timeline(schedule, times, 0.0, True).makespan if message else timeline.makespan
     return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, model_costs.tokens)
 
 
-_hosts: dict[tuple[int, int], tuple[Machine, Machine]] = {}
-"""Machines with the hosts of a plan: the same object for the same machine, as prices are kept by it."""
+def _to_the_next(nbytes: int, state: TrainingState) -> float:
+    """Seconds in which a stage's result is sent to the next one, and joined there if it was sent in parts."""
+    plan, machine = state.plan, state.machine
+    part = state.sent_on(nbytes)
+    line = AxisLine("pp", machine, plan.pp, plan.tp * plan.cp * plan.dp, plan.per_host)
+    joined = AxisLine("tp", machine, plan.tp, 1, plan.per_host).seconds("all_gather", part) if part < nbytes else 0.0
+    return line.send(part) + joined
 
 
-def replace_hosts(machine: Machine, per_host: int) -> Machine:
-    """The machine with so many ranks on a host."""
-    if machine.per_host == per_host:
+_changes: dict[tuple[object, ...], tuple[Machine, Machine]] = {}
+"""Machines with what a plan changes of them: the same object for the same machine, as prices are kept by it."""
+
+
+def _changed(machine: Machine, **given: float) -> Machine:
+    """The machine with other fields."""
+    if all(getattr(machine, name) == value for name, value in given.items()):
         return machine
-    key = (id(machine), per_host)
-    if key not in _hosts:
-        if len(_hosts) >= 64:
-            _hosts.pop(next(iter(_hosts)))
-        _hosts[key] = machine, replace(machine, per_host=per_host)
-    return _hosts[key][1]
+    key = (id(machine), *given.items())
+    if key not in _changes:
+        if len(_changes) >= 64:
+            _changes.pop(next(iter(_changes)))
+        _changes[key] = machine, replace(machine, **given)  # type: ignore[arg-type]
+    return _changes[key][1]
 
 
-def _timeline(schedule: Schedule, times: Sequence[StageTime], message: float) -> Timeline:
+def _timeline(schedule: Schedule, times: Sequence[StageTime], message: float, overlap: bool) -> Timeline:
+    """``overlap``: a stage goes on while what it has made travels; else it waits until that is there."""
+    forward, back = ([0.0] * len(times) for _ in range(2))
+    if not overlap:
+        forward[:-1] = back[1:] = [message] * (len(times) - 1)
     return simulate(
         schedule,
         Times(
-            [t.forward for t in times], [t.backward_input for t in times], [t.backward_weight for t in times], message
+            [t.forward + more for t, more in zip(times, forward, strict=True)],
+            [t.backward_input + more for t, more in zip(times, back, strict=True)],
+            [t.backward_weight for t in times],
+            message if overlap else 0.0,
         ),
     )
 

@@ -154,9 +154,10 @@ class RankTime:
         last = plan.pp * plan.virtual - 1
         for number, stage in self.stages.items():
             if plan.pp > 1:
-                found["pp"] += plan.microbatches * (
-                    (stage.output if number < last else 0) + self.received.get(number, 0)
-                )
+                for nbytes in (stage.output if number < last else 0, self.received.get(number, 0)):
+                    part = self.state.sent_on(nbytes)
+                    found["pp"] += plan.microbatches * part
+                    found["tp"] += plan.microbatches * (plan.tp - 1) * part if part < nbytes else 0
         return {axis: nbytes for axis, nbytes in found.items() if nbytes}
 
     # -- terms -----------------------------------------------------------------------------------------------------------

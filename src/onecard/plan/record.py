@@ -29,6 +29,9 @@ from onecard.plan.placements import placements_of
 from onecard.plan.plan import Plan
 from onecard.plan.transformer import Transformer
 from onecard.static.api import record
+from onecard.static.passes.fused import fused
+from onecard.static.passes.overlap import overlapped
+from onecard.static.price.by_kernels import compute_in
 from onecard.tensor.convert import shard_tensor
 from onecard.train.layer import shard_layer
 
@@ -78,7 +81,8 @@ def _part(model: Model, plan: Plan) -> Plan:
     """The plan without what recordings do not depend on."""
     one = replace(
         plan, pp=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
-        states="float32", master=True, offload=False, overlap=True, recompute_blocks=0, per_host=8,
+        states="float32", master=True, offload=False, overlap=True, overlap_pp=True, partial_sends=False,
+        recompute_blocks=0, per_host=8,
     )  # fmt: skip
     return replace(one, dp=1) if _is_fleets(model, plan) else one
 
@@ -98,7 +102,7 @@ def _of_sizes(sizes: Transformer, plan: Plan) -> RecordedModel:
         _begin_fleet(plan)
         model = build(replace(sizes, layers=few), plan)
         tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
-        return RecordedModel(Pieces(_record(model, (tokens, tokens), None), folded), sizes.sequence)
+        return RecordedModel(Pieces(_record(model, (tokens, tokens), None, plan), folded), sizes.sequence)
 
 
 def _begin_fleet(plan: Plan) -> None:
@@ -134,7 +138,7 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
             _again(model, folded)
         tokens = next((t.shape[1] for t in parts if isinstance(t, Tensor) and _is_text(t)), 1)
         with _precision(plan):
-            return RecordedModel(Pieces(_record(model, rows, loss), folded), tokens)
+            return RecordedModel(Pieces(_record(model, rows, loss, plan), folded), tokens)
 
 
 def _refuse(plan: Plan) -> None:
@@ -149,11 +153,15 @@ def _refuse(plan: Plan) -> None:
         )
 
 
-def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None) -> Any:
+def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Plan) -> Any:
     def forward_and_backward(*given: Any) -> None:
         _number(loss(model, *given) if loss is not None else model(*given)).backward()
 
-    return record(forward_and_backward)(*batch)
+    recording = record(forward_and_backward)(*batch)
+    if plan.compute.startswith("float8"):
+        compute_in(recording.graph, plan.compute)
+    graph = overlapped(recording.graph) if plan.overlap_tp else recording.graph
+    return recording.with_graph(fused(graph) if plan.compiled else graph)
 
 
 def _number(result: Any) -> Tensor:
@@ -213,7 +221,7 @@ def _again(model: nn.Module, folded: Sequence[Folded]) -> None:
 
 
 def _precision(plan: Plan) -> Any:
-    if plan.compute == plan.parameters:
+    if plan.compute == plan.parameters or plan.compute.startswith("float8"):
         return nullcontext()
     return torch.autocast("cpu", dtype=getattr(torch, plan.compute))
 

@@ -77,6 +77,11 @@ class TrainingState:
         # What arrives, and what it is copied to; with overlap the next piece's, too.
         return (elements * (3 if self.plan.overlap else 2) + elements // self.shards) * size(self.plan.compute)
 
+    def sent_on(self, nbytes: int) -> int:
+        """What of a stage's result a rank sends to the next stage: a part, if tp's ranks share it (``plan.partial_sends``)."""
+        parts = self.plan.partial_sends and not self.plan.sequence_parallel
+        return -(-nbytes // self.plan.tp) if parts else nbytes
+
     # -- messages --------------------------------------------------------------------------------------------------------
 
     def gradient_messages(self, piece: PieceCost) -> Iterator[tuple[str, AxisLine, int]]:
@@ -129,13 +134,25 @@ class TrainingState:
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
     def update(self, piece: PieceCost) -> float:
-        """Seconds of Adam's update: each element's gradient is read, parameter, moments and master are read and written."""
-        own, moment = size(self.plan.parameters), size(self.plan.states)
-        each = size(self.plan.gradients) + 4 * moment + (8 + own if self.plan.master else 2 * own)
+        """Seconds of Adam's update."""
+        each = self._touched()
         share = self.shards if self.plan.zero else 1
         if "adamw" in self.machine.curves:
             return sum(read(self.machine.curves["adamw"], n * each / share) for n in piece.tensors)
         return self.machine.copy(piece.parameters * each / share)
+
+    def _touched(self) -> int:
+        """Bytes that an update reads and writes for an element: its gradient, the parameter, two moments.
+
+        With a float32 copy of the parameters as in Megatron-LM and Apex: the gradient becomes float32 first, is looked at and
+        scaled back (unless both are bfloat16 or float32), its norm is taken and clipped; at the end the copy is rounded.
+        """
+        own, moment, gradient = size(self.plan.parameters), size(self.plan.states), size(self.plan.gradients)
+        if not self.plan.master:
+            return gradient + 2 * (own + 2 * moment)
+        to_wide = gradient + 4 if gradient < 4 else 0
+        back = 8 if self.plan.parameters == "float16" else 0
+        return to_wide + back + (4 + 8) + (4 + 2 * (4 + 2 * moment)) + (4 + own)
 
     def accumulate(self, piece: PieceCost) -> float:
         """Seconds in which a microbatch's gradients are added to those before: one is read, the sum is read and written."""

@@ -265,7 +265,7 @@ class _Row(Function):
         y = F.linear(x, weight, bias if group.index == 0 else None)
         if seq_dim is None:
             # Not in place where a policy of recompute may have kept y: it would be summed again.
-            return plain.all_reduce(y, group, inplace=not _torch.modes_on(), call=name)
+            return plain.all_reduce(y, group, inplace=not _torch.keeps_results(), call=name)
         return plain.reduce_scatter(y, group, seq_dim, call=name)
 
     @staticmethod

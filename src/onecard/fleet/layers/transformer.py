@@ -36,7 +36,8 @@ class ParallelTransformerLayer(nn.Module):
             "full": all of the layer is.
         mp_group: the ranks that share it; those along mp if left out.
         head_dim: of one head; hidden / n_heads if left out.
-        norm: "layer" or "rms"; bias: whether linear layers have one; gated: SwiGLU, silu(gate) * up, instead of GELU.
+        norm: "layer" or "rms"; bias: whether linear layers have one; qkv_bias: queries, keys and values in any case;
+            qk_norm: norms of queries and keys, head by head; gated: SwiGLU, silu(gate) * up, instead of GELU.
         attention: "scores" makes products, softmax and dropout one by one; "flash" is torch's one kernel, which keeps no scores.
         sep_group: ranks among which the time of the whole sequence is cut (``fleet.context.cut``): flash attention is then
             ``ring_attention``.
@@ -62,6 +63,8 @@ class ParallelTransformerLayer(nn.Module):
         head_dim: int | None = None,
         norm: Literal["layer", "rms"] = "layer",
         bias: bool = True,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
         gated: bool = False,
         attention: Attention = "scores",
         sep_group: Ranks | None = None,
@@ -103,7 +106,10 @@ class ParallelTransformerLayer(nn.Module):
         qkv, column, merged, row = kinds
         units = 4 * hidden if ffn is None else ffn
         self.norm1 = NORMS[norm](hidden, eps=1e-5, device=device, dtype=dtype)
-        self.qkv = qkv(hidden, self.head_dim, n_heads, n_kv_heads, has_bias=bias, **where)
+        self.qkv = qkv(hidden, self.head_dim, n_heads, n_kv_heads, has_bias=bias or qkv_bias, **where)
+        self.q_norm, self.k_norm = (
+            NORMS[norm](self.head_dim, eps=1e-5, device=device, dtype=dtype) if qk_norm else None for _ in range(2)
+        )
         self.proj = row(
             n_heads * self.head_dim, hidden, has_bias=bias, input_is_parallel=True, unit=self.head_dim, **where
         )
@@ -113,10 +119,11 @@ class ParallelTransformerLayer(nn.Module):
         else:
             self.fc1 = column(hidden, units, has_bias=bias, gather_output=False, **where)
         self.fc2 = row(units, hidden, has_bias=bias, input_is_parallel=True, **where)
-        if sequence_parallel:
-            for module in (self.norm1, self.norm2):
-                for parameter in module.parameters():
-                    sequence.mark_as_sequence_parallel_parameter(parameter, group)
+        # Norms of heads see this rank's heads, those between the cut layers its part of the sequence.
+        seen = ([self.norm1, self.norm2] if sequence_parallel else []) + ([self.q_norm, self.k_norm] if qk_norm else [])
+        for module in seen:
+            for parameter in module.parameters():
+                sequence.mark_as_sequence_parallel_parameter(parameter, group)
 
     def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
         """x, and what attention and MLP add to it.
@@ -139,6 +146,8 @@ class ParallelTransformerLayer(nn.Module):
 
     def _attention(self, x: Tensor, turns: Tensor | None) -> Tensor:
         q, k, v = self.qkv.split(self.qkv(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
             q, k = rotated(q, turns), rotated(k, turns)
         core = self._flash if self.attention == "flash" else self._core

@@ -6,6 +6,8 @@ can be computed again themselves. The same operators on the same numbers, once m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from onecard._torch.names import OpOverload
@@ -16,23 +18,24 @@ from onecard.static.step.order import only_names
 from onecard.static.step.writes import written_by
 
 
-def recomputed(graph: fx.Graph, most: int | None = None) -> fx.Graph:
+def recomputed(graph: fx.Graph, most: int | None = None, again: Callable[[fx.Node], bool] | None = None) -> fx.Graph:
     """Backward takes copies of cheap forward nodes, made where it needs the first of their results.
 
     Args:
         most: only so many of them, those with the largest results. Whatever is left out is kept, so any choice is right.
+        again: which forward nodes may be computed again; those that cost next to nothing if left out.
     """
-    again = dict.fromkeys(_again(graph))
+    chosen = dict.fromkeys(_again(graph, again or _cheap))
     if most is not None:
-        again = dict.fromkeys(
-            sorted(again, key=lambda n: -size_of(n))[:most]
+        chosen = dict.fromkeys(
+            sorted(chosen, key=lambda n: -size_of(n))[:most]
         )  # of equal size the first ones, on every rank
-    if not again:
+    if not chosen:
         return graph
     made, names, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 
     def late(n: fx.Node) -> fx.Node:
-        if n not in again:
+        if n not in chosen:
             return names[n]
         if n not in copies:
             for operand in n.all_input_nodes:
@@ -52,10 +55,10 @@ def _is_late(node: fx.Node) -> bool:
 
 def candidates(graph: fx.Graph) -> int:
     """How many nodes could be computed again."""
-    return len(_again(graph))
+    return len(_again(graph, _cheap))
 
 
-def _again(graph: fx.Graph) -> list[fx.Node]:
+def _again(graph: fx.Graph, may: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The nodes to compute again, in their order."""
     memory = Memory(graph, apart=True)
     there: set[fx.Node] = set()  # can be had in backward
@@ -68,7 +71,7 @@ def _again(graph: fx.Graph) -> list[fx.Node]:
                 there.add(node)
         elif node.op != "call_function" or _is_late(node) or not still:
             continue
-        elif _cheap(node) and not operands:
+        elif may(node) and not operands:
             cheap.add(node)
             there.add(node)
         elif any(map(_is_late, node.users)):

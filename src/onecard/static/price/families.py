@@ -12,6 +12,7 @@ from onecard._torch.names import OpOverload
 from onecard.machine.cost import Curve, read
 from onecard.static.price import convolutions
 from onecard.static.price.live import is_name, size_of
+from onecard.static.step.nodes import kernel
 
 _MEMBERS = {
     "softmax": "_softmax _safe_softmax logsumexp",
@@ -49,6 +50,8 @@ def seconds(node: fx.Node, curves: Mapping[str, Curve], products: int, touched: 
     exact = curves.get(f"={signature(node)}")
     if exact is not None:
         return exact[0][1]
+    if node.target is kernel:
+        return read(curves["pointwise"], touched) if "pointwise" in curves else None
     if not isinstance(node.target, OpOverload):  # numbers
         return read(curves["number"], 1) if "number" in curves else None
     if is_name(node):
@@ -121,7 +124,7 @@ def _product(node: fx.Node, curves: Mapping[str, Curve], products: int) -> float
         kind = "convolution backward" if call.wanted else "convolution"
         known = {n: curves[f"{kind} {n}"] for n in convolutions.CHANNELS if f"{kind} {n}" in curves}
         return _between(known, convolutions.channels(call), products)
-    parts = _sizes(node)
+    parts = sizes(node)
     if not parts:
         return None
     found = [_one(curves, *sizes) for sizes in parts]
@@ -152,7 +155,7 @@ def _within(curve: Curve, total: int) -> float:
     return curve[0][1] * total / curve[0][0] if total < curve[0][0] else read(curve, total)
 
 
-def _sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
+def sizes(node: fx.Node) -> list[tuple[int, int, int, int]]:
     """Rows, inner, columns and batch of each product that an operator makes."""
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     if name == "linear":
@@ -188,7 +191,9 @@ def signature(node: fx.Node) -> str:
 
 
 def dtype_of(node: fx.Node) -> str:
-    """The dtype in which an operator computes: of its first tensor."""
+    """The dtype in which an operator computes: of its first tensor, if nobody has said otherwise."""
+    if "computes" in node.meta:
+        return str(node.meta["computes"])
     facts = next((n.meta["tensor"] for n in (*node.all_input_nodes, node) if "tensor" in n.meta), None)
     return "" if facts is None else str(facts[2]).removeprefix("torch.")
 

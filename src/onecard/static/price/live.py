@@ -29,7 +29,7 @@ class Live:
     def __init__(self, graph: fx.Graph) -> None:
         self._order = list(graph.nodes)
         self._at = {node: i for i, node in enumerate(self._order)}
-        self._blocks = _blocks(graph)
+        self._blocks = blocks_in(graph)
         given = {block for n in self._order if n.op == "placeholder" for block in self._blocks[n]}
         self.inputs = sum(map(_bytes, given))
         self._begin: dict[int, set[Block]] = {}
@@ -97,7 +97,7 @@ class Live:
         yield from sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
 
-def _blocks(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:
+def blocks_in(graph: fx.Graph) -> dict[fx.Node, frozenset[Block]]:
     """The memory that each node's result may lie in; of several results of one operator, each has its own."""
     found: dict[fx.Node, frozenset[Block]] = {}
     given = list(graph.find_nodes(op="placeholder"))

@@ -95,8 +95,9 @@ def seconds_of(node: fx.Node, machine: Machine) -> float:
         return machine.message(count, far, link)
     _, _, kind, _, line = node.args
     own = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
+    link = machine.link(line.mesh, line.axis, name_of(str(kind)))  # type: ignore[union-attr]
     kind = own if own in machine.curves else str(kind)
-    return machine.message(sent_by(node), link=machine.link(line.mesh, line.axis), kind=kind)  # type: ignore[union-attr]
+    return machine.message(sent_by(node), link=link, kind=kind)
 
 
 def _transfer_of(node: fx.Node) -> tuple[Any, Any, Any, Any]:

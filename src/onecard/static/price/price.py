@@ -17,7 +17,7 @@ from onecard.rules.call import Call
 from onecard.rules.estimate import work_of_call
 from onecard.rules.registry import find
 from onecard.rules.work import Work
-from onecard.static.price import families
+from onecard.static.price import by_kernels, families
 from onecard.static.price.live import Live, is_name, size_of
 from onecard.static.price.messages import (
     axis_of,
@@ -29,6 +29,7 @@ from onecard.static.price.messages import (
     sent_along,
     sent_by,
 )
+from onecard.static.step.nodes import kernel
 from onecard.static.step.step import Step
 
 
@@ -243,6 +244,8 @@ def called(node: fx.Node) -> str:
 
 def work(node: fx.Node) -> Work:
     """What an operator computes, and bytes that it reads and writes; nothing of what only names memory."""
+    if node.target is kernel:
+        return Work(0, node.meta["touched"])
     if not isinstance(node.target, OpOverload) or is_name(node):
         return Work(0, 0)
     call, given = _call(node)
@@ -283,9 +286,14 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def operator_seconds(node: fx.Node, machine: Machine, done: Work) -> float:
-    """Seconds of an operator: measured, if the machine has a curve for its family; else by the roofline."""
+    """Seconds of an operator: measured, if the machine has a curve for its family; else by what its kernels reach; else by the
+    roofline."""
     measured = families.seconds(node, machine.curves, int(done.macs), int(done.accessed)) if machine.curves else None
-    return measured if measured is not None else done.seconds(machine, families.dtype_of(node))
+    if measured is not None:
+        return measured
+    if machine.kernels is not None:
+        return by_kernels.seconds(node, machine, machine.kernels, done)
+    return done.seconds(machine, families.dtype_of(node))
 
 
 def _rehearsed(node: fx.Node) -> Any:
