@@ -305,7 +305,7 @@ def test_bad_input_ends_in_one_line(name: str, text: str, says: str, tmp_path, c
     with pytest.raises(PlanError) as error:
         read([tmp_path / name])
     assert says in str(error.value)
-    assert cli.main(["audit", str(tmp_path / name)]) == 2
+    assert cli.main(["audit", "--no-price", str(tmp_path / name)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err == f"onecard: {error.value}\n" and err.count("\n") == 1
 
@@ -332,7 +332,7 @@ def test_files_that_do_not_go_together(tmp_path) -> None:
     for names, says in (
         (("llama3_8b.toml", "fsdp.yaml"), "says how a job runs, and so does"),
         (("fsdp.yaml", "llama2_7b.json", "llama3_8b.json"), "says a model's sizes, and so does"),
-        (("gpt3_175b.sh", "llama2_7b.json"), "leave the other file out"),
+        (("gpt3_175b.sh", "llama2_7b.json"), "leave the other one out"),
     ):
         with pytest.raises(PlanError, match=says):
             audit(*names)
@@ -350,7 +350,7 @@ def test_a_name_that_is_nearly_one_that_is_known(tmp_path) -> None:
 
 
 def test_the_page(capsys) -> None:
-    assert cli.main(["audit", str(DATA / "gpt3_175b.sh")]) == 1
+    assert cli.main(["audit", "--no-price", str(DATA / "gpt3_175b.sh")]) == 1
     text = capsys.readouterr().out
     for words in (
         "174.6 billion parameters",
@@ -360,14 +360,24 @@ def test_the_page(capsys) -> None:
         "vocab-size",
     ):
         assert words in text
-    assert cli.main(["audit", str(DATA / "llama3_8b.toml"), "--world", "64", "--verbose"]) == 0
+    assert cli.main(["audit", "--no-price", str(DATA / "llama3_8b.toml"), "--world", "64", "--verbose"]) == 0
     text = capsys.readouterr().out
     assert "no mistakes found" in text and "llama3_8b.toml:13" in text and "sequence=8192" in text
 
 
 def test_json_of_the_command(capsys) -> None:
     assert (
-        cli.main(["audit", str(DATA / "fsdp.yaml"), str(DATA / "llama3_8b.json"), "--set", "microbatch=4", "--json"])
+        cli.main(
+            [
+                "audit",
+                "--no-price",
+                str(DATA / "fsdp.yaml"),
+                str(DATA / "llama3_8b.json"),
+                "--set",
+                "microbatch=4",
+                "--json",
+            ]
+        )
         == 0
     )
     data = json.loads(capsys.readouterr().out)
@@ -392,7 +402,7 @@ def test_json_of_the_command(capsys) -> None:
 )
 def test_wrong_command_lines(arguments: list[str], says: str, capsys) -> None:
     files = [str(DATA / "fsdp.yaml")] if arguments else []
-    assert cli.main(["audit", *files, *arguments]) == 2
+    assert cli.main(["audit", "--no-price", *files, *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -400,18 +410,28 @@ def test_writing_on_the_command_line(tmp_path, capsys) -> None:
     plan = Plan(dp=8, tp=2, sequence_parallel=True, zero=1, recompute="full")
     plan.save(tmp_path / "plan.json")
     assert (
-        cli.main(["audit", "--to", "megatron", str(tmp_path / "plan.json"), "--model", str(DATA / "llama3_8b.json")])
+        cli.main(
+            [
+                "audit",
+                "--no-price",
+                "--to",
+                "megatron",
+                str(tmp_path / "plan.json"),
+                "--model",
+                str(DATA / "llama3_8b.json"),
+            ]
+        )
         == 0
     )
     out, err = capsys.readouterr()
     (tmp_path / "train.sh").write_text(out)
     assert err == ""
     assert read([tmp_path / "train.sh"]).plan == plan
-    assert cli.main(["audit", "--to", "fsdp", str(tmp_path / "plan.json")]) == 0
+    assert cli.main(["audit", "--no-price", "--to", "fsdp", str(tmp_path / "plan.json")]) == 0
     assert "zero: the plan says 1, which accelerate has no setting for; its file means 2" in capsys.readouterr().err
 
 
 def test_any_library_as_any_other(capsys) -> None:
-    assert cli.main(["audit", "--to", "megatron", str(DATA / "llama3_70b.toml"), "--world", "256"]) == 0
+    assert cli.main(["audit", "--no-price", "--to", "megatron", str(DATA / "llama3_70b.toml"), "--world", "256"]) == 0
     out, err = capsys.readouterr()
     assert "--tensor-model-parallel-size 8" in out and "--num-layers 80" in out and "parameters" not in err

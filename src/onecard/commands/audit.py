@@ -12,12 +12,16 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 from rich.console import Console
 
-from onecard.errors import PlanError
+from onecard.commands.options import model_fields
+from onecard.commands.waiting import waiting
+from onecard.errors import OnecardError, PlanError
+from onecard.machine.cost import Machine
 from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.page import LIBRARIES, as_json, page
-from onecard.plan.audit.read import kind_of, read
+from onecard.plan.audit.page import LIBRARIES, as_json, page, price_page
+from onecard.plan.audit.read import read
+from onecard.plan.audit.worth import Worth, worth
 from onecard.plan.audit.write import write
-from onecard.plan.hugging_face import sizes_of
+from onecard.plan.machine_file import machine_named
 from onecard.plan.plan import Plan
 from onecard.plan.transformer import Transformer
 
@@ -53,6 +57,15 @@ class Options:
     verbose: bool = False
     """Each setting with its meaning, and each that was ignored."""
 
+    machine: str = "H100"
+    """What it runs on: A100, H100, H200, here (this one is measured), or machine.json."""
+
+    price: bool = True
+    """What a step takes, in time and memory."""
+
+    search: bool = True
+    """Which change of the plan would gain most; prices one after the other, for a minute at most."""
+
     json: bool = False
     """The result as JSON."""
 
@@ -61,8 +74,8 @@ class Options:
     ] = None
     """Write the plan as a file of another library, on standard output."""
 
-    model: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """The model's sizes: a Hugging Face config.json, or a onecard.Transformer as JSON."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
+    """The model's sizes: a Hugging Face config.json, a onecard.Transformer as JSON, or a name: llama3-70b, gpt3-175b, ..."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         return _run(options)
-    except PlanError as error:
+    except OnecardError as error:
         print(f"onecard: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
 
@@ -81,15 +94,26 @@ def _run(options: Options) -> int:
     if not options.files:
         raise PlanError("audit: name a file, such as: onecard audit train.sh")
     given = given_of(options)
-    files = [*options.files, *([options.model] if options.model is not None else [])]
     if options.to is not None:
-        return _write(options, files, given)
-    audit = read(files, given)
+        return _write(options, given)
+    audit = read(options.files, given)
+    found = _priced(options, audit) if options.price else None
     if options.json:
-        print(json.dumps(as_json(audit), indent=2))
-    else:
-        console().print(page(audit, options.verbose))
+        print(json.dumps(as_json(audit) | ({"price": found.as_json()} if found is not None else {}), indent=2))
+        return 1 if audit.mistakes else 0
+    shown = console()
+    shown.print(page(audit, options.verbose))
+    if found is not None:
+        shown.print()
+        shown.print(price_page(found))
     return 1 if audit.mistakes else 0
+
+
+def _priced(options: Options, audit: Audit) -> Worth:
+    with waiting(f"pricing {audit.plan.world:,} ranks") as say:
+        if options.machine == "here":
+            say("measuring this machine")
+        return worth(audit, machine_named(options.machine, Machine.measure), options.search, say)
 
 
 def console() -> Console:
@@ -105,7 +129,9 @@ def given_of(options: Options) -> Given:
         if value is not None and not 0 < value < 2**40:
             raise PlanError(f"--{name.replace('_', '-')} is {value}; want a number of ranks, 1 or more")
     change = {name: _typed(name, value) for name, value in _pairs("set", options.set).items()}
-    return Given(options.world, options.per_host, options.sequence, _pairs("define", options.define), change)
+    define = _pairs("define", options.define)
+    model = Transformer(**model_fields(options.model, options.sequence or 0)) if options.model is not None else None
+    return Given(options.world, options.per_host, options.sequence, define, change, model)
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
@@ -145,34 +171,13 @@ def _typed(name: str, value: str) -> Any:
     return value
 
 
-def _write(options: Options, files: Sequence[Path], given: Given) -> int:
+def _write(options: Options, given: Given) -> int:
     """The file on standard output, what it cannot say on standard error."""
-    model = _model(options)
-    kinds = {path: kind_of(path)[0] for path in files if path != options.model}
-    if not options.set and set(kinds.values()) == {"plan"} and len(kinds) == 1:
-        plan, source = Plan.load(next(iter(kinds))), None
-    else:
-        source = read(files, given)
-        plan, model = source.plan, source.transformer or model
-    made = write(str(options.to), plan, model)
+    source = read(options.files, given)
+    made = write(str(options.to), source.plan, source.transformer)
     sys.stdout.write(made.text)
     for words in made.cannot.values():
         print(f"onecard: {words}", file=sys.stderr)
-    _say_mistakes(source)
+    for found in source.mistakes:
+        print(f"onecard: {LIBRARIES[source.library]}: {found}", file=sys.stderr)
     return 0
-
-
-def _say_mistakes(source: Audit | None) -> None:
-    for found in source.mistakes if source is not None else ():
-        print(f"onecard: {LIBRARIES[source.library]}: {found}" if source else "", file=sys.stderr)
-
-
-def _model(options: Options) -> Transformer | None:
-    if options.model is None:
-        return None
-    kind, found = kind_of(options.model)
-    if kind != "model" or found is None:
-        raise PlanError(f"{options.model}: says no model's sizes; name a Hugging Face config.json")
-    if found.value.get("onecard") == "Transformer":
-        return Transformer.from_json(options.model)
-    return Transformer(**sizes_of(found, options.sequence or 0))

@@ -22,6 +22,7 @@ class Given:
         sequence: tokens of a sequence, where the files say none.
         define: shell variables.
         change: fields of the plan or the model by their names, which count more than the files.
+        model: its sizes, where no file says them.
     """
 
     world: int | None = None
@@ -29,6 +30,7 @@ class Given:
     sequence: int | None = None
     define: Mapping[str, str] = field(default_factory=dict)
     change: Mapping[str, Any] = field(default_factory=dict)
+    model: Transformer | None = None
 
     def degree(self, name: str, said: int) -> int:
         """A degree of the plan: what the command line says of it, else what the file says."""

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from onecard.plan.audit.audit import Audit
 from onecard.plan.audit.megatron import NO_EFFECT
+from onecard.plan.audit.worth import Worth
 from onecard.plan.fit import Finding
 
 _TITLES = {"mistake": ("mistakes", "bold red"), "cost": ("costs", "bold yellow"), "idle": ("without effect", "bold")}
@@ -124,6 +125,55 @@ def _ignored(audit: Audit) -> RenderableType:
     said = sum(1 for u in audit.understood if u.where)
     parts += [Text(f"understood {said} settings; --verbose shows each with its meaning" if said else "", "dim")]
     return Group(*parts)
+
+
+def price_page(found: Worth) -> RenderableType:
+    """What it takes, on which ranks it does not fit, and the change that gains most."""
+    if found.cost is None:
+        return Text(f"not priced: {found.why_not}", "yellow")
+    parts: list[RenderableType] = [found.cost]
+    capacity = found.cost.machine.capacity
+    if found.note:
+        parts += [Text(f"note: {found.note}", "dim")]
+    for rank in found.too_large[:3]:
+        most = sorted(rank.memory.items(), key=lambda item: -item[1])[:3]
+        where = f"{rank.name} ({rank.ranks:,} rank{'s' * (rank.ranks > 1)})"
+        of_what = ", ".join(f"{name} {_gib(size)}" for name, size in most)
+        words = f"does not fit on {where}: {_gib(rank.peak)} of {_gib(capacity)}; most of it {of_what}"
+        parts += [Text(words, "bold red")]
+    if len(found.too_large) > 3:
+        parts += [Text(f"nor on {len(found.too_large) - 3} further places of the pipeline", "bold red")]
+    return Group(*parts, *_best(found))
+
+
+def _best(found: Worth) -> list[RenderableType]:
+    assert found.cost is not None  # the caller has looked
+    best, cost = found.best, found.cost
+    tried = f"{found.tried} changes tried" + ("" if found.all_of_it else ", for more there was no time")
+    if not found.tried:
+        return []
+    if best is None:
+        rest = "none makes it fit" if not cost.fits else "none gains a hundredth"
+        return [Text(f"{tried}: {rest}", "dim")]
+    says = f" ({best.says})" if best.says else ""
+    text = Text("the change that gains most: " if cost.fits else "the change that helps most: ", "bold")
+    text.append(f"{best.what}{says}", "bold green")
+    took = f"{_seconds(best.cost.seconds)} a step in place of {_seconds(cost.seconds)}"
+    less = 1 - best.cost.seconds / cost.seconds
+    fits = "" if cost.fits else ", and it fits" if best.cost.fits else ", but it does not fit yet"
+    text.append(
+        f"\n  {took} ({abs(less):.0%} {'less' if less > 0 else 'more'}), {_gib(best.cost.peak)} at its peak{fits}",
+        "none",
+    )
+    return [text, Text(tried, "dim")]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def as_json(audit: Audit) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def read(files: Sequence[Path], given: Given | None = None) -> Audit:
     if not jobs:
         name = models[0][0] if models else "no file"
         raise PlanError(f"{name}: says a model's sizes, but nothing of how it is trained; name {WHICH} beside it")
-    model = _sizes(*models[0], given) if models else None
+    if models and given.model is not None:
+        raise PlanError(f"{models[0][0]}: says a model's sizes, and so does --model; name one of them")
+    model = _sizes(*models[0], given) if models else asdict(given.model) if given.model is not None else None
     audit = _job(*jobs[0], model, given)
-    if model is not None:
-        audit = replace(audit, files=(*audit.files, str(models[0][0])))
-    return audit
+    return replace(audit, files=(*audit.files, *(str(path) for path, _ in models)))
 
 
 def kind_of(path: Path) -> tuple[str, Located | None]:
@@ -97,7 +97,7 @@ def _job(kind: str, path: Path, found: Located | None, model: dict[str, Any] | N
     if kind == "plan":
         return _ours(path, model, given)
     if model is not None:
-        raise PlanError(f"{path}: Megatron's arguments say the model's sizes themselves; leave the other file out")
+        raise PlanError(f"{path}: Megatron's arguments say the model's sizes themselves; leave the other one out")
     return read_megatron(path, given)
 
 
