@@ -133,8 +133,6 @@ def price_page(found: Worth) -> RenderableType:
         return Text(f"not priced: {found.why_not}", "yellow")
     parts: list[RenderableType] = [found.cost]
     capacity = found.cost.machine.capacity
-    if found.note:
-        parts += [Text(f"note: {found.note}", "dim")]
     for rank in found.too_large[:3]:
         most = sorted(rank.memory.items(), key=lambda item: -item[1])[:3]
         where = f"{rank.name} ({rank.ranks:,} rank{'s' * (rank.ranks > 1)})"

@@ -65,14 +65,12 @@ class Worth:
 
     Attributes:
         cost: None where it is not priced; why_not: the reason.
-        note: what the price leaves out.
         best: the change that gains most; None if none gains a hundredth.
         tried: how many were priced; all_of_it: whether time was left for all.
     """
 
     cost: JobCost | None
     why_not: str = ""
-    note: str = ""
     best: Change | None = None
     tried: int = 0
     all_of_it: bool = True
@@ -81,7 +79,6 @@ class Worth:
         """All of it, as ``json.dumps`` takes it."""
         made: dict[str, Any] = {
             "why_not": self.why_not,
-            "note": self.note,
             "tried": self.tried,
             "all_of_it": self.all_of_it,
         }
@@ -149,18 +146,13 @@ def worth(
         fatal = [str(found) for found in audit.plan.check(model) if found.kind == "mistake"]
         if fatal:
             return Worth(None, f"the plan cannot be priced as it is: {fatal[0]}")
-    plan, note = audit.plan, ""
-    if plan.compute.startswith("float8"):
-        plan, note = (
-            replace(plan, compute="bfloat16"),
-            "products are priced in bfloat16, those in float8 take less time",
-        )
+    plan = audit.plan
     say(f"pricing {plan.world:,} ranks")
     cost = _priced(model, plan, machine)
     if isinstance(cost, str):
         return Worth(None, cost)
     if not search:
-        return Worth(cost, note=note)
+        return Worth(cost)
     begin, tried, best = time.monotonic(), 0, None
     every = [other for other in dict.fromkeys(neighbours(plan, model)) if _can_say(audit.library, plan, other, model)]
     for other in every:
@@ -174,7 +166,7 @@ def worth(
     change = None
     if best is not None and (best.seconds < 0.99 * cost.seconds or not cost.fits):
         change = Change(_words(plan, best.plan), _settings(audit.library, plan, best.plan), best.plan, best)
-    return Worth(cost, "", note, change, tried, tried == len(every))
+    return Worth(cost, "", change, tried, tried == len(every))
 
 
 def _priced(model: Transformer, plan: Plan, machine: Machine) -> JobCost | str:
@@ -188,6 +180,8 @@ def _priced(model: Transformer, plan: Plan, machine: Machine) -> JobCost | str:
         return price(model, plan, machine)
     except OnecardError as error:
         return str(error).splitlines()[0]
+    except Exception as error:  # files of strangers: what they ask of a price must not end in a traceback
+        return f"the price failed: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}; please report it"
 
 
 def _better(one: JobCost, other: JobCost) -> bool:
