@@ -127,7 +127,7 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
         if fleets:
             _begin_fleet(plan)
         model = without_data(given) if isinstance(given, nn.Module) else given()
-        model.to(getattr(torch, plan.parameters))
+        _convert(model, getattr(torch, plan.parameters))
         folded = fold(model)
         rows = [tree_map(partial(_rows, count=plan.microbatch * dp), part) for part in parts]
         if not fleets:
@@ -183,6 +183,23 @@ def without_data(module: nn.Module) -> nn.Module:
             made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
             memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     return copy.deepcopy(module, memo)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers of floating point in another dtype; those that modules share stay shared.
+
+    Not ``Module.to``: it swaps tensors in place, which those that anything refers to weakly do not allow.
+    """
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, t in tensors.items():
+                if t is None or not t.is_floating_point() or t.dtype == dtype:
+                    continue
+                if id(t) not in known:
+                    made = torch.empty_like(t, dtype=dtype)
+                    known[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+                tensors[name] = known[id(t)]
 
 
 def _rows(t: Any, count: int) -> Any:
