@@ -192,7 +192,8 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """
     known: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
             for name, t in tensors.items():
                 if t is None or not t.is_floating_point() or t.dtype == dtype:
                     continue
