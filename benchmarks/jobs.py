@@ -5,9 +5,9 @@
     python benchmarks/jobs.py --only pp zero     # jobs whose names have one of these words
 
 Each job runs on real ranks, as a user would write it; its step is recorded and replayed (but for pipelines), so that Python's
-own time does not count. The machine is measured (`Machine.measure()`) on the same ranks just before, anew for each round, as its speed changes
-from minute to minute; medians over rounds. Bytes are those that rank 0 sends in a step, memory the most bytes of tensors alive
-at once on rank 0.
+own time does not count. The machine is measured (`Machine.measure()`) on the same ranks just before, anew for each round, as
+its speed changes from minute to minute; medians over rounds. Bytes are those that rank 0 sends in a step, memory the most bytes
+of tensors alive at once on rank 0.
 """
 
 from __future__ import annotations
