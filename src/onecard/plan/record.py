@@ -142,9 +142,9 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
 
 
 def _refuse(plan: Plan) -> None:
-    if plan.recompute == "selective":
+    if plan.recompute in ("selective", "operators"):
         raise PlanError(
-            "recompute='selective' needs layers that know their attention's core, as those of a Transformer do: 'full' or 'none'"
+            f"recompute={plan.recompute!r} needs layers that know what to keep, as those of a Transformer do: 'full' or 'none'"
         )
     if plan.placements and (plan.sequence_parallel or plan.cp > 1):
         raise PlanError(
