@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amounts import share
 
 import onecard as oc
 from onecard import fleet
@@ -50,7 +51,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "given"), PLANS)
+@pytest.mark.parametrize(("sizes", "given"), share(PLANS, 4))
 def test_pieces_add_up_to_the_whole_step(sizes, given):
     plan = oc.Plan(gradients="bfloat16", master=False, **given)
     real = whole(sizes, plan).cost(A100)
@@ -105,7 +106,8 @@ def real_step(dp: int, tp: int, zero: int, rows: int) -> oc.Recording:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "zero"), [(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)]
+    ("dp", "tp", "zero"),
+    share([(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)], 4),
 )
 def test_the_price_is_that_of_the_real_steps_recording(dp, tp, zero, monkeypatch):
     monkeypatch.setattr(buckets, "LARGE", sys.maxsize)  # as on a GPU: what is large on a CPU travels alone
