@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from amounts import share
 from live_memory import eager_peak, measured_peak
 from torch import Tensor, fx, nn
 
@@ -139,7 +138,7 @@ def check(level: str, running: bool, bits: list[Any]) -> None:
 def all_levels() -> None:
     buckets.LARGE = 2**17  # the weights travel alone
     bits: dict[str, Any] = {}
-    for level, running in share(CASES, 6):
+    for level, running in CASES:
         if level not in bits:
             plain = Trained(level, False)
             bits[level] = plain.bits(plain.step)
@@ -151,7 +150,7 @@ def test_every_level_replays_its_bits_in_its_memory_with_overlap() -> None:
 
 
 PLANTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
-    "inputs that share memory count twice": ("os", lambda: patch.object(capture, "_holders", lambda _: {}), "foretold"),
+    "inputs that share memory count twice": ("os", lambda: patch.object(capture, "holders", lambda _: {}), "foretold"),
     "what was given up is kept": ("p_g_os", lambda: patch.object(capture, "renew", lambda *_: None), "memory"),
     "all parameters are whole at once": ("blocks", lambda: _all_there(), "memory"),
     "small gradients travel first": ("stage 1", lambda: patch.object(buckets, "LARGE", 0), "beside"),

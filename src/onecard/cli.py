@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("onecard.launch", "run a training script on several ranks"),
     "audit": ("onecard.commands.audit", "read another library's configuration: what is wrong with it, what it takes"),
     "simulate": ("onecard.commands.simulate", "what a step of a job takes, from a model's sizes and a plan"),
+    "estimate": ("onecard.commands.estimate", "what a step of an unchanged program takes, run without devices"),
 }
 """For each the module whose ``main`` takes its arguments and gives the exit status: loaded when it is called."""
 

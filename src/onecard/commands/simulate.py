@@ -101,7 +101,7 @@ def _flat(kind: Any) -> Any:
     return flat[kind]
 
 
-def show(job: JobCost, findings: Sequence[str] = ()) -> None:
+def show(job: Any, findings: Sequence[str] = ()) -> None:
     """Prints a job's table, and what is to be known of its plan."""
     from rich.console import Console
 

@@ -165,14 +165,14 @@ def table_of(job: JobCost) -> Table:
     for rank in shown:
         made.add_column(f"{rank.name} ({rank.ranks} ranks)" if rank.ranks > 1 else rank.name, justify="right")
     for name in dict.fromkeys(name for rank in job.ranks for name in rank.terms):
-        made.add_row(name, *(_milliseconds(rank.terms.get(name, 0.0)) for rank in shown))
+        made.add_row(name, *(seconds_in_words(rank.terms.get(name, 0.0)) for rank in shown))
     made.add_section()
     for axis in dict.fromkeys(axis for rank in job.ranks for axis in rank.sent):
-        made.add_row(f"sent along {axis!r}", *(_gib(rank.sent.get(axis, 0)) for rank in shown))
+        made.add_row(f"sent along {axis!r}", *(bytes_in_words(rank.sent.get(axis, 0)) for rank in shown))
     made.add_section()
     for name in dict.fromkeys(name for rank in job.ranks for name in rank.memory):
-        made.add_row(name, *(_gib(rank.memory.get(name, 0)) for rank in shown))
-    made.add_row("memory at its peak", *(_gib(rank.peak) + _verdict(rank, job.machine) for rank in shown))
+        made.add_row(name, *(bytes_in_words(rank.memory.get(name, 0)) for rank in shown))
+    made.add_row("memory at its peak", *(bytes_in_words(rank.peak) + _verdict(rank, job.machine) for rank in shown))
     return made
 
 
@@ -182,7 +182,7 @@ def _head(job: JobCost) -> str:
         f"{axis}={getattr(plan, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1
     )
     return (
-        f"{plan.world:,} ranks ({degrees or 'one'}), {job.machine.name or 'machine'}: {_milliseconds(job.seconds)} a step, "
+        f"{plan.world:,} ranks ({degrees or 'one'}), {job.machine.name or 'machine'}: {seconds_in_words(job.seconds)} a step, "
         f"{job.tokens_per_second:,.0f} tokens/s, MFU {job.mfu:.1%}, HFU {job.hfu:.1%}"
     )
 
@@ -198,12 +198,12 @@ def _shown(ranks: tuple[RankCost, ...]) -> list[RankCost]:
 def _verdict(rank: RankCost, machine: Machine) -> str:
     if not machine.capacity:
         return ""
-    return " fits" if rank.peak <= machine.capacity else f" > {_gib(machine.capacity)}"
+    return " fits" if rank.peak <= machine.capacity else f" > {bytes_in_words(machine.capacity)}"
 
 
-def _milliseconds(seconds: float) -> str:
+def seconds_in_words(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _gib(nbytes: int) -> str:
+def bytes_in_words(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

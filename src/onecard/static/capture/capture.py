@@ -263,9 +263,9 @@ class Capture:
 
     def _described(self) -> tuple[tuple[Input, ...], dict[int, Any]]:
         inputs, constants = [], {}
-        holders = _holders([*self.recorder.outside.values()])
+        within = holders([*self.recorder.outside.values()])
         for i, (node, value) in enumerate(self.recorder.outside.items()):
-            made = replace(self._describe(node, value), within=holders.get(i))
+            made = replace(self._describe(node, value), within=within.get(i))
             if made.kind == "constant":
                 constants[i] = value
             inputs.append(made)
@@ -295,7 +295,7 @@ class Capture:
         return Input("number", self.places.name(where), where)
 
 
-def _holders(values: Sequence[Any]) -> dict[int, int]:
+def holders(values: Sequence[Any]) -> dict[int, int]:
     """For tensors that lie in another one's memory the number of that one: parameters of ZeRO beside a module's own."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for i, x in enumerate(values):

@@ -1,0 +1,157 @@
+"""`onecard estimate`: what a step of an unchanged program takes, without devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from onecard.commands.options import Outputs
+from onecard.commands.simulate import refuse, show, write
+from onecard.commands.waiting import waiting
+from onecard.errors import OnecardError, PlanError
+from onecard.launch.rehearsal.program import Program
+from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
+from onecard.machine.cost import Machine
+from onecard.machine.events import Panel, write_trace
+from onecard.plan.job import JobCost
+from onecard.plan.machine_file import machine_named
+from onecard.plan.plan import Plan
+from onecard.plan.price import price
+from onecard.reports.rank_step import RankStep, rank_step
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step of a program takes, without devices: it runs as one rank of any world, up to its second optimizer step.
+
+    Usage: onecard estimate train.py --world 1024 --machine H100 -- arguments of the script.
+    """
+
+    script: tyro.conf.Positional[Path]
+    """the program, unchanged"""
+    world: Annotated[int, tyro.conf.arg(metavar="RANKS", help_behavior_hint="(default: 1)")] = 0
+    """ranks that it is told of"""
+    rank: int = 0
+    """which of them it is"""
+    machine: str = "H100"
+    """A100, H100, H200, here (this one is measured), or machine.json"""
+    per_host: int = 8
+    """ranks on a host"""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """plan.json: prices the model of a program for one card as it would run so, instead of the program as it is"""
+    output: tyro.conf.OmitArgPrefixes[Outputs] = field(default_factory=Outputs)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a program up to its second step and prints what it takes; returns the exit status.
+
+    It is 2 for what cannot be, and 1 where the program cannot be run so: then one line says which of its lines stopped it.
+    """
+    ours, script = divided(argv)
+    asked = tyro.cli(Asked, args=ours, prog="onecard estimate", use_underscores=True)
+    try:
+        _check(asked)
+        with waiting("pricing") as say:
+            if asked.machine == "here":
+                say("measuring this machine")
+            machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)
+            say(f"running {asked.script} up to its second step")
+            found: JobCost | RankStep
+            if asked.plan is not None:
+                found, findings = _planned(asked, Plan.load(asked.plan), machine, script)
+            else:
+                found, findings = _as_it_is(asked, machine, script)
+        if isinstance(found, JobCost):
+            show(found, findings)
+            write(found, asked.output, asked.script.name)
+        else:
+            show(found, findings)
+            _write(found, asked.output)
+    except RehearsalError as error:
+        print(f"onecard estimate: {error}", file=sys.stderr)
+        return 1
+    except OnecardError as error:
+        return refuse("estimate", error)
+    except OSError as error:
+        return refuse("estimate", f"{error.filename}: {error.strerror}")
+    return 0
+
+
+def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our words, and those behind ``--``, which are the script's.
+
+    >>> divided(["train.py", "--world", "8", "--", "--lr", "1"])
+    (['train.py', '--world', '8'], ['--lr', '1'])
+    """
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _check(asked: Asked) -> None:
+    if not asked.script.is_file():
+        kind = "is a folder, not a script" if asked.script.is_dir() else "does not exist"
+        raise PlanError(f"{asked.script} {kind}")
+    if asked.world < 0 or not 0 <= asked.rank < (asked.world or 1):
+        raise PlanError(f"--rank {asked.rank} of --world {asked.world or 1}: ranks go from 0 below it")
+    if asked.per_host < 0:
+        raise PlanError(f"--per_host {asked.per_host}; ranks on a host, 0 if all are on one")
+    if asked.plan is None and asked.output.html is not None:
+        raise PlanError(
+            "--html shows all kinds of ranks of a plan: give --plan plan.json too, or --trace step.json for this rank"
+        )
+
+
+def _as_it_is(asked: Asked, machine: Machine, script: list[str]) -> tuple[RankStep, list[str]]:
+    """The program with what it says itself of ranks."""
+    world = asked.world or 1
+    found, cost = rehearse(asked.script, script, world, asked.rank, machine)
+    notes = []
+    if world > 1 and not cost.sent:
+        notes.append(
+            f"the program sends nothing: the other {world - 1:,} ranks do the same work, or none; --plan says how they would"
+        )
+    if found.unpriced:
+        notes.append(f"messages without a price: {', '.join(found.unpriced)}")
+    return rank_step(found.step, cost, asked.rank, world, found.kinds, found.gradients), notes
+
+
+def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> tuple[JobCost, list[str]]:
+    """A program for one card, under a plan."""
+    if asked.world not in (0, plan.world):
+        raise PlanError(f"--world {asked.world}, but {asked.plan} is for {plan.world} ranks: leave --world out")
+    if plan.tp * plan.cp > 1 and not plan.placements:
+        raise PlanError(
+            f"{asked.plan}: tp={plan.tp}, cp={plan.cp}: how parameters lie is not said, and a program for one card does not say "
+            'it; give placements, such as [["*.q_proj.weight", "tp: Shard(0)"]]'
+        )
+    program = Program()
+    rehearse(asked.script, script, 1, 0, machine, program)
+    model, batch, loss = program.parts()
+    try:
+        return price(model, plan, machine, batch=batch, loss=loss), []
+    except OnecardError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as fault:
+        raise RehearsalError(
+            f"{asked.script}: its model does not run on {plan.microbatch} rows of a microbatch: {said(fault)}"
+        ) from fault
+
+
+def _write(found: RankStep, outputs: Outputs) -> None:
+    if outputs.json is not None:
+        outputs.json.write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
+    if outputs.trace is not None:
+        cost = found.cost
+        alive = tuple((node.start + node.seconds, float(node.alive)) for node in cost.nodes)
+        events = tuple(event for event in cost.events(found.rank) if event.seconds)
+        write_trace(
+            outputs.trace,
+            [Panel(f"rank {found.rank} of {found.world}: {cost.machine.name}", events, (("bytes alive", alive),))],
+        )

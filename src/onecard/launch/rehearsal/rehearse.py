@@ -1,0 +1,97 @@
+"""Run a program up to its second optimizer step; say in a line what stops it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+from onecard.comm.base.record import _NOT_USERS
+from onecard.comm.world.pretend import pretend
+from onecard.errors import OnecardError
+from onecard.launch.rehearsal.program import Program
+from onecard.launch.rehearsal.region import Enough, Region, Rehearsed
+from onecard.launch.rehearsal.stage import stage
+from onecard.launch.rehearsal.values import Calls, Values
+from onecard.machine.cost import Machine
+from onecard.static.price.price import Cost, cost
+
+
+class RehearsalError(OnecardError, RuntimeError):
+    """A program that cannot be run up to its second step without devices; says which line stopped it."""
+
+
+def rehearse(
+    script: Path, arguments: Sequence[str], world: int, rank: int, machine: Machine, program: Program | None = None
+) -> tuple[Rehearsed, Cost]:
+    """The second step of a program, as one rank of a world runs it.
+
+    Args:
+        script, arguments: what runs, as ``__main__``.
+        program: listens to it.
+
+    Raises:
+        RehearsalError: the line that stopped it.
+    """
+    region = Region()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "argv", [str(script), *arguments]))
+        stack.enter_context(patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
+        stack.enter_context(pretend(world, rank, machine, fake=True))
+        stack.enter_context(stage(world, rank, machine.per_host))
+        values = Values()
+        calls = Calls(values)
+        stack.enter_context(values)
+        stack.enter_context(calls)
+        stack.enter_context(region)
+        if program is not None:  # behind the region, which begins as a module does
+            calls.listeners.append(program.heard)
+            stack.enter_context(program)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except Enough:
+            pass
+        except SystemExit as stop:
+            raise RehearsalError(
+                f"{place(stop, script)}: the program ended itself{_code(stop)} after {_steps(region)}"
+            ) from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:
+            raise RehearsalError(f"{place(fault, script)}: {said(fault)}") from fault
+        if region.found is None:
+            raise RehearsalError(f"{script}: ended after {_steps(region)}; a step is what lies between two of them")
+        priced = cost(region.found.step, machine)
+    return region.found, priced
+
+
+def _steps(region: Region) -> str:
+    return "no optimizer step" if not region.steps else f"{region.steps} optimizer step{'s' * (region.steps > 1)}"
+
+
+def _code(stop: SystemExit) -> str:
+    if stop.code is None or stop.code == 0:
+        return ""
+    return f" ({stop.code})" if isinstance(stop.code, str) else f" with status {stop.code}"
+
+
+def said(fault: BaseException) -> str:
+    """The first line of what an error says."""
+    text = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {text[0]}" if text else type(fault).__name__
+
+
+def place(fault: BaseException, script: Path) -> str:
+    """``file:line`` of the innermost line on the way to an error that is the program's own."""
+    frames = [f for f in traceback.extract_tb(fault.__traceback__) if not f.filename.startswith(_NOT_USERS)]
+    frames = [f for f in frames if not f.filename.startswith("<")]
+    own = [f for f in frames if Path(f.filename).resolve().is_relative_to(script.resolve().parent)] or frames
+    if not own:
+        return str(script)
+    name = os.path.relpath(own[-1].filename)
+    return f"{name if not name.startswith('..') else own[-1].filename}:{own[-1].lineno}"

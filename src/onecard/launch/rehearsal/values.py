@@ -1,0 +1,192 @@
+"""Which tensors of a rehearsed program have data: whole numbers that it makes itself (tokens, indices, lengths, orders) have,
+until they meet tensors without; numbers with a point that it computes have not. What Python reads of those is a stand-in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from onecard._torch import fakes
+from onecard._torch.names import TorchDispatchMode, no_fakes, tree_leaves, tree_map
+from onecard.comm.base import own, record
+from onecard.tensor.dist_tensor import DistTensor
+
+aten = torch.ops.aten
+MOST = 2**24  # elements with data that a program makes; more of them have none
+_READS = {aten._local_scalar_dense.default: None, aten.equal.default: True, aten.allclose.default: True}
+
+
+class Values(TorchDispatchMode):
+    """Below autograd: runs operators on data where there is data, and without it where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(holds_others, types)):
+            return NotImplemented
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        without = [x for x in given if fakes.is_fake(x)]
+        if func in _READS:
+            return self._read(func, args, kwargs, without)
+        if not given:
+            return self._made(func, args, kwargs)
+        if not without:
+            if func is aten.lift_fresh.default and given[0].is_floating_point():
+                return func(*args, **kwargs)
+            with no_fakes():
+                return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = (args[0], [_positions(index) for index in args[1]])
+        if func is aten.index_put_.default:
+            args = (args[0], [_positions(index) for index in args[1]], *args[2:])
+        args, kwargs = tree_map(_without_data, (args, kwargs))
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype == torch.bool:
+            result._stand_in = _answer(func, args, kwargs)  # type: ignore[attr-defined]
+        return result
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor that is made of no other."""
+        made = func(*args, **kwargs)
+        if not isinstance(made, Tensor) or made.is_floating_point() or made.is_complex() or made.numel() > MOST:
+            return made
+        if made.device.type != "cpu":
+            return made
+        with no_fakes():
+            return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: Any, without: list[Tensor]) -> Any:
+        if not without:
+            with no_fakes():
+                return func(*args, **kwargs)
+        if _READS[func] is not None:
+            self.tell()
+            return _READS[func]
+        kept = fakes.known(args[0])
+        if kept is not None:
+            with no_fakes():
+                return kept.item()
+        self.tell()
+        return getattr(args[0], "_stand_in", stand_in(args[0].dtype))
+
+    def tell(self) -> None:
+        """Says once that a number is none."""
+        if not self.told:
+            self.told.add("values")
+            line = record.user_line()
+            print(
+                f"note: {line} reads a value that is not computed here: it gets 1, here and from now on",
+                file=sys.stderr,
+            )
+
+
+def holds_others(kind: type) -> bool:
+    """Whether tensors of a class are made of others, which are what runs: distributed ones, torch's too."""
+    return issubclass(kind, DistTensor) or hasattr(kind, "__tensor_flatten__") or own.is_under_way(kind)
+
+
+def stand_in(dtype: torch.dtype) -> Any:
+    """What Python is given in place of a number that is not computed.
+
+    Example:
+        >>> stand_in(torch.float32), stand_in(torch.int64), stand_in(torch.bool)
+        (1.0, 1, False)
+    """
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> bool:
+    """What a comparison says of stand-ins: a number is itself, and finite."""
+
+    def number(x: Any) -> Any:
+        return torch.tensor(getattr(x, "_stand_in", stand_in(x.dtype)), dtype=x.dtype) if isinstance(x, Tensor) else x
+
+    with no_fakes(), suppress(RuntimeError, IndexError, TypeError, ValueError):
+        args, kwargs = tree_map(number, (args, kwargs))
+        return bool(func(*args, **kwargs))
+    return False
+
+
+def _without_data(x: Any) -> Any:
+    return fakes.as_fake(x) if isinstance(x, Tensor) and not fakes.is_fake(x) else x
+
+
+def _positions(index: Any) -> Any:
+    """A mask with data as the positions that it takes: how many there are is known then."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8) or fakes.is_fake(index):
+        return index
+    if index.ndim != 1:
+        return index
+    with no_fakes():
+        return index.nonzero().flatten()
+
+
+class Calls(TorchFunctionMode):
+    """Above autograd: calls that ask for a GPU where torch has none, and those that hand data to NumPy or Python.
+
+    Attributes:
+        listeners: are told of each call and its result.
+    """
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self.values = values
+        self.here = not fakes.has_cuda()
+        self.listeners: list[Callable[[Any, Any, Any, Any], None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.numpy, Tensor.tolist, Tensor.__array__) and fakes.is_fake(args[0]):
+            return self._read(func, args[0])
+        if func is Tensor.__format__ and fakes.is_fake(args[0]) and args[0].numel() == 1:
+            return format(args[0].item(), *args[1:])
+        if self.here and func is not torch.device:
+            if func in (Tensor.cuda, Tensor.pin_memory):
+                return args[0]
+            if func is Tensor.record_stream:
+                return None
+            args, kwargs = tree_map(on_cpu, (tuple(args), dict(kwargs)), is_leaf=_is_leaf)
+        result = func(*args, **kwargs)
+        for listener in self.listeners:
+            listener(func, args, kwargs, result)
+        return result
+
+    def _read(self, func: Any, x: Tensor) -> Any:
+        kept = fakes.known(x)
+        with no_fakes():
+            if kept is None:
+                self.values.tell()
+                kept = (
+                    torch.ones(x.shape, dtype=x.dtype) if x.dtype != torch.bool else torch.zeros(x.shape, dtype=x.dtype)
+                )
+            return kept.tolist() if func is Tensor.tolist else kept.numpy()
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, torch.Size) or not isinstance(x, list | tuple | dict)
+
+
+def on_cpu(x: Any) -> Any:
+    """A GPU's name as the CPU's; all else as it is.
+
+    Example:
+        >>> on_cpu("cuda:1"), on_cpu(torch.device("cuda")), on_cpu("dim")
+        ('cpu', device(type='cpu'), 'dim')
+    """
+    if isinstance(x, torch.device) and x.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(x, str) and x.partition(":")[0] == "cuda":
+        return "cpu"
+    return x
