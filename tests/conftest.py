@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import amounts
 import comparing
 import pytest
+from hypothesis import settings
 
 from onecard.testing import _run, multirank, preload, run_ranks
 
@@ -15,6 +16,10 @@ from onecard.testing import _run, multirank, preload, run_ranks
 for starts in (run_ranks, multirank):
     starts.__kwdefaults__["timeout"] = 240.0
 _run.GRACE = 1.0  # in which others may have their say after a rank has failed
+
+# Hypothesis draws the same examples at each run, but in a proof.
+settings.register_profile("onecard", derandomize=not amounts.PROOF, database=None)
+settings.load_profile("onecard")
 
 # What takes seconds to import, and the tests whose ranks need it.
 SLOW_IMPORTS = {

@@ -25,6 +25,19 @@ def a_list_appended_to_and_read() -> Habit:
 
 
 @habit
+def a_list_extended_in_place_and_read() -> Habit:
+    log: list[float] = []
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal log
+        log += [0.5]
+        log.__iadd__([0.5])
+        return x * len(log)
+
+    return step, nothing
+
+
+@habit
 def a_list_appended_to_under_another_name() -> Habit:
     log: list[int] = []
 

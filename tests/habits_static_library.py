@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import itertools
 import os
+import tempfile
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,18 @@ def a_generator_that_goes_on() -> Habit:
 
     held = values()
     return lambda x: x * next(held), nothing
+
+
+@habit
+def an_average_over_all_calls() -> Habit:
+    count, average = torch.tensor(0), torch.zeros(3)
+
+    def step(x: Tensor) -> Tensor:
+        count.add_(1)
+        average.lerp_(x, 1.0 / count.item())
+        return average * 2
+
+    return step, nothing
 
 
 @habit
@@ -394,9 +408,6 @@ def a_list_that_was_there_returned() -> Habit:
 
 @checked
 def the_size_of_a_file() -> Habit:
-    import tempfile
-    from pathlib import Path
-
     path = Path(tempfile.mkdtemp()) / "scale"
     path.write_text("1")
     return lambda x: x * len(open(path).read()), lambda i: path.write_text("1" * (i + 1)) and None
@@ -408,3 +419,16 @@ def a_clock() -> Habit:
 
     start = time.perf_counter()
     return lambda x: x * (time.perf_counter() - start), nothing
+
+
+@checked
+def a_file_that_the_step_writes_and_reads() -> Habit:
+    path = Path(tempfile.mkdtemp()) / "log"
+    path.write_text("")
+
+    def step(x: Tensor) -> Tensor:
+        with path.open("a") as file:
+            file.write("1")
+        return x * len(path.read_text())
+
+    return step, nothing

@@ -143,8 +143,16 @@ def test_sizes_of_models_are_written_for_megatron(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_flavor_is_said_in_words() -> None:
-    text = write("torchtitan", Plan(dp=8, zero=3, parameters="float32"), replace(MODEL, layers=31)).text
-    assert "of these sizes there is none" in text
+    written = write("torchtitan", Plan(dp=8, zero=3, parameters="float32"), replace(MODEL, layers=31))
+    assert "of these sizes there is none" in written.text
+    assert written.cannot["flavor"].startswith(
+        "flavor: torchtitan has none of these sizes, add one to its tables; it has llama3 debug"
+    )
+    padded = write("torchtitan", Plan(dp=8, zero=3, parameters="float32"), replace(MODEL, vocab=129024))
+    assert 'flavor = "8B"' in padded.text
+    assert padded.cannot["vocab"].startswith(
+        "vocab: the plan says 129024, which torchtitan has no setting for; its file means 128256"
+    )
 
 
 def test_what_cannot_be_written() -> None:

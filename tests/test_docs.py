@@ -238,6 +238,11 @@ def parse(where: str, words: list[str]) -> None:
 
         tyro.cli(Options, args=words[3:])
         return
+    if words[:2] == ["onecard", "audit"]:  # tests/test_audit_docs.py runs them
+        from onecard.commands import audit
+
+        tyro.cli(audit.Options, args=words[2:])
+        return
     assert words[:2] == ["onecard", "run"] or words[:3] == ["python", "-m", "onecard.launch"], (where, words)
     ours, theirs = split(words[2 if words[0] == "onecard" else 3 :])
     read(ours)

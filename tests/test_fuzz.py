@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amounts import amount, seeds
 
 from onecard.comm.agree import claims
 from onecard.testing import run_ranks
@@ -41,7 +42,7 @@ TANH = Program(
 
 
 def test_random_programs_are_those_of_one_card():
-    programs = [draw(seed) for seed in range(30)]
+    programs = [draw(seed) for seed in seeds(0, 14, 300)]
     assert {p.ranks for p in programs} == set(MESHES)
     failed = [(p, o) for p, o in run_many(programs) if o.kind not in ("right", "refused")]
     assert not failed, "\n\n".join(f"seed {p.seed}: {o.why}\n{runnable(p, o)}" for p, o in failed)
@@ -87,12 +88,12 @@ def test_programs_train(seed):
 
 
 def test_random_programs_of_the_manual_level_are_those_of_one_card():
-    seeds, count = [], {}  # one of each mix of axes
-    for seed in range(100):
+    chosen, count = [], {}  # one of each mix of axes, or several
+    for seed in seeds(0, 100, 200):
         degrees = str(manual.draw(seed).degrees)
         count[degrees] = count.get(degrees, 0) + 1
-        seeds += [seed] * (count[degrees] == 1)
-    assert not manual.run(seeds)
+        chosen += [seed] * (count[degrees] <= amount(1, 8))
+    assert not manual.run(chosen)
 
 
 @pytest.mark.parametrize("plant", manual.PLANTS)
@@ -103,12 +104,12 @@ def test_a_planted_fault_of_the_manual_level_is_found(plant):
     assert list(manual.run([seed], plant)) == [seed]
 
 
-def nearly(seeds: list[int], fault: float, wide: bool = False) -> dict[int, str]:
+def nearly(given: list[int], fault: float, wide: bool = False) -> dict[int, str]:
     """A sum that cancels: rounding in float32; and a fault on top of it."""
     with width(wide) as finer:
         x = torch.ones(()) * 1e5
         found = ((x + 0.1) - x) * (1 + fault)
-        return {seeds[0]: "off"} if (found - 0.1).abs() > 1e-5 * finer else {}
+        return {given[0]: "off"} if (found - 0.1).abs() > 1e-5 * finer else {}
 
 
 def test_rounding_is_told_from_a_fault():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import cells
 from fleet_programs import begin
 from test_zero import OPTIMIZERS, batches
 from torch import Tensor, nn
@@ -69,29 +70,29 @@ def levels() -> None:
     fleet.init(is_collective=True)
     group = oc.new_group(list(range(ranks)))
     settings = {"momentum": (1, True), "foreach": (3, False), "fused": (2, True)}
-    for level in LEVELS:
-        for name, (accumulate, clip) in settings.items():
-            alone = Deep()
-            expected = train(alone, OPTIMIZERS[name](alone.parameters()), accumulate, clip)
-            found = []
-            for overlap, policy in ((False, True), (True, True), (True, lambda name, block: name != "blocks.1")):
-                net: Any = Deep()
-                made = OPTIMIZERS[name](net.parameters())
-                net, optimizer, _ = fleet.group_sharded_parallel(
-                    net, made, level, group=group, overlap=overlap, reshard_after_forward=policy
-                )
-                assert optimizer is made
-                losses = train(net, optimizer, accumulate, clip, ranks, rank)
-                mean = torch.tensor(losses)
-                oc.all_reduce(mean, oc.ReduceOp.AVG)
-                assert mean.tolist() == pytest.approx(expected, rel=1e-5), (level, name, overlap)
-                weights = {n: oc.unshard(p.detach()) for n, p in net.named_parameters()}
-                found.append((losses, weights))
-                for n, p in alone.named_parameters():
-                    assert_close(weights[n], p.detach(), rtol=1e-5, atol=1e-6)
-                check_kept(net, optimizer, level)
-            for other in found[1:]:
-                assert other[0] == found[0][0] and all(torch.equal(other[1][n], w) for n, w in found[0][1].items())
+    for level, name in cells(LEVELS, [*settings], every=2):
+        accumulate, clip = settings[name]
+        alone = Deep()
+        expected = train(alone, OPTIMIZERS[name](alone.parameters()), accumulate, clip)
+        found = []
+        for overlap, policy in ((False, True), (True, True), (True, lambda name, block: name != "blocks.1")):
+            net: Any = Deep()
+            made = OPTIMIZERS[name](net.parameters())
+            net, optimizer, _ = fleet.group_sharded_parallel(
+                net, made, level, group=group, overlap=overlap, reshard_after_forward=policy
+            )
+            assert optimizer is made
+            losses = train(net, optimizer, accumulate, clip, ranks, rank)
+            mean = torch.tensor(losses)
+            oc.all_reduce(mean, oc.ReduceOp.AVG)
+            assert mean.tolist() == pytest.approx(expected, rel=1e-5), (level, name, overlap)
+            weights = {n: oc.unshard(p.detach()) for n, p in net.named_parameters()}
+            found.append((losses, weights))
+            for n, p in alone.named_parameters():
+                assert_close(weights[n], p.detach(), rtol=1e-5, atol=1e-6)
+            check_kept(net, optimizer, level)
+        for other in found[1:]:
+            assert other[0] == found[0][0] and all(torch.equal(other[1][n], w) for n, w in found[0][1].items())
 
 
 def clipped() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from amounts import share
 
 import onecard as oc
 from onecard import fleet
+from onecard.plan import memory, record
 from onecard.plan.decoder import build
 from onecard.tensor import buckets
 
@@ -50,7 +53,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "given"), PLANS)
+@pytest.mark.parametrize(("sizes", "given"), share(PLANS, 4))
 def test_pieces_add_up_to_the_whole_step(sizes, given):
     plan = oc.Plan(gradients="bfloat16", master=False, **given)
     real = whole(sizes, plan).cost(A100)
@@ -105,7 +108,8 @@ def real_step(dp: int, tp: int, zero: int, rows: int) -> oc.Recording:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "zero"), [(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)]
+    ("dp", "tp", "zero"),
+    share([(1, 1, 0), (1, 2, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2), (2, 1, 3), (2, 2, 3)], 4),
 )
 def test_the_price_is_that_of_the_real_steps_recording(dp, tp, zero, monkeypatch):
     monkeypatch.setattr(buckets, "LARGE", sys.maxsize)  # as on a GPU: what is large on a CPU travels alone
@@ -141,3 +145,49 @@ def test_a_message_that_is_left_out_is_seen(monkeypatch):
     sizes = oc.Transformer(layers=5, hidden=128, heads=4, vocab=256, sequence=32)
     plan = oc.Plan(tp=2)
     assert oc.price(sizes, plan, A100).ranks[0].sent.get("tp", 0) != whole(sizes, plan).cost(A100).sent["mp"]
+
+
+def test_recompute_that_is_not_counted_is_seen(monkeypatch):
+    sizes = oc.Transformer(layers=4, hidden=128, heads=4, vocab=256, sequence=32)
+    plan = oc.Plan(recompute="full")
+    real = whole(sizes, plan).cost(A100)
+    assert oc.price(sizes, plan, A100).hardware_flops == real.flops
+    monkeypatch.setattr(record, "build", lambda sizes, plan: build(sizes, replace(plan, recompute="none")))
+    monkeypatch.setattr(record, "_known", {})
+    assert oc.price(sizes, plan, A100).hardware_flops < 0.9 * real.flops
+
+
+def test_microbatches_in_flight_are_counted(monkeypatch):
+    """A microbatch's activations stay from its forward to its backward: F-then-B has all, 1F1B as many as stages follow."""
+    sizes = oc.Transformer(layers=8, hidden=128, heads=4, vocab=256, sequence=32)
+
+    def peak(schedule: str, microbatches: int) -> int:
+        plan = oc.Plan(pp=4, microbatches=microbatches, schedule=schedule)
+        return oc.price(sizes, plan, A100).ranks[1].peak
+
+    (block,) = {piece.kept for piece in oc.price(sizes, oc.Plan(pp=4), A100).pieces if piece.name == "blocks.1"}
+    assert peak("F-then-B", 7) - peak("F-then-B", 6) == 2 * block
+    assert peak("1F1B", 7) == peak("1F1B", 6) < peak("F-then-B", 6)
+    walk = memory.RankMemory._walk
+    monkeypatch.setattr(
+        memory.RankMemory, "_walk", lambda self, spans: walk(self, [s for s in spans if s.action.microbatch])
+    )
+    assert peak("F-then-B", 4) < peak("1F1B", 6)
+
+
+# -- two ways to write the same model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{}, {"tp": 2}, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "microbatches": 4}])
+def test_layers_by_hand_and_marks_cost_the_same(given):
+    """On a data sheet's peaks: three products for q, k and v take a GPU longer than the layers' one."""
+    sizes = oc.Transformer(layers=6, hidden=1024, heads=16, vocab=8192, sequence=512)
+    config = GPTConfig(8192, 512, 6, 16, 1024)
+    machine = oc.Machine.preset("A100", peak=True)
+    by_hand = oc.price(sizes, oc.Plan(microbatch=2, **KEPT, **given), machine)
+    marked = oc.Plan(microbatch=2, placements=PLACEMENTS, **KEPT, **given)
+    ids = torch.zeros(2, 512, dtype=torch.int64)
+    by_marks = oc.price(lambda: GPT(config), marked, machine, batch=(ids, ids), loss=loss)
+    assert by_marks.seconds == pytest.approx(by_hand.seconds, rel=0.02)
+    assert by_marks.peak == pytest.approx(by_hand.peak, rel=0.02)
+    assert by_marks.model_flops == pytest.approx(by_hand.model_flops, rel=0.001)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from amounts import amount
 from naive_layouts import JOIN, line, places, summands
 from torch.distributed.tensor import Replicate, Shard
 
@@ -129,7 +130,8 @@ def changes(count, ops=("sum", "avg", "max", "product")):
 
 def test_any_chain_gives_the_target():
     seen, numbers = Counter(), np.random.default_rng(1)
-    for shape, source, target in changes(2000):
+    count = amount(600, 6000)
+    for shape, source, target in changes(count):
         whole = numbers.uniform(0.5, 2, size=shape)
         steps, found = plan(shape, ITEM, source, target), alike(shape, source, target)
         assert np.allclose(gathered(whole, target, run(steps, distribute(whole, source, numbers), shape)), whole)
@@ -140,8 +142,8 @@ def test_any_chain_gives_the_target():
             assert [s.source for s in steps] == [source, *(s.target for s in steps)][: len(steps)]
         seen.update(merged=source.merged or target.merged, crossed=found is None)
         seen.update(messages=any(step.bytes for step in steps), inner=any(step.inner is not None for step in steps))
-    assert seen["merged"] >= 800 and seen["crossed"] >= 50, seen
-    assert seen["messages"] >= 800 and seen["inner"] >= 500, seen
+    assert seen["merged"] >= 0.4 * count and seen["crossed"] >= 0.025 * count, seen
+    assert seen["messages"] >= 0.4 * count and seen["inner"] >= 0.25 * count, seen
 
 
 def test_one_step_sends_what_is_missing_and_no_more():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from onecard import pipeline
 from onecard.errors import ScheduleError
 from onecard.pipeline.schedule import check, modes
 from onecard.pipeline.schedule.schedule_messages import one_order
-from onecard.testing import run_ranks
+from onecard.testing import assert_close, multirank, run_ranks
 
 
 class Net(nn.Module):
@@ -264,3 +265,33 @@ def norms_over_meshes() -> None:
 
 def test_norms_of_every_order_are_those_of_all_meshes() -> None:
     run_ranks(norms_over_meshes, 2)
+
+
+@multirank(4, timeout=60)
+def test_microbatches_of_a_divided_batch_are_divided():
+    """Of a batch that is Shard(0) each microbatch is, too: no rank along dp does another one's rows."""
+    meshes = [oc.ProcessMesh([[0], [1]], ["dp", "tp"]), oc.ProcessMesh([[2], [3]], ["dp", "tp"])]
+    seen: list[tuple[int, ...]] = []
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net = copy.deepcopy(plain)
+    for layer, mesh in zip(net, meshes, strict=True):
+        oc.shard_layer(layer, mesh)
+
+    def forward(x):
+        y = net[0](x)
+        if meshes[0].coordinate() is not None:
+            seen.append(tuple(x.to_local().shape))
+        return net[1](oc.reshard(y, meshes[1], [oc.Shard(0), oc.Replicate()]))
+
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    parts = [
+        oc.shard_tensor(t, mesh, [oc.Shard(0), oc.Replicate()]) for t, mesh in zip((x, target), meshes, strict=True)
+    ]
+    loss = pipeline.step_by_marks(forward, F.mse_loss, *parts, "1F1B", 4, stages=meshes)
+    expected = F.mse_loss(plain(x), target)
+    expected.backward()
+    assert set(seen) == ({(1, 4)} if oc.get_rank() < 2 else set())
+    assert_close(oc.unshard(loss).detach(), expected.detach())
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_close(oc.unshard(mine.grad), theirs.grad)

@@ -45,7 +45,7 @@ LLAMA: dict[str, Any] = {
         ({"pp": 2, "stages": (0, 0)}, "no stage has a block"),
         ({"compute": "int8"}, "compute='int8': want one of"),
         ({"parameters": "tfloat32"}, "parameters='tfloat32': want one of"),
-        ({"recompute": "some"}, "recompute='some': want one of 'none', 'selective', 'full'"),
+        ({"recompute": "some"}, "recompute='some': want one of 'none', 'selective', 'operators', 'full'"),
         ({"recompute_blocks": 2}, "recompute_blocks=2: nothing is computed again"),
         ({"placements": (("*", "tp: Shard"),)}, "'tp: Shard' (of '*') does not say how parameters lie"),
         ({"placements": (("*", "xx: Shard(0)"),)}, "does not say how parameters lie"),

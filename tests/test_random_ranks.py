@@ -9,6 +9,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 import torch.nn.functional as F
+from amounts import amount
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_operators import MAKERS, OPERATORS, TALKING, layouts, probabilities
@@ -63,7 +64,7 @@ def compare(ranks: int, cases: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_operators_on_real_ranks(ranks):
-    run_ranks(compare, ranks, ranks, 50)
+    run_ranks(compare, ranks, ranks, amount(50, 200))
 
 
 @multirank(4)

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from amounts import PROOF, amount
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from shm_programs import COPIES, FLOATS, INTEGERS, REDUCTIONS, Call, meaning, run
@@ -88,10 +89,10 @@ def compare(program):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_mean_what_gloo_means(size):
-    examples = int(os.environ.get("ONECARD_EXAMPLES", "6"))
+    examples = int(os.environ.get("ONECARD_EXAMPLES", amount(3, 24)))
 
     # No shrinking: an example costs seconds, and a call names all that it is.
-    @settings(max_examples=examples, deadline=None, derandomize=examples == 6, database=None, phases=[Phase.generate],
+    @settings(max_examples=examples, deadline=None, derandomize=not PROOF, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.lists(calls(size), min_size=15, max_size=15))
     def programs(program):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from amounts import share
 from static_programs import assert_replays, gpt, mesh, mixed, seed_000, seed_002, seed_003
 
 import onecard as oc
@@ -36,7 +37,7 @@ def on_two_ranks() -> None:
         "gpt tp foreach": partial(gpt, tp, kind="foreach"), "seed 000": seed_000,
         **{name: partial(seed_003, f"semi_auto_{name}_parallel_003") for name in ("data", "model", "pipeline")},
     }  # fmt: skip
-    for name, make in programs.items():
+    for name, make in share(programs.items(), 6):
         check(name, make)
 
 

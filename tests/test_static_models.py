@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import share
 
 import onecard as oc
 from onecard.testing import run_ranks
@@ -47,21 +48,24 @@ def losses(name: str, how: str, static: bool) -> tuple[list[Any], list[Any], int
 BOTH = ("gpt2", "mixtral")  # of the others one way each: recordings of Hugging Face's models take their time
 
 
-def compare(names: tuple[str, ...]) -> dict[str, str]:
+CASES = [(name, how) for name in ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
+         for how in (("dp", "tp") if name in BOTH else ("dp",) if name in ("bert", "vit") else ("tp",))]  # fmt: skip
+
+
+def compare(cases: list[tuple[str, str]]) -> dict[str, str]:
     said = {}
-    for name in names:
-        for how in ("dp", "tp") if name in BOTH else ("dp",) if name in ("bert", "vit") else ("tp",):
-            try:
-                (a, p, _), (b, q, count) = losses(name, how, False), losses(name, how, True)
-                same = all(torch.equal(x, y) for x, y in zip((*a, *p), (*b, *q), strict=True))
-                said[f"{name} {how}"] = "" if same and count == 1 else f"same {same}, {count} recordings"
-            except Exception as fault:
-                said[f"{name} {how}"] = f"{type(fault).__name__}: {fault}"
+    for name, how in cases:
+        try:
+            (a, p, _), (b, q, count) = losses(name, how, False), losses(name, how, True)
+            same = all(torch.equal(x, y) for x, y in zip((*a, *p), (*b, *q), strict=True))
+            said[f"{name} {how}"] = "" if same and count == 1 else f"same {same}, {count} recordings"
+        except Exception as fault:
+            said[f"{name} {how}"] = f"{type(fault).__name__}: {fault}"
     return said
 
 
 def test_models_are_recorded() -> None:
-    found = run_ranks(compare, 2, ("gpt2", "llama", "bert", "t5", "vit", "mixtral"))
+    found = run_ranks(compare, 2, share(CASES, 4))
     # Experts that are divided get as many tokens as the values say: refused, not baked in.
     assert "depends on its values" in found[0].pop("mixtral tp")
     assert {case: why for case, why in found[0].items() if why} == {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import amount
 from test_zero import STAGES, batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -75,7 +76,9 @@ def matrix() -> None:
         net = made()
         alone = trained(net, OPTIMIZERS[setting[0]](net.parameters()), lambda x: x, *setting[1:])
         expected = pytest.approx([loss.item() for loss in alone], rel=1e-5)
-        for stage, level in zip(STAGES, LEVELS, strict=True):
+        for at, (stage, level) in enumerate(zip(STAGES, LEVELS, strict=True)):
+            if (number + at) % amount(2, 1):  # half of the table: each stage and level, each setting
+                continue
             few = oc.get_world_size() == 2
             if few == ((number + stage) % 2 == 0):  # each on 2 ranks or on 4; on 4 with tensor parallelism
                 assert by_marks(stage, not few, setting) == expected, (stage, setting)

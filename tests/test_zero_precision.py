@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import share
 from test_zero import STAGES, Net, batches, train
 from torch import Tensor, nn
 
@@ -145,8 +146,9 @@ def bytes_of(stage: int | None, ranks: int) -> float:
 
 def test_bytes_are_those_of_the_zero_paper():
     """Figure 1: 7.5 billion parameters, mixed precision with Adam, 64 ranks."""
-    found = [bytes_of(1, 1), *(bytes_of(stage, 64) for stage in STAGES)]
-    assert [round(gb, 1) for gb in found] == [120.0, 31.4, 16.6, 1.9], found
+    paper = [(1, 1, 120.0), *zip(STAGES, [64] * 3, [31.4, 16.6, 1.9], strict=True)]
+    for stage, ranks, gb in share(paper, 2):
+        assert round(bytes_of(stage, ranks), 1) == gb, stage
 
 
 def views_of_parameters() -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from amounts import share
 from live_memory import eager_peak, measured_peak
 from torch import Tensor, fx, nn
 
@@ -138,7 +139,7 @@ def check(level: str, running: bool, bits: list[Any]) -> None:
 def all_levels() -> None:
     buckets.LARGE = 2**17  # the weights travel alone
     bits: dict[str, Any] = {}
-    for level, running in CASES:
+    for level, running in share(CASES, 6):
         if level not in bits:
             plain = Trained(level, False)
             bits[level] = plain.bits(plain.step)

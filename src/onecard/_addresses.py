@@ -14,7 +14,15 @@ from types import ModuleType
 from typing import NoReturn
 
 ROOT = Path(__file__).parent
-RENAMED = {"graph": "static", "parallel": "train", "modules": "train.modules"}
+RENAMED = {
+    "graph": "static",
+    "parallel": "train",
+    "modules": "train.modules",
+    "message_report": "reports.messages",
+    "operator_report": "reports.operators",
+}
+KNOWN = ("place", "machine", "moves", "reports", "launch")
+"""The rooms of which modules lay in the package itself, before it had rooms: of no other is one found without its room."""
 
 
 class _Same(Loader):
@@ -50,6 +58,8 @@ def home_of(address: str) -> str | None:
     Example:
         >>> home_of("fleet.mappings"), home_of("graph.recorder"), home_of("layout"), home_of("fleet.nothing")
         ('onecard.fleet.layers.mappings', 'onecard.static.capture.recorder', 'onecard.place.layout', None)
+        >>> home_of("utils"), home_of("scaling")
+        (None, None)
     """
     room, _, rest = address.partition(".")
     full = ".".join(filter(None, (RENAMED.get(room, room), rest)))
@@ -59,7 +69,8 @@ def home_of(address: str) -> str | None:
         return None
     if _is_module(folder / last):
         return f"onecard.{full}"
-    homes = [child / last for child in folder.iterdir() if child.is_dir() and _is_module(child / last)]
+    floors = [c for c in folder.iterdir() if c.is_dir() and c.name[0] != "_"] if above else [folder / k for k in KNOWN]
+    homes = [] if last.startswith("_") else [floor / last for floor in floors if _is_module(floor / last)]
     return ".".join(("onecard", *homes[0].relative_to(ROOT).parts)) if len(homes) == 1 else None
 
 

@@ -39,7 +39,12 @@ MEANS = {
     "partial_sends": "what stages send, a part from each rank of tp",
 }
 _ZERO = ("nothing", "optimizer states", "optimizer states, gradients", "optimizer states, gradients, parameters")
-_AGAIN = {"none": "nothing", "selective": "the attention's core", "full": "whole blocks"}
+_AGAIN = {
+    "none": "nothing",
+    "selective": "the attention's core",
+    "operators": "cheap operators and every second product",
+    "full": "whole blocks",
+}
 
 
 def page(plan: Any) -> str:

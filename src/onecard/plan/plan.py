@@ -16,7 +16,7 @@ from onecard.plan.page import difference, page
 from onecard.plan.transformer import Transformer
 from onecard.plan.wanted import Fields
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
 VERSION = 1
 AXES = ("pp", "dp", "cp", "tp")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -44,7 +44,8 @@ class Plan:
         microbatch: sequences (rows of a batch) in one microbatch of one rank; microbatches: how many there are in a step.
         zero: what of the training state dp divides: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
         replicas: in how many copies; dp / replicas ranks divide one.
-        recompute: what is computed again in backward: nothing, the attention's core, or whole blocks;
+        recompute: what is computed again in backward: nothing, the attention's core, all operators of blocks but attention in
+            one kernel and every second product (torchtitan's "selective", "op"), or whole blocks;
             recompute_blocks: of so many blocks of a stage; 0 of all.
         parameters, gradients, states: dtypes in which they are kept; compute: in which products are made.
         master: whether the optimizer keeps parameters in float32 beside those.
@@ -115,7 +116,7 @@ class Plan:
             "sequence_parallel", "master", "offload", "compiled", "overlap", "overlap_tp", "overlap_pp", "partial_sends"
         )
         want.one_of("zero", (0, 1, 2, 3))
-        want.one_of("recompute", ("none", "selective", "full"))
+        want.one_of("recompute", ("none", "selective", "operators", "full"))
         want.one_of("parameters", DTYPES)
         want.one_of("gradients", DTYPES)
         want.one_of("states", DTYPES)

@@ -128,7 +128,7 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
             _begin_fleet(plan)
         model = without_data(given) if isinstance(given, nn.Module) else given()
         dtype = getattr(torch, plan.parameters)
-        _cast(model, dtype)
+        _convert(model, dtype)
         folded = fold(model)
         rows = [tree_map(partial(_rows, count=plan.microbatch * dp, dtype=dtype), part) for part in parts]
         if not fleets:
@@ -143,9 +143,9 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
 
 
 def _refuse(plan: Plan) -> None:
-    if plan.recompute == "selective":
+    if plan.recompute in ("selective", "operators"):
         raise PlanError(
-            "recompute='selective' needs layers that know their attention's core, as those of a Transformer do: 'full' or 'none'"
+            f"recompute={plan.recompute!r} needs layers that know what to keep, as those of a Transformer do: 'full' or 'none'"
         )
     if plan.placements and (plan.sequence_parallel or plan.cp > 1):
         raise PlanError(
@@ -186,11 +186,22 @@ def without_data(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """``model.to(dtype)``, which cannot exchange parameters that have no data: torch keeps a weak reference to each."""
-    for t in (*model.parameters(), *model.buffers()):
-        if t.is_floating_point() and t.dtype != dtype:
-            t.data = t.detach().to(dtype)
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers of floating point in another dtype; those that modules share stay shared.
+
+    Not ``Module.to``: it swaps tensors in place, which those that anything refers to weakly do not allow.
+    """
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, t in tensors.items():
+                if t is None or not t.is_floating_point() or t.dtype == dtype:
+                    continue
+                if id(t) not in known:
+                    made = torch.empty_like(t, dtype=dtype)
+                    known[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+                tensors[name] = known[id(t)]
 
 
 def _rows(t: Any, count: int, dtype: torch.dtype) -> Any:

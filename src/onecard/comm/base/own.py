@@ -15,6 +15,7 @@ from onecard import recorded
 from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
 
 Kind = TypeVar("Kind", bound=type)
+_FUNCTIONAL = "_c10d_functional"
 
 
 class OwnMessage:
@@ -69,7 +70,26 @@ def is_under_way(kind: type) -> bool:
 
 def only_wraps(func: Any) -> bool:
     """Whether an operator makes such a result of a tensor, and does nothing else."""
-    return func.namespace == "_c10d_functional" and "_wrap_tensor" in str(func)
+    return func.namespace == _FUNCTIONAL and "_wrap_tensor" in str(func)
+
+
+def is_functional(func: Any) -> bool:
+    """Whether an operator is one of torch's functional collectives, or the wait for it."""
+    return func.namespace == _FUNCTIONAL and not only_wraps(func)
+
+
+def functional(name: str, *args: Any, **kwargs: Any) -> Any:
+    """One of them, awaited at once: what waits later is another call, of which a graph could lose sight."""
+    result = getattr(torch.ops._c10d_functional, name).default(*args, **kwargs)
+    for x in tree_leaves(result) if name != "wait_tensor" else ():
+        torch.ops._c10d_functional.wait_tensor.default(x)
+    return result
+
+
+def in_functional(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """It runs while a step is recorded or compared: a call of ``functional``. What was awaited is not awaited again."""
+    name = func._schema.name.rpartition("::")[2]
+    return args[0] if name == "wait_tensor" else recorder.call(functional, (name, *args), kwargs)
 
 
 def wait_for(result: Any) -> None:
@@ -92,6 +112,7 @@ def send_own(tensors: list[Tensor], message: OwnMessage) -> None:
 
 
 recorded.register(send_own, 0)
+recorded.register(functional, 1)  # some write to what they are given
 
 _NO_MESSAGES = {"shutdown", "abort", "set_timeout"}
 

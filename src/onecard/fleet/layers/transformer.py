@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
@@ -18,8 +19,9 @@ from onecard.fleet.layers.heads import QKVParallelLinear
 from onecard.fleet.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from onecard.fleet.layers.recomputing import recompute
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
 Attention = Literal["scores", "flash"]
+RECOMPUTES = ("none", "selective", "operators", "full")
 NORMS: dict[str, Any] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
@@ -33,7 +35,8 @@ class ParallelTransformerLayer(nn.Module):
         causal: whether a position sees only those before it.
         sequence_parallel: each rank has its part of the time between the cut layers: x is (time / n, batch, hidden).
         recompute: "selective": scores, softmax, dropout and their product with the values are computed again in backward;
-            "full": all of the layer is.
+            "operators": all but attention in one kernel, messages, and every second product is (gate and up are products of
+            their own then); "full": all of the layer is.
         mp_group: the ranks that share it; those along mp if left out.
         head_dim: of one head; hidden / n_heads if left out.
         norm: "layer" or "rms"; bias: whether linear layers have one; qkv_bias: queries, keys and values in any case;
@@ -70,10 +73,10 @@ class ParallelTransformerLayer(nn.Module):
         sep_group: Ranks | None = None,
     ) -> None:
         super().__init__()
-        if (head_dim is None and hidden % n_heads) or recompute not in ("none", "selective", "full"):
+        if (head_dim is None and hidden % n_heads) or recompute not in RECOMPUTES:
             raise FleetError(
                 f"a layer of hidden {hidden}, {n_heads} heads, recompute={recompute!r}: heads divide hidden; recompute is "
-                "'none', 'selective' or 'full'"
+                f"one of {', '.join(map(repr, RECOMPUTES))}"
             )
         if (
             norm not in NORMS
@@ -114,7 +117,12 @@ class ParallelTransformerLayer(nn.Module):
             n_heads * self.head_dim, hidden, has_bias=bias, input_is_parallel=True, unit=self.head_dim, **where
         )
         self.norm2 = NORMS[norm](hidden, eps=1e-5, device=device, dtype=dtype)
-        if gated:
+        self.up = (
+            column(hidden, units, has_bias=bias, gather_output=False, **where)
+            if gated and recompute == "operators"
+            else None
+        )
+        if gated and self.up is None:
             self.fc1 = merged(hidden, [units, units], has_bias=bias, **where)
         else:
             self.fc1 = column(hidden, units, has_bias=bias, gather_output=False, **where)
@@ -131,17 +139,19 @@ class ParallelTransformerLayer(nn.Module):
         Args:
             turns: of rotary positions, complex (time, 1, 1, head_dim / 2): ``rotary_turns``.
         """
-        again = self.recompute == "full" and self.training
-        return recompute(self._layer, x, turns) if again else self._layer(x, turns)
+        if self.recompute == "none" or self.recompute == "selective" or not self.training:
+            return self._layer(x, turns)
+        return recompute(self._layer, x, turns, policy=_Policy() if self.recompute == "operators" else None)
 
     def _layer(self, x: Tensor, turns: Tensor | None) -> Tensor:
         x = x + self._dropout(self._attention(self.norm1(x), turns))
-        return x + self._dropout(self.fc2(self._units(self.fc1(self.norm2(x)))))
+        return x + self._dropout(self.fc2(self._units(self.norm2(x))))
 
-    def _units(self, hidden: Tensor) -> Tensor:
+    def _units(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
         if not self.gated:
             return F.gelu(hidden, approximate="tanh")
-        gate, up = self.fc1.split(hidden)
+        gate, up = (hidden, self.up(x)) if self.up is not None else self.fc1.split(hidden)
         return F.silu(gate) * up
 
     def _attention(self, x: Tensor, turns: Tensor | None) -> Tensor:
@@ -185,6 +195,22 @@ class ParallelTransformerLayer(nn.Module):
     def _dropout(self, x: Tensor) -> Tensor:
         name = "local_seed" if self.sequence_parallel else "global_seed"
         return dropout(x, self.hidden_dropout, self.training, rng_name=_known(name))
+
+
+class _Policy:
+    """What recompute by operators keeps of a layer, as torchtitan's: attention, messages, every second product."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}  # so far, in forward and in backward
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(func)
+        if name in ("aten.mm.default", "aten.addmm.default"):
+            self._products[ctx.is_recompute] += 1
+            kept = self._products[ctx.is_recompute] % 2 == 1
+        else:
+            kept = "attention" in name or name.startswith(("c10d", "_c10d"))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def rotary_turns(positions: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from onecard._torch.names import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from onecard.errors import ScheduleError
+from onecard.tensor.convert import reshard
+from onecard.tensor.dist_tensor import DistTensor
 
 CONSTANTS = (bool, int, float, str, type(None))
 
@@ -106,8 +108,17 @@ def split(value: Any, sizes: Sequence[int], what: str = "the batch") -> list[Any
                 f"{what} holds a tensor of shape {list(x.shape)}, but microbatches of {list(sizes)} make {sum(sizes)}: every "
                 "tensor has the batch as its first dim"
             )
-    cut = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
+    cut = [_parts(x, sizes) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
     return [tree_unflatten([parts[i] for parts in cut], nest) for i in range(len(sizes))]
+
+
+def _parts(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Microbatches lie as the batch does: rows that follow each other are on one rank of dp, and all ranks shall have some."""
+    parts = x.split(list(sizes))
+    if not isinstance(x, DistTensor):
+        return parts
+    mesh, where = x.mesh, x.placements
+    return [part if part.placements == where else reshard(part, mesh, where) for part in parts]
 
 
 def join(values: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from onecard.errors import PlanError
@@ -87,10 +87,20 @@ def audited(
     model_change = {name: value for name, value in change.items() if name in names}
     made = _plan(settings, {**plan, **plan_change})
     sizes = None if model is None else _model(settings, {**model, **model_change})
-    said = [*found, *made.check(sizes)]
+    said = [*found, *(_placed(settings, finding) for finding in made.check(sizes))]
     for name, value in change.items():
         settings.assumed(name, value, "said on the command line")
     return Audit(library, (settings.file,), sizes, made, tuple(settings.understood), settings.left(), tuple(said))
+
+
+_MEANS = {"zero": "ZeRO", "sequence_parallel": "sequence parallel"}
+
+
+def _placed(settings: Settings, finding: Finding) -> Finding:
+    """A finding about a field, with the place of the setting that says the field."""
+    begins = _MEANS.get(finding.about, f"{finding.about}=")
+    places = [said.where for said in settings.understood if said.where and said.means.startswith(begins)]
+    return replace(finding, where=places[0]) if places and not finding.where else finding
 
 
 def _plan(settings: Settings, arguments: Mapping[str, Any]) -> Plan:

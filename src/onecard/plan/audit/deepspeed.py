@@ -21,7 +21,17 @@ MARKS = {
 }  # fmt: skip
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
 _DEVICES = {"none": False, "cpu": True, "nvme": True}
-_SECTIONS = ("zero_optimization", "bf16", "fp16", "bfloat16", "pipeline", "tensor_parallel", "data_types", "compile")
+_SECTIONS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "bfloat16",
+    "pipeline",
+    "tensor_parallel",
+    "data_types",
+    "compile",
+    "torch_autocast",
+)
 
 
 def deepspeed_settings(found: Located) -> Settings:
@@ -142,7 +152,11 @@ def _precision(settings: Settings, found: list[Finding]) -> dict[str, Any]:
         where = settings.where("fp16.loss_scale")
         words = "float16 with a loss scale of 1: small gradients become zero"
         found.append(Finding("mistake", "compute", words, '"loss_scale": 0 is adapted', where))
-    return {"parameters": kept, "compute": kept, "gradients": gradients, "master": kept != "float32"}
+    compute = kept
+    if settings.flag("torch_autocast.enabled"):
+        compute = settings.choice("torch_autocast.dtype", _DTYPES, "bfloat16", "products in {}")
+        settings.says("torch_autocast.enabled", f"products in {compute}")
+    return {"parameters": kept, "compute": compute, "gradients": gradients, "master": kept != "float32"}
 
 
 def _zero(settings: Settings) -> dict[str, Any]:

@@ -48,7 +48,7 @@ FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def flavor_of(sizes: dict[str, Any]) -> tuple[str, str] | None:
-    """The name and flavor of a model with these sizes, None if there is none.
+    """The name and flavor of a model with these sizes, the vocabulary's padding aside; None if there is none.
 
     Example:
         >>> flavor_of(FLAVORS["llama3"]["70B"])
@@ -56,6 +56,7 @@ def flavor_of(sizes: dict[str, Any]) -> tuple[str, str] | None:
     """
     for name, flavors in FLAVORS.items():
         for flavor, known in flavors.items():
-            if all(sizes.get(field) == value for field, value in known.items()):
+            padded = known["vocab"] <= sizes.get("vocab", 0) < known["vocab"] * 1.05
+            if padded and all(sizes.get(field) == value for field, value in known.items() if field != "vocab"):
                 return name, flavor
     return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from onecard.errors import PlanError
 from onecard.plan.audit.audit import Given
-from onecard.plan.audit.flavors import flavor_of
+from onecard.plan.audit.flavors import FLAVORS, flavor_of
 from onecard.plan.audit.read import read
 from onecard.plan.audit.torchtitan import SCHEDULES
 from onecard.plan.plan import Plan
@@ -71,6 +71,9 @@ def write(library: str, plan: Plan, model: Transformer | None = None) -> Written
         for name_, value in a.items():
             if value != b[name_]:
                 cannot[name_] = _words(title, name_, value, b[name_])
+    if library == "torchtitan" and model is not None and flavor_of(asdict(model)) is None:
+        known = ", ".join(f"{name_} {flavor}" for name_, flavors in FLAVORS.items() for flavor in flavors)
+        cannot["flavor"] = f"flavor: torchtitan has none of these sizes, add one to its tables; it has {known}"
     return Written(library, name, text, cannot, back)
 
 
@@ -233,6 +236,8 @@ def _deepspeed(plan: Plan, model: Transformer | None) -> str:
     }
     if plan.parameters in ("bfloat16", "float16"):
         data[_SHORT[plan.parameters]] = {"enabled": True}
+    if plan.parameters == "float32" and plan.compute in ("bfloat16", "float16"):
+        data["torch_autocast"] = {"enabled": True, "dtype": plan.compute}
     if plan.gradients in _SHORT:
         data["data_types"] = {"grad_accum_dtype": _SHORT[plan.gradients]}
     if plan.tp > 1:

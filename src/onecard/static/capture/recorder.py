@@ -134,6 +134,8 @@ class Recorder(recorded.Listener):
             return self._read(func, args, kwargs)
         if func.namespace == "c10d":
             return self.own(func, args, kwargs)
+        if own.is_functional(func):
+            return own.in_functional(self, func, args, kwargs)
         if func.namespace in ("profiler", "prim") or own.only_wraps(func):  # marks; the device of a tensor without data
             return func(*args, **kwargs)
         if reads.sized_by_values(func, args, kwargs):

@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import io
 import operator
+import pathlib
 import random
 import types
 from typing import Any
 
 import numpy
+import torch
 from torch import nn
 
 from onecard.static.guards.chains import Expr, text
@@ -39,6 +41,8 @@ class Calls:
 
     def look(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """Note what a call looks at that is not the program's own Python, which is followed. Spread arguments are one tuple."""
+        if not self.of_library:
+            self._files(f, args, e, line)
         if _one_of(f, _LOOKS) and len(args) >= 2 and e.name is None and args[0] is not UNKNOWN:
             self._by_name(f, args[0], args[1], text(e.args[0]), line)
         elif _is_followed(f) or _one_of(f, _NO_LOOK):
@@ -48,10 +52,24 @@ class Calls:
         elif not self._of_container(f, args, e, line):
             for x, name in zip(args, e.args, strict=True):
                 self.seen.whole(x, text(name), line)
-                if f is next or not isinstance(x, io.IOBase):  # a file that is given away is written to
+                if f is next or not isinstance(x, io.IOBase):
                     self.goes_on(x, text(name), line)
                 if _lays_open(f):
                     self.laid_open(x, text(name), line)
+
+    def _files(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
+        """What writes to a file: its own methods, a path's, functions that are given it."""
+        own, name = getattr(f, "__self__", None), getattr(f, "__name__", "")
+        if isinstance(own, io.StringIO | io.BytesIO) and not self.seen.was_there(own):
+            return  # the step's own memory
+        if isinstance(own, io.IOBase | pathlib.Path) and name in _TO_FILES:
+            self.seen.writes(own, text(e.base).rpartition(".")[0], line)
+        elif _one_of(f, _SAVERS):
+            self.seen.writes(f, f"a file, by {text(e.base)}", line)
+        elif name in _GIVEN_FILES:
+            for x, of in zip(args, e.args, strict=True):
+                if isinstance(x, io.IOBase):
+                    self.seen.writes(x, text(of), line)
 
     def laid_open(self, x: Any, name: str, line: str) -> None:
         """All attributes of an object may be looked at."""
@@ -75,7 +93,7 @@ class Calls:
 
     def _of_container(self, f: Any, args: list[Any], e: Expr, line: str) -> bool:
         """A method of a list, a dict and their like."""
-        own = getattr(f, "__self__", None) if isinstance(f, types.BuiltinMethodType) else None
+        own = getattr(f, "__self__", None) if isinstance(f, types.BuiltinMethodType | types.MethodWrapperType) else None
         name = text(e.base).rpartition(".")[0] or text(e.base)
         if isinstance(own, contextvars.ContextVar):
             if f.__name__ == "get":
@@ -139,4 +157,8 @@ _CACHED = type(functools.lru_cache(len))
 _ADVANCES = ("__next__", "send", "throw", "read", "readline", "readlines", "readinto")
 _NO_LOOK = (isinstance, issubclass, type, id, callable, print, super)
 _OPEN = (vars, dataclasses.asdict, dataclasses.astuple, dataclasses.replace, dataclasses.fields)
+_TO_FILES = ("write", "writelines", "truncate", "write_text", "write_bytes")
+_SAVERS = (torch.save, numpy.save, numpy.savez, numpy.savetxt)
+_GIVEN_FILES = ("dump", "writer", "writerow", "writerows")
 _WRITES = {"append", "appendleft", "add", "extend", "extendleft", "update", "insert", "clear", "discard"}
+_WRITES |= {"__iadd__", "__ior__", "__setitem__", "__delitem__"}

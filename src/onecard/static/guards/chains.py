@@ -101,7 +101,10 @@ class _Machine:
 
     def _step(self, i: dis.Instruction) -> None:
         for expr in self.stack[-_WHOLE.get(i.opname, 0) :] if i.opname in _WHOLE else ():
-            self._act("whole", expr)
+            grown = (
+                i.opname == "BINARY_OP" and i.argrepr.endswith("=") and len(self.stack) > 1 and expr is self.stack[-2]
+            )
+            self._act("grow" if grown else "whole", expr)
         known: Callable[[_Machine, Any], None] | None = _KNOWN.get(i.opname)
         if known is not None:
             known(self, i)

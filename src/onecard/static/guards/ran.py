@@ -195,6 +195,8 @@ class Ran:
                 self._whole(frame, e)
             elif kind == "within":
                 self._within(frame, e)
+            elif kind == "grow":
+                self._grow(frame, e)
             else:
                 self._call(frame, e)
 
@@ -250,6 +252,14 @@ class Ran:
             self.seen.within(base, key, str(e), self._line(frame))
         elif isinstance(base, CONTAINERS):
             self.seen.whole(base, text(e.base), self._line(frame))
+
+    def _grow(self, frame: _Frame, e: Expr) -> None:
+        """``+=`` and its like: a list, a set or a dict is added to, and not looked into."""
+        x = self._values.value(e, frame)
+        if type(x) not in (list, set, dict):
+            self._whole(frame, e)
+        elif not self._in_library(frame):
+            self.seen.grows(x, str(e), self._line(frame))
 
     def _whole(self, frame: _Frame, e: Expr) -> None:
         x = self._values.value(e, frame)

@@ -72,6 +72,7 @@ class Seen:
         self._stored: list[Any] = []
         self._library: set[Any] = set()  # what a library without torch has looked up
         self._left: dict[Any, tuple[Callable[[], Any], str, str]] = {}
+        self._written: tuple[Any, str] | None = None  # the first file, and where
         self.old(sys.modules)
 
     def was_there(self, x: Any) -> bool:
@@ -171,8 +172,14 @@ class Seen:
             self.touch(x)
             self._left.setdefault((id(x), ""), (partial(_added, x, len(x)), name, line))
 
+    def writes(self, file: Any, name: str, line: str) -> None:
+        """The program's own code writes to a file; what it shows on a terminal is its own affair."""
+        shown = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        if not any(file is x or file is getattr(x, "buffer", None) for x in shown) and not is_installed(line):
+            self._written = self._written or (name, line)
+
     def left_behind(self) -> str:
-        """What the step leaves in Python that a replay would not, in words: tensors, numbers that may change, longer lists."""
+        """What the step leaves that a replay would not, in words: tensors, numbers that may change, longer lists, files."""
         noted = {id(r.place.holder) for r in self.reads} | {id(w.holder) for w in self.wholes}
         for (holder, key), (now, name, line) in self._left.items():
             value = now()
@@ -180,6 +187,10 @@ class Seen:
             if (made or isinstance(value, Number | _Added)) and (key or holder not in noted):
                 what = f"adds to {name}" if isinstance(value, _Added) else f"sets {name}"
                 return f"the step {what} at {line}, in Python, which a replay does not repeat: return it, and keep it outside"
+        if self._written:
+            file, line = self._written
+            what = f"writes to {file} at {line}, in Python, which a replay does not repeat"
+            return f"the step {what}: return it, and write it outside"
         return ""
 
     def touch(self, x: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from onecard._torch.names import OpOverload
@@ -14,6 +15,7 @@ from onecard.machine.kernels import Kernels
 from onecard.rules.work import Work
 from onecard.static.price import convolutions, families
 from onecard.static.price.live import is_name
+from onecard.static.price.messages import is_message, kind_of, name_of
 from onecard.static.step.nodes import kernel, traits
 
 
@@ -38,8 +40,13 @@ def seconds(node: fx.Node, machine: Machine, kernels: Kernels, done: Work) -> fl
 
 
 def compute_in(graph: fx.Graph, dtype: str) -> None:
-    """Price the products of linear layers in another dtype, such as "float8_e4m3fn": each operand is rounded to it first."""
+    """Price the products of linear layers in another dtype, such as "float8_e4m3fn": each operand is rounded to it first.
+
+    What ranks of a layer gather for its products is rounded before it is sent, as in torchao's float8 layers.
+    """
     for node in graph.nodes:
+        if is_message(node) and name_of(kind_of(node)) == "all_gather":
+            node.meta["rounded"] = getattr(torch, dtype).itemsize
         if isinstance(node.target, OpOverload) and _name(node) in ("mm", "addmm", "linear"):
             node.meta["computes"] = dtype
 

@@ -77,6 +77,8 @@ def sent_by(node: fx.Node) -> int:
     _, given, kind, rest, line = node.args
     count = line.mesh.shape[line.axis]  # type: ignore[union-attr]
     size = size_of(given)  # type: ignore[arg-type]
+    if "rounded" in node.meta:  # to a smaller dtype, before it is sent
+        size = size // given.meta["tensor"][2].itemsize * node.meta["rounded"]  # type: ignore[union-attr]
     if kind == "all_to_all_single":  # each rank its part, which is not of one length
         element = size // max(1, sum(rest[1]))  # type: ignore[arg-type, index]
         return size - element * max(rest[1], default=0)  # type: ignore[index, arg-type]

@@ -315,6 +315,8 @@ class _Mode(TorchDispatchMode):
                 follower.note(arguments_written(func, args, kwargs or {}))
         if not follower._off and func.namespace == "c10d":
             return follower.own(func, args, kwargs or {})
+        if not follower._off and own.is_functional(func):
+            return own.in_functional(follower, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if follower._off or follower.found is not None:
             return result

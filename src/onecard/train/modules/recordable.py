@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +17,24 @@ from onecard.train.modules import transformer
 def recordable() -> Iterator[None]:
     """Inside, batch norm's count of batches is read as a number that may be another one at each replay, and encoders in
     evaluation take the path that they take without an onlooker (``transformer.recordable``)."""
-    with patch.object(batchnorm, "float", _number, create=True), transformer.recordable():
+    sync = patch.object(batchnorm.SyncBatchNorm, "forward", _cumulative(batchnorm.SyncBatchNorm.forward))
+    with patch.object(batchnorm, "float", _number, create=True), sync, transformer.recordable():
         yield
+
+
+def _cumulative(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``SyncBatchNorm.forward``, which asks its count by ``item()``, with ``momentum=None``: a plain int, the same for ever."""
+
+    def run(self: Any, input: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or self.num_batches_tracked is None:
+            return forward(self, input)
+        self.momentum = 1.0 / _number(self.num_batches_tracked + 1)
+        try:
+            return forward(self, input)
+        finally:
+            self.momentum = None
+
+    return run
 
 
 def _number(x: Any) -> Any:

@@ -1,0 +1,29 @@
+"""The bytes that a job's price tells are those that the real program sends: the jobs of benchmarks/jobs.py, on their ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import onecard as oc
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from jobs import JOBS, _sent, priced, program
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_the_bytes_of_a_price_are_those_of_the_program(job):
+    plan = job.as_plan
+    found = priced(job, oc.Machine(), small=True)
+    for place in range(plan.pp):
+        with oc.pretend(plan.world, rank=place * plan.world // plan.pp, fake=True):
+            step, batch, _ = program(job, small=True)
+            sent = _sent(step, batch)
+        told = dict(found.ranks[place].sent)
+        if plan.pp > 1 and plan.dp > 1:  # a microbatch's rows are brought together from all ranks of dp, then divided
+            assert 0 < sent.pop("dp") - told.pop("dp") <= 4096
+        if plan.pp > 1 and plan.tp > 1:  # a sum that waits for the next block, which a cut calls for at once
+            assert told.pop("tp") == pytest.approx(sent.pop("tp"), rel=0.15)
+        assert told == sent
