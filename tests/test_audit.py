@@ -38,7 +38,9 @@ def test_gpt3_175b_of_megatron() -> None:
     found = audit("gpt3_175b.sh", define={"HOSTS": "128"})
     assert mistakes(found) == []
     half = {"parameters": "float16", "gradients": "float16", "compute": "float16"}
-    assert found.plan == Plan(tp=8, pp=16, dp=8, microbatches=192, compiled=True, overlap=False, **half)  # type: ignore[arg-type]
+    assert found.plan == Plan(
+        tp=8, pp=16, dp=8, microbatches=192, compiled=True, overlap=False, overlap_tp=True, overlap_pp=False, **half
+    )  # type: ignore[arg-type]
     assert found.transformer is not None and found.transformer.parameters == 174_615_846_912
     assert str(found.findings[0]).startswith("50,257 rows of the vocabulary are padded to 51,200: 943 rows (1.9%)")
     lines = {said.name: said.where.rpartition(":")[2] for said in found.understood if said.where}
@@ -66,7 +68,7 @@ def test_bloom_of_megatron_deepspeed() -> None:
     assert found.transformer is not None and found.transformer.parameters == 176_247_271_424
     assert mistakes(found) == []
     assert found.plan == Plan(tp=4, pp=12, dp=8, microbatch=2, microbatches=128, zero=1, recompute="full", compiled=True,
-                              overlap=False, stages=(5, *[6] * 10, 5))  # fmt: skip
+                              overlap=False, overlap_tp=True, overlap_pp=False, stages=(5, *[6] * 10, 5))  # fmt: skip
 
 
 def test_bloom_of_deepspeed() -> None:
@@ -89,9 +91,9 @@ def test_llama3_of_torchtitan() -> None:
         assert found.transformer is not None and found.transformer.parameters == count and mistakes(found) == []
         plans[name] = found.plan
     full = {"parameters": "float32", "zero": 3}
-    assert plans["8b"] == Plan(dp=64, recompute="selective", **full)  # type: ignore[arg-type]
+    assert plans["8b"] == Plan(dp=64, recompute="operators", **full)  # type: ignore[arg-type]
     assert plans["70b"] == Plan(dp=32, tp=8, sequence_parallel=True, microbatch=8, recompute="full", **full)  # type: ignore[arg-type]
-    assert plans["405b"] == Plan(dp=64, tp=8, sequence_parallel=True, microbatch=2, recompute="full", compiled=True,
+    assert plans["405b"] == Plan(dp=64, tp=8, sequence_parallel=True, microbatch=2, recompute="full", compiled=True, overlap_tp=True,
                                  compute="float8_e4m3fn", **full)  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -122,6 +124,8 @@ ARGUMENTS = (
 @pytest.mark.parametrize(
     ("more", "kind", "says"),
     [
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 3", "mistake",
+         "interleaved stages take at least pp=4 microbatches, of which there are 3; --global-batch-size 4"),
         ("--vocab-size 50257 --tensor-model-parallel-size 8", "cost", "50,257 rows of the vocabulary are padded to 51,200"),
         ("--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 8", "mistake",
          "tp=8 does not divide 4 key heads; tp=4 does"),

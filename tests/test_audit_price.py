@@ -137,3 +137,17 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", str(DATA / "fsdp.yaml"), str(DATA / "llama3_8b.json"), "--model", "llama3-8b"]) == 2
     assert "name one of them" in capsys.readouterr().err
     assert Given().model is None
+
+
+def test_plans_that_a_neighbour_leads_to_are_priced() -> None:
+    """Fields that recordings do not depend on: none of them may stand in the way of a price."""
+    model = oc.Transformer(layers=4, hidden=64, heads=4, vocab=128, sequence=512)
+    plain = oc.price(model, oc.Plan(dp=2), A100)
+    assert oc.price(model, oc.Plan(dp=2, ep=2), A100).seconds == plain.seconds
+    assert oc.price(model, oc.Plan(dp=2, schedule="ZBV"), A100).seconds == plain.seconds
+    full = oc.price(model, oc.Plan(dp=2, recompute="full", microbatch=4), A100)
+    some = oc.price(model, oc.Plan(dp=2, recompute="full", recompute_blocks=2, microbatch=4), A100)
+    none = oc.price(model, oc.Plan(dp=2, microbatch=4), A100)
+    assert none.seconds < some.seconds < full.seconds and none.peak > some.peak > full.peak
+    with pytest.raises(oc.errors.PlanError, match="compute='tfloat32' is not priced"):
+        oc.price(model, oc.Plan(compute="tfloat32"), A100)

@@ -14,7 +14,7 @@ from onecard.errors import PlanError
 from onecard.plan.audit.audit import Given
 from onecard.plan.audit.flavors import FLAVORS
 from onecard.plan.audit.read import read
-from onecard.plan.audit.write import LIBRARIES, write
+from onecard.plan.audit.write import _ALONG, LIBRARIES, write
 from onecard.plan.plan import Plan
 from onecard.plan.transformer import Transformer
 
@@ -38,8 +38,9 @@ def one_of(draw: random.Random, choices: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def for_megatron(draw: random.Random) -> Plan:
-    given = one_of(draw, {**ANY, "ep": [1, 2], "sequence_parallel": [True, False], "zero": [0, 1, 2, 3],
-                          "recompute": ["none", "selective", "full"], "virtual": [1, 2, 3]}) | draw.choice(HALF)  # fmt: skip
+    more = {"ep": [1, 2], "sequence_parallel": [True, False], "zero": [0, 1, 2, 3], "overlap_tp": [True, False],
+            "overlap_pp": [True, False], "recompute": ["none", "selective", "full"], "virtual": [1, 2, 3]}  # fmt: skip
+    given = one_of(draw, {**ANY, **more}) | draw.choice(HALF)
     if given["parameters"] == "bfloat16" and draw.random() < 0.3:
         given["compute"] = "float8_e4m3fn"
     return made(draw, given, True)
@@ -53,8 +54,8 @@ def for_deepspeed(draw: random.Random) -> Plan:
 def for_torchtitan(draw: random.Random) -> Plan:
     schedules = ["1F1B", "GPipe", "VPP", "BFS", "ZBV", "DualPipeV"]
     given = one_of(draw, {**ANY, "overlap": [True], "zero": [0, 2, 3], "schedule": schedules,
-                          "recompute": ["none", "selective", "full"],
-                          "compute": ["bfloat16", "float32", "float8_e4m3fn"]})  # fmt: skip
+                          "recompute": ["none", "operators", "full"],
+                          "overlap_tp": [True, False], "compute": ["bfloat16", "float32", "float8_e4m3fn"]})  # fmt: skip
     kept = draw.choice(["float32", "bfloat16"])
     given |= {
         "parameters": kept,
@@ -82,6 +83,10 @@ def made(draw: random.Random, given: dict[str, Any], stages: bool) -> Plan:
     if given.get("zero") and given["dp"] >= 4 and draw.random() < 0.3:
         given["replicas"] = 2
     given["ep"] = given.get("ep", 1) if given["dp"] > 1 else 1
+    if not (given["pp"] > 1 and given.get("virtual", 1) > 1 and "overlap_pp" in given):
+        given["overlap_pp"] = given["pp"] == 1
+    if given["tp"] == 1:
+        given.pop("overlap_tp", None)
     number = given["pp"] * given.get("virtual", 1)
     if stages and given["pp"] > 1 and draw.random() < 0.3:
         given["stages"] = tuple([32 // number + (i == 1) * (32 % number) for i in range(number)])
@@ -122,7 +127,7 @@ def test_what_a_library_cannot_say_is_said(library: str) -> None:
         written = write(library, plan, MODEL)
         told = {field: getattr(plan, field) for field in written.cannot if field in Plan.__dataclass_fields__}
         differ = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(written.plan, f.name)}
-        assert differ - {"schedule", "per_host", "stages"} <= told.keys() <= differ
+        assert differ - {*_ALONG, "per_host"} <= told.keys() <= differ
         assert all(text.startswith(f"{field}: the plan says ") for field, text in written.cannot.items())
         words |= written.cannot.keys()
     assert "placements" in words and "master" in words

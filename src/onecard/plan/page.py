@@ -133,8 +133,8 @@ def _states(plan: Any) -> str:
 def _computes(plan: Any) -> str:
     fused = "kernels fused" if plan.compiled else "kernel by kernel"
     beside = "beside" if plan.overlap else "before and after"
-    started = "; along tp, too" if plan.overlap_tp and plan.tp > 1 else ""
-    return f"in {plan.compute}, {fused}; messages along dp run {beside} computation{started}"
+    along_tp = "; those along tp beside products" if plan.overlap_tp and plan.tp > 1 else ""
+    return f"in {plan.compute}, {fused}; messages along dp run {beside} computation{along_tp}"
 
 
 def difference(plan: Any, other: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.machine.events import Event
 from onecard.pipeline.schedule.action import Schedule
@@ -52,16 +53,20 @@ def price(
         >>> abs(sum(found.terms.values()) - found.seconds) < 1e-9
         True
     """
+    if plan.compute == "tfloat32":
+        raise PlanError(
+            "compute='tfloat32' is not priced; 'float32', 'bfloat16', 'float16' and 'float8_e4m3fn' are", "compute"
+        )
     machine = _changed(machine, per_host=plan.per_host)
     model_costs = recorded(model, plan, batch, loss)
     pieces = model_costs.costs(machine)
     other = pieces
     if plan.recompute_blocks:
-        other = recorded(model, replace(plan, recompute="none"), batch, loss).costs(machine)
+        other = recorded(model, replace(plan, recompute="none", recompute_blocks=0), batch, loss).costs(machine)
     state = TrainingState(plan, machine)
     stages = stages_of(pieces, other, plan)
     times = [stage_time(stage, state) for stage in stages]
-    schedule = schedule_named(plan.schedule, plan.pp, plan.virtual)(plan.microbatches)
+    schedule = schedule_named(plan.schedule if plan.pp > 1 else "1F1B", plan.pp, plan.virtual)(plan.microbatches)
     message = max((_to_the_next(stage.output, state) for stage in stages[:-1]), default=0.0)
     timeline = _timeline(schedule, times, message, plan.overlap_pp)
     ranks = [_rank(place, schedule, stages, times, timeline, state) for place in range(plan.pp)]

@@ -80,7 +80,7 @@ def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> Recorde
 def _part(model: Model, plan: Plan) -> Plan:
     """The plan without what recordings do not depend on."""
     one = replace(
-        plan, pp=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
+        plan, pp=1, ep=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
         states="float32", master=True, offload=False, overlap=True, overlap_pp=True, partial_sends=False,
         recompute_blocks=0, per_host=8,
     )  # fmt: skip

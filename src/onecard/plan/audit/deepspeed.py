@@ -68,6 +68,7 @@ def deepspeed_plan(settings: Settings, given: Given, found: list[Finding]) -> di
         "compiled": settings.flag("compile.deepcompile", means="kernels fused"),
     }
     plan["per_host"] = given.per_host or 8
+    plan["overlap_pp"] = plan["pp"] == 1  # DeepSpeed's pipelines wait for what they send and are sent
     plan |= _precision(settings, found) | _zero(settings)
     plan |= _batch(settings, given, plan, found)
     plan["replicas"] = _copies(settings, plan, found)

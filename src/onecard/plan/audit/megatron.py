@@ -7,6 +7,7 @@ versions and of Megatron-DeepSpeed the names that have others now.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def read_megatron(path: Path, given: Given) -> Audit:
         settings.says("rampup-batch-size", "smaller batches at first; judged is the full one")
     plan["microbatch"] = micro
     plan["microbatches"] = microbatches(batch, plan["dp"], micro, found, settings.where("global-batch-size"))
+    plan |= _messages(settings, plan, found)
     audit = audited("megatron", settings, model, plan, found, given)
     passed = tuple(Ignored(what, where) for what, where in made.passed)
     return Audit(**{**vars(audit), "ignored": (*audit.ignored, *passed)})
@@ -332,6 +334,22 @@ def _recompute(settings: Settings, found: list[Finding]) -> dict[str, Any]:
         change = "--recompute-method uniform --recompute-num-layers 1"
         found.append(Finding("mistake", "recompute", words, change, settings.where("recompute-granularity")))
     return {"recompute": kind, "recompute_blocks": count if kind == "full" and method == "block" else 0}
+
+
+def _messages(settings: Settings, plan: Mapping[str, Any], found: list[Finding]) -> dict[str, Any]:
+    """What runs beside computation along tp and pp; interleaved stages alone go on while they send."""
+    alone = settings.flag("no-async-tensor-model-parallel-allreduce", means="messages along tp are waited for")
+    waited = settings.flag("no-overlap-p2p-communication", means="stages wait for what they send")
+    virtual = plan.get("virtual", 1)
+    if virtual > 1 and plan["microbatches"] < plan["pp"]:
+        words = (
+            f"interleaved stages take at least pp={plan['pp']} microbatches, of which there are {plan['microbatches']}"
+        )
+        change = f"--global-batch-size {plan['pp'] * plan['microbatch'] * plan['dp']}"
+        found.append(Finding("mistake", "microbatches", words, change, settings.lines.get("global-batch-size", "")))
+    if settings.flag("tp-comm-overlap"):
+        settings.says("tp-comm-overlap", "messages along tp beside products")
+    return {"overlap_tp": plan["tp"] > 1 and not alone, "overlap_pp": plan["pp"] == 1 or (virtual > 1 and not waited)}
 
 
 def _states(settings: Settings) -> dict[str, Any]:

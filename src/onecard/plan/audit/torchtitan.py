@@ -164,8 +164,7 @@ def _degrees(settings: Settings, given: Given, found: list[Finding]) -> dict[str
         settings.assumed("fsdp_reshard_after_forward", "default", f"ZeRO {zero}: parameters are {'kept' if pp > 1 else 'freed'} "
                          "between forward and backward" + (" where there is a pipeline" if pp > 1 else ""))  # fmt: skip
     dp = replicate * shard
-    if settings.flag(at + "enable_async_tensor_parallel"):
-        settings.says(at + "enable_async_tensor_parallel", "sums along tp beside products, which is not priced here")
+    beside = settings.flag(at + "enable_async_tensor_parallel", means="messages along tp beside products")
     made = {
         "dp": dp,
         "tp": tp,
@@ -174,6 +173,8 @@ def _degrees(settings: Settings, given: Given, found: list[Finding]) -> dict[str
         "zero": zero,
         "replicas": replicate if zero else 1,
         "sequence_parallel": tp > 1,
+        "overlap_tp": beside and tp > 1,
+        "overlap_pp": pp == 1,  # torch's pipelines wait for what they send and are sent
     }
     return made | {"ep": ep if dp % ep == 0 else 1, "per_host": given.per_host or 8}
 
@@ -297,7 +298,7 @@ def _precision(settings: Settings) -> dict[str, Any]:
 
 
 def _recompute(settings: Settings, layers: int, plan: Mapping[str, Any]) -> dict[str, Any]:
-    modes = {"none": "none", "selective": "selective", "full": "full", "memory_budget": "selective"}
+    modes = {"none": "none", "selective": "selective", "full": "full", "memory_budget": "operators"}
     mode = settings.choice("activation_checkpoint.mode", modes, "selective", "recompute={}")
     option = settings.take("activation_checkpoint.selective_ac_option")
     option = str(option) if option is not None else "2"
@@ -306,9 +307,9 @@ def _recompute(settings: Settings, layers: int, plan: Mapping[str, Any]) -> dict
     if option == "op":
         settings.says(
             "activation_checkpoint.selective_ac_option",
-            "backward makes every second product again; judged as the attention's core",
+            "recompute=operators",
         )
-        return {"recompute": "selective"}
+        return {"recompute": "operators"}
     if not option.isdecimal() or not 0 < int(option[:9]) < 10**6:
         raise settings.stop("activation_checkpoint.selective_ac_option", "want 'op', or a number as a text", "'2'")
     blocks = layers // (plan["pp"] * plan.get("virtual", 1)) // int(option)

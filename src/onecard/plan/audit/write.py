@@ -77,10 +77,19 @@ def write(library: str, plan: Plan, model: Transformer | None = None) -> Written
     return Written(library, name, text, cannot, back)
 
 
+_ALONG = {
+    "schedule": "pp", "stages": "pp", "overlap_pp": "pp", "partial_sends": "pp", "overlap_tp": "tp", "sequence_parallel": "tp",
+    "overlap": "dp", "zero": "dp",
+}  # fmt: skip
+"""Fields that mean nothing where there is one rank along an axis."""
+
+
 def _same(field: str, plan: Plan, back: Plan) -> bool:
     """Whether a difference is one in words only: the order of no pipeline, hosts of which one has all ranks."""
     one_host = all(not p.per_host or p.world <= p.per_host for p in (plan, back))
-    return (field in ("schedule", "stages") and plan.pp == back.pp == 1) or (field == "per_host" and one_host)
+    if field in _ALONG and all(getattr(p, _ALONG[field]) == 1 for p in (plan, back)):
+        return True
+    return field == "per_host" and one_host
 
 
 def _words(title: str, field: str, mine: Any, theirs: Any) -> str:
@@ -202,6 +211,8 @@ def _megatron_parallel(plan: Plan) -> Named:
         plan.ep > 1
     )
     made += [("sequence-parallel", True)] * plan.sequence_parallel
+    made += [("no-async-tensor-model-parallel-allreduce", True)] * (plan.tp > 1 and not plan.overlap_tp)
+    made += [("no-overlap-p2p-communication", True)] * (plan.virtual > 1 and not plan.overlap_pp)
     if plan.stages and plan.pp > 1:
         ends = ["E"] + [""] * (len(plan.stages) - 1)
         blocks = [f"{end}{f't*{count}' if count else ''}" for end, count in zip(ends, plan.stages, strict=True)]
@@ -269,6 +280,8 @@ def _torchtitan(plan: Plan, model: Transformer | None) -> str:
         "pipeline_parallel_degree": plan.pp,
         "context_parallel_degree": plan.cp,
     }
+    if plan.overlap_tp:
+        parallel["enable_async_tensor_parallel"] = True
     if plan.ep > 1:
         parallel["expert_parallel_degree"] = plan.ep
     if plan.pp > 1:
@@ -299,8 +312,9 @@ def _torchtitan_again(plan: Plan, model: Transformer) -> dict[str, Any]:
     if plan.recompute == "full" and plan.recompute_blocks and stage >= plan.recompute_blocks:
         every = stage // plan.recompute_blocks
         return {"mode": "selective", "selective_ac_option": str(every)} if every > 1 else {"mode": "full"}
-    option = {"selective_ac_option": "op"} if plan.recompute == "selective" else {}
-    return {"mode": plan.recompute, **option}
+    if plan.recompute in ("selective", "operators"):
+        return {"mode": "selective", "selective_ac_option": "op"}
+    return {"mode": plan.recompute}
 
 
 def _torchtitan_pipeline(plan: Plan, model: Transformer) -> dict[str, Any]:
