@@ -29,7 +29,8 @@ def page(audit: Audit, all_of_it: bool = False) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{LIBRARIES[audit.library]}: {', '.join(audit.files)}", "bold"), Text("")]
     if audit.transformer is not None:
         parts += [Text(_model(audit)), Text("")]
-    parts += [Text(str(audit.plan)), Text("")]
+    title, *lines = str(audit.plan).splitlines()
+    parts += [Text(title), _rows([line.strip().split("  ", 1) for line in lines]), Text("")]
     for kind in ("mistake", "cost", "idle"):
         found = [finding for finding in audit.findings if finding.kind == kind]
         if found:
@@ -95,7 +96,7 @@ def _rows(rows: list[Any]) -> Table:
     for _ in rows[0] if rows else ():
         table.add_column(overflow="fold")
     for row in rows:
-        table.add_row("", *(Text(cell) for cell in row))
+        table.add_row("", *(Text(cell.strip()) for cell in row))
     return table
 
 
