@@ -26,8 +26,8 @@ from torch import Tensor
 import onecard as oc
 from onecard import fleet
 from onecard.fleet.layers.transformer import ParallelTransformerLayer
+from onecard.static.passes.awaited import awaited
 from onecard.static.passes.fused import fused
-from onecard.static.passes.overlap import overlapped
 
 LAYERS = json.loads((Path(__file__).parent / "published" / "layers.json").read_text())
 
@@ -59,7 +59,7 @@ def recorded(sequence_parallel: bool, recompute: Any) -> oc.Recording:
             return y.detach()
 
         recording = oc.record(step)(x, grad)
-        return recording.with_graph(fused(overlapped(recording.graph)))
+        return recording.with_graph(fused(awaited(recording.graph)))
 
 
 def seconds(recording: oc.Recording, machine: oc.Machine) -> tuple[float, float]:

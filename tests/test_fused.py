@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.static.passes.awaited import awaited
 from onecard.static.passes.fused import fused
 from onecard.static.price.live import Live
 from onecard.static.step.nodes import kernel
@@ -89,6 +90,27 @@ def test_what_only_kernels_need_is_not_kept() -> None:
     machine = oc.Machine.preset("A100")
     plain, whole = recording.cost(machine), recording.with_graph(fused(recording.graph)).cost(machine)
     assert whole.products == plain.products and whole.touched < plain.touched and whole.seconds < plain.seconds
+
+
+def test_a_message_is_awaited_where_it_is_used() -> None:
+    with oc.pretend(2, fake=True):
+        group = oc.new_group([0, 1])
+
+        def step(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+            total = x * 2
+            oc.all_reduce(total, group=group)
+            beside = y @ z
+            used = total + beside
+            oc.all_reduce(used, group=group)
+            return used, beside
+
+        recording = oc.record(step)(*(torch.zeros(64, 64) for _ in range(3)))
+    graph = awaited(recording.graph)
+    graph.lint()
+    names = [n.target.__name__.partition(".")[0] for n in graph.nodes if n.op == "call_function"]
+    assert names == ["mul", "message", "mm", "wait", "add", "message"]  # the second one is used at once
+    machine = oc.Machine(beside=1.0)
+    assert recording.with_graph(graph).cost(machine).seconds < recording.cost(machine).seconds
 
 
 def test_a_block_of_a_model_ends_a_kernel() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import onecard as oc
+from onecard.plan.activations import Sizes, formula
 
 A100 = oc.Machine.preset("A100")
 SIZES = oc.Transformer(layers=8, hidden=2048, heads=16, vocab=51200, sequence=1024, attention="scores")
@@ -47,6 +48,17 @@ def test_messages_of_layers_beside_products() -> None:
     assert beside.model_flops == waited.model_flops
     nothing_hides = price(replace(A100, beside=0.0), overlap_tp=True)
     assert nothing_hides.seconds == pytest.approx(waited.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_keeps_the_same_whatever_runs_beside(compiled: bool) -> None:
+    """Bytes of the formula of Korthikanti et al. (2022), from each piece of the composed price."""
+    sizes = replace(SIZES, dropout=0.1)
+    for parallel, again in ((False, "none"), (True, "none"), (True, "selective"), (False, "full")):
+        plan = replace(PLAN, compiled=compiled, overlap_tp=True, sequence_parallel=parallel, recompute=again)
+        pieces = oc.price(sizes, plan, A100).pieces
+        told = formula(Sizes(sizes.heads, sizes.sequence, sizes.hidden, plan.microbatch), plan.tp, parallel, again)
+        assert [piece.kept for piece in pieces[1:-1]] == pytest.approx([told] * (len(pieces) - 2), rel=0.01)
 
 
 def test_float8_is_faster_and_gathers_less() -> None:

@@ -139,7 +139,7 @@ def test_operators_take_what_their_kernels_take() -> None:
         assert seconds(torch.mm, a, b) == product(A100, 4096, 4096, 4096)
         assert seconds(torch.relu, a) == of(A100).touch(A100.memory, 2 * a.nbytes)
         dropped = seconds(lambda x: torch.native_dropout(x, 0.5, True)[0], a)
-        assert dropped > 1.1 * of(A100).touch(A100.memory, 2.5 * a.nbytes)  # it draws numbers, too
+        assert dropped == of(A100).touch(A100.memory, 2.5 * a.nbytes, "dropout")  # a mask of bytes, too
         assert seconds(lambda x: x.view(-1).new_empty(10**6), a) == 0  # makes room
         q = torch.zeros(2, 8, 2048, 128, dtype=torch.bfloat16)
         whole, causal = (
@@ -163,7 +163,7 @@ def off(recordings: list[oc.Recording], machine: oc.Machine) -> float:
 
 
 def test_five_layers_take_what_was_published(layers: list[oc.Recording]) -> None:
-    assert off(layers, A100) < 0.03
+    assert off(layers, A100) < 0.01
 
 
 def test_the_fit_finds_the_constants_again(layers: list[oc.Recording]) -> None:

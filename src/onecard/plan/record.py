@@ -29,8 +29,8 @@ from onecard.plan.placements import placements_of
 from onecard.plan.plan import Plan
 from onecard.plan.transformer import Transformer
 from onecard.static.api import record
+from onecard.static.passes.awaited import awaited
 from onecard.static.passes.fused import fused
-from onecard.static.passes.overlap import overlapped
 from onecard.static.price.by_kernels import compute_in
 from onecard.tensor.convert import shard_tensor
 from onecard.train.layer import shard_layer
@@ -161,7 +161,7 @@ def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Pla
     recording = record(forward_and_backward)(*batch)
     if plan.compute.startswith("float8"):
         compute_in(recording.graph, plan.compute)
-    graph = overlapped(recording.graph) if plan.overlap_tp else recording.graph
+    graph = awaited(recording.graph) if plan.overlap_tp else recording.graph
     return recording.with_graph(fused(graph) if plan.compiled else graph)
 
 

@@ -65,7 +65,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _draws(names: Sequence[str]) -> str:
-    """The family of kernels that draw random numbers, which takes longer than to read and write."""
+    """The family of kernels that draw random numbers; "" of others."""
     return (
         "dropout" if "native_dropout" in names or any(name.endswith("_") and "rand" in name for name in names) else ""
     )
