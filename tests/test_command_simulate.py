@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 
@@ -143,6 +144,19 @@ def test_what_cannot_be_is_said_in_a_line(capsys, monkeypatch, tmp_path, argumen
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_progress_where_there_is_a_terminal():
+    terminal, ours = pty.openpty()
+    command = [sys.executable, "-m", "onecard", "simulate", *SMALL]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=ours, timeout=300, env=os.environ | {"TERM": "xterm"})
+    os.close(ours)
+    shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "recording blocks and pricing them on 1 ranks" in shown
+    assert "a step" in done.stdout.decode()
+    assert subprocess.run(command, capture_output=True, timeout=300).stderr == b""
 
 
 def test_help_loads_no_command():

@@ -243,6 +243,16 @@ def parse(where: str, words: list[str]) -> None:
 
         tyro.cli(audit.Options, args=words[2:])
         return
+    if words[:2] == ["onecard", "simulate"]:
+        from onecard.commands import simulate
+
+        assert simulate.read(words[2:])[3].world > 1
+        return
+    if words[:2] == ["onecard", "estimate"]:
+        from onecard.commands import estimate
+
+        tyro.cli(estimate.Asked, args=estimate.divided(words[2:])[0])
+        return
     assert words[:2] == ["onecard", "run"] or words[:3] == ["python", "-m", "onecard.launch"], (where, words)
     ours, theirs = split(words[2 if words[0] == "onecard" else 3 :])
     read(ours)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     0
     """
     try:
-        asked, outputs, sizes, plan = _read(argv)
+        asked, outputs, sizes, plan = read(argv)
         mistakes = [finding for finding in plan.check(sizes) if finding.kind == "mistake"]
         if mistakes:
             return refuse("simulate", "\n".join(map(str, mistakes)))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
+def read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
     """The command line: what files say are the defaults of the flags."""
     known = plan_fields(said(argv, "plan"))
     model = model_fields(said(argv, "model"), whole_number(argv, "sequence"))

@@ -43,8 +43,8 @@
   for (const [name, value, shown] of [
     ["Step", job.seconds, seconds(job.seconds)],
     [words.tokens, job.tokens_per_second, count(job.tokens_per_second)],
-    ["Model FLOPs utilization", job.mfu, share(job.mfu, 1)],
-    ["Hardware FLOPs utilization", job.hfu, share(job.hfu, 1)],
+    ["MFU, of the peak", job.mfu, share(job.mfu, 1)],
+    ["HFU, of the peak", job.hfu, share(job.hfu, 1)],
     ["Peak memory", job.peak, bytes(job.peak)],
   ]) {
     const figure = make("dd", { text: shown });
@@ -209,13 +209,15 @@
   const drawEvents = (pen, row, first, last, left, width, scale, top, tall) => {
     pen.strokeStyle = css("--edge");
     pen.textAlign = "center";
+    let longest = 0;
+    for (let i = first; i < last; i++) longest = Math.max(longest, String(row.batch[i]).length);
     for (let i = first; i < last; i++) {
       const x = Math.max(left, left + (row.begin[i] - view.from) * scale), end = Math.min(width, left + (row.end[i] - view.from) * scale);
       if (end <= x) continue;
       pen.fillStyle = shaded(colourOf(timeline.kinds[row.kind[i]]), row.shade.get(row.stage[i]));
       pen.fillRect(x, top, end - x, tall);
       if (end - x > 3) pen.strokeRect(x + 0.5, top + 0.5, end - x - 1, tall - 1);
-      if (end - x > 7 * (1 + String(row.batch[i]).length) && tall >= 13 && row.batch[i] >= 0) {
+      if (end - x > 7 * (0.6 + longest) && tall >= 13 && row.batch[i] >= 0) {
         pen.fillStyle = row.shade.get(row.stage[i]) && isDark() ? "#f4f6f8" : "#10161d";
         pen.fillText(row.batch[i], (x + end) / 2, top + tall / 2 + 0.5);
       }
