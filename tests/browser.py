@@ -46,8 +46,12 @@ class Page:
             return json.load(answer)["value"]
 
     def open(self, path: Path) -> None:
-        """Loads a file."""
+        """Loads a file; its scripts have run then."""
         self.call("/url", {"url": path.resolve().as_uri()})
+        end = time.monotonic() + 60
+        while self.run("return [document.readyState, location.href]") != ["complete", path.resolve().as_uri()]:
+            assert time.monotonic() < end, f"{path} is not loaded"
+            time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a function's body returns in the page."""
