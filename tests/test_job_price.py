@@ -191,3 +191,82 @@ def test_layers_by_hand_and_marks_cost_the_same(given):
     assert by_marks.seconds == pytest.approx(by_hand.seconds, rel=0.02)
     assert by_marks.peak == pytest.approx(by_hand.peak, rel=0.02)
     assert by_marks.model_flops == pytest.approx(by_hand.model_flops, rel=0.001)
+
+
+# -- what a caller may do --------------------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """A language model of linear blocks whose head is the embedding's matrix, or one of its own."""
+
+    def __init__(self, tied: bool = True, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 32)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(5))
+        self.head = torch.nn.Linear(32, 64, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.blocks.requires_grad_(False)
+
+    def forward(self, ids, targets):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+IDS = (torch.zeros(2, 8, dtype=torch.int64),) * 2
+ON_TP = (("embedding.weight", "tp: Shard(0)"), ("head.weight", "tp: Shard(0)"))
+
+
+@pytest.mark.parametrize("placements", [(), ON_TP])
+def test_tied_weights_are_one_and_frozen_ones_have_no_state(placements):
+    def memory_of(**kind: bool) -> dict[str, int]:
+        plan = oc.Plan(tp=2 if placements else 1, placements=placements, **KEPT)
+        return dict(oc.price(lambda: Tied(**kind), plan, A100, batch=IDS).ranks[0].memory)
+
+    tied, apart, frozen = memory_of(), memory_of(tied=False), memory_of(frozen=True)
+    matrix, blocks = 4 * 64 * 32 // (2 if placements else 1), 4 * 5 * (32 * 32 + 32)
+    assert tied["parameters"] == matrix + blocks and apart["parameters"] == 2 * matrix + blocks
+    assert tied["states"] == 2 * tied["parameters"] and frozen["states"] == 2 * matrix
+    assert frozen["parameters"] == tied["parameters"]
+
+
+def test_a_module_that_was_changed_is_priced_anew():
+    model = Tied()
+    plan = oc.Plan(**KEPT)
+    before = oc.price(model, plan, A100, batch=IDS).model_flops
+    model.blocks.append(torch.nn.Linear(32, 32))
+    assert oc.price(model, plan, A100, batch=IDS).model_flops == before + 6 * 8 * 32 * 32
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+    kind = {"frozen": False}
+
+    def make() -> Tied:
+        return Tied(**kind)
+
+    before = oc.price(make, plan, A100, batch=IDS).ranks[0].memory["states"]
+    kind["frozen"] = True
+    assert oc.price(make, plan, A100, batch=IDS).ranks[0].memory["states"] < before
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "batch", "said"),
+    [
+        ("gpt", {}, IDS, "want an oc.Transformer, a module, or a function"),
+        (Tied, {}, None, "give an example batch"),
+        (Tied, {"tp": 2}, IDS, "divide nothing of Tied"),
+        (
+            Tied,
+            {"tp": 2, "placements": (("head.weigth", "tp: Shard(0)"),)},
+            IDS,
+            "fits no parameter; there are head.weight",
+        ),
+        (lambda: torch.nn.Linear(8, 8), {}, torch.zeros(2, 8), "no loss"),
+        (Tied, {"pp": 8}, IDS, "8 stages, and the model has 5 blocks"),
+        (Tied, {"recompute": "selective"}, IDS, "needs layers that know what to keep"),
+    ],
+)
+def test_what_cannot_be_priced_is_said(model, given, batch, said):
+    with pytest.raises(oc.errors.PlanError, match=said):
+        oc.price(model, oc.Plan(**KEPT, **given), A100, batch=batch)

@@ -230,7 +230,7 @@ _LAUNCH: dict[str, Any] = {"launch": 4e-6, "latency": 15e-6}
 def _sxm(name: str, tera: Mapping[str, float], gigabytes: int, **given: Any) -> Machine:
     dtypes = {dtype: value * 1e12 for dtype, value in tera.items()}
     return Machine(
-        name=name, flops=dtypes["bfloat16"], dtypes=dtypes, capacity=gigabytes * 10**9, per_host=8, **_LAUNCH, **given
+        name=name, flops=dtypes["bfloat16"], dtypes=dtypes, capacity=gigabytes * 2**30, per_host=8, **_LAUNCH, **given
     )
 
 

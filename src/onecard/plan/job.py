@@ -29,7 +29,8 @@ class PieceCost:
         kept: bytes that forward keeps for backward; transient: most bytes beyond that while it runs; first: the same with the
             gradients of its parameters, where backward makes them.
         output: bytes of what later pieces take of it: what a pipeline sends if it is cut behind this piece.
-        tensors: elements of each of its parameters on this rank; gradients: bytes of theirs, as backward makes them.
+        tensors: elements of each of its parameters on this rank that gets a gradient; gradients: bytes of those, as it makes
+            them; frozen: elements of the other parameters.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PieceCost:
     output: int
     tensors: tuple[int, ...]
     gradients: int
+    frozen: int = 0
 
     @property
     def parameters(self) -> int:
@@ -202,8 +204,12 @@ def _verdict(rank: RankCost, machine: Machine) -> str:
 
 
 def seconds_in_words(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.1f} us"
 
 
 def bytes_in_words(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
+    if nbytes >= 2**27:
+        return f"{nbytes / 2**30:.2f} GiB"
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**17 or not nbytes else f"{nbytes / 2**10:.1f} KiB"

@@ -38,7 +38,7 @@ class RankMemory:
         self._divided, self._at_end = divides and state.plan.overlap, divides and not state.plan.overlap
         elements = sum(stage.parameters for stage in stages.values())
         self._always = {
-            "parameters": state.parameters(elements),
+            "parameters": state.parameters(elements + sum(stage.frozen for stage in stages.values())),
             "states": state.states(elements),
             "buffers": self._buffers(stages, last),
         }

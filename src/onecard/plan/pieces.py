@@ -17,7 +17,7 @@ from onecard.static.price.convolutions import workspace
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait
 from onecard.static.price.price import NodeCost, cost
-from onecard.static.step.step import Input, Step
+from onecard.static.step.step import Step
 
 BEFORE, AFTER = "before the blocks", "after the blocks"
 
@@ -58,7 +58,13 @@ class Pieces:
         self.at: dict[fx.Node, int] = {}
         self._forward()
         self.owners = self._owners()
+        self._trained = {effect.where for effect in recording.effects if effect.kind == "gradient"}
         self._backward()
+
+    @property
+    def messages(self) -> bool:
+        """Whether any node sends."""
+        return any(map(is_message, self.nodes))
 
     # -- which node is whose ---------------------------------------------------------------------------------------------
 
@@ -181,18 +187,20 @@ class Pieces:
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
+            self.frozen(i),
         )  # fmt: skip
 
     def tensors(self, i: int) -> Iterator[int]:
         """Elements of each parameter of a piece on this rank."""
         placeholders = [n for n in self.recording.graph.nodes if n.op == "placeholder"]
         for node, known in zip(placeholders, self.recording.inputs, strict=True):
-            if self.owners.get(node) == i and _trained(known):
+            if self.owners.get(node) == i and known.where in self._trained:
                 yield size_of(node) // node.meta["tensor"][2].itemsize
 
-
-def _trained(known: Input) -> bool:
-    return known.kind == "parameter"
+    def frozen(self, i: int) -> int:
+        """Elements of a piece's parameters that get no gradient."""
+        every = sum(size_of(n) // n.meta["tensor"][2].itemsize for n, piece in self.owners.items() if piece == i)
+        return every - sum(self.tensors(i))
 
 
 class Memory:

@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from onecard.errors import PlanError
 from onecard.machine.cost import Machine
 from onecard.place.mesh import ProcessMesh
 from onecard.plan.decoder import build
-from onecard.plan.fold import Folded, fold
+from onecard.plan.fold import Folded, face, fold
 from onecard.plan.job import PieceCost
 from onecard.plan.pieces import Pieces
 from onecard.plan.placements import placements_of
@@ -68,13 +69,37 @@ _known: dict[tuple[Any, ...], tuple[Any, RecordedModel]] = {}
 
 def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> RecordedModel:
     """The recording of a model under a plan: made once for all plans that differ in other things."""
-    key = (model if isinstance(model, Transformer) else id(model), _of_batch(batch), id(loss), _part(model, plan))
+    key = (_face(model, plan), _of_batch(batch), id(loss), _part(model, plan))
     if key not in _known:
         if len(_known) >= KEPT:
             _known.pop(next(iter(_known)))
         made = _of_sizes(model, plan) if isinstance(model, Transformer) else _of_program(model, plan, batch, loss)
         _known[key] = (model, batch, loss), made
     return _known[key][1]
+
+
+def _face(model: Model, plan: Plan) -> Any:
+    """What tells a model from others, as it is now: a module may have been changed, a function may build another one."""
+    if isinstance(model, Transformer):
+        return model
+    if isinstance(model, nn.Module):
+        return _seen(model)
+    if not callable(model):
+        raise PlanError(
+            f"price: the model is {model!r}; want an oc.Transformer, a module, or a function that builds one: "
+            "oc.price(lambda: Net(), plan, machine, batch=(x, y))"
+        )
+    with pretend(1 if plan.placements else plan.tp * plan.cp, fake=True):
+        if _is_fleets(model, plan):
+            _begin_fleet(plan)
+        return _seen(model())
+
+
+def _seen(model: nn.Module) -> Any:
+    """Its modules and tensors, and which parameters are one."""
+    first: dict[int, str] = {}
+    shared = [first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)]
+    return tuple(face(model)), tuple(shared)
 
 
 def _part(model: Model, plan: Plan) -> Plan:
@@ -133,13 +158,20 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
         rows = [tree_map(partial(_rows, count=plan.microbatch * dp, dtype=dtype), part) for part in parts]
         if not fleets:
             mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
-            model = shard_layer(model, mesh, partial(_place, plan.placements))
+            _check_fits(model, plan)
+            model = shard_layer(model, mesh, partial(_place, plan.placements, {}))
             rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
         if plan.recompute == "full":
             _again(model, folded)
         tokens = next((t.shape[1] for t in parts if isinstance(t, Tensor) and _is_text(t)), 1)
         with _precision(plan):
-            return RecordedModel(Pieces(_record(model, rows, loss, plan), folded), tokens)
+            pieces = Pieces(_record(model, rows, loss, plan), folded)
+        if fleets and not pieces.messages:
+            raise PlanError(
+                f"tp={plan.tp}, cp={plan.cp} divide nothing of {type(model).__name__}: it has no layers of onecard.fleet. Say "
+                'how its parameters lie: Plan(placements=(("*.fc1.weight", "tp: Shard(0)"), ...)), or leave tp and cp out'
+            )
+        return RecordedModel(pieces, tokens)
 
 
 def _refuse(plan: Plan) -> None:
@@ -223,12 +255,28 @@ def _grid(dp: int, tp: int) -> list[list[int]]:
     return [[d * tp + t for t in range(tp)] for d in range(dp)]
 
 
-def _place(patterns: Sequence[tuple[str, str]], name: str, layer: nn.Module, mesh: ProcessMesh) -> None:
+def _check_fits(model: nn.Module, plan: Plan) -> None:
+    """Each pattern is of some parameter: a name with a mistake in it would divide nothing, without a word."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, _ in plan.placements:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern.strip("*."), names, 3, 0.0)
+            raise PlanError(
+                f"placements: {pattern!r} fits no parameter; there are {', '.join(near)}, ...", "placements"
+            )
+
+
+def _place(
+    patterns: Sequence[tuple[str, str]], known: dict[int, Tensor], name: str, layer: nn.Module, mesh: ProcessMesh
+) -> None:
+    """``known``: what became of each parameter: those that two layers share stay one."""
     for short, parameter in list(layer.named_parameters(recurse=False)):
         full = f"{name}.{short}" if name else short
         text = next((where for pattern, where in patterns if fnmatch.fnmatchcase(full, pattern)), "")
         found: list[Placement] = placements_of(text, mesh.dim_names)
-        setattr(layer, short, shard_tensor(parameter, mesh, found))
+        if id(parameter) not in known:
+            known[id(parameter)] = shard_tensor(parameter, mesh, found)
+        setattr(layer, short, known[id(parameter)])
 
 
 def _again(model: nn.Module, folded: Sequence[Folded]) -> None:

@@ -33,8 +33,13 @@ class StageCost:
 
     @property
     def parameters(self) -> int:
-        """Elements on this rank."""
+        """Elements on this rank that are trained."""
         return sum(count * piece.parameters for piece, count in self.runs)
+
+    @property
+    def frozen(self) -> int:
+        """Elements on this rank that are not."""
+        return sum(count * piece.frozen for piece, count in self.runs)
 
 
 def stages_of(pieces: Sequence[PieceCost], other: Sequence[PieceCost], plan: Plan) -> list[StageCost]:
