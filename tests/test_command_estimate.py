@@ -16,6 +16,7 @@ import torch
 import onecard as oc
 from onecard.cli import main
 from onecard.launch.rehearsal import region_recorder, replicated, values
+from onecard.pipeline.run.links import HEADER
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 H100 = oc.Machine.preset("H100")
@@ -173,8 +174,6 @@ SEEDS = {
     "model_parallel_000.py": (2, "--program static"),
     "manual_classifier_001.py": (2, ""),
     "manual_group_sharded_003.py": (2, "--level os_g"),
-    "manual_pipeline_parallel_003.py": (2, ""),
-    "semi_auto_pipeline_parallel_003.py": (2, ""),
 }
 
 
@@ -194,6 +193,16 @@ def test_seeds(tmp_path, name):
     data = in_a_process(tmp_path, EXAMPLES / "seeds" / name, world, *arguments.split())
     assert {"forward", "backward", "optimizer"} <= {*data["phases"]}
     assert data["memory"]["parameters"] > 0
+
+
+def test_sends_of_a_pipeline(tmp_path):
+    """The same model in two stages, by hand and by marks: the first stage sends the same, and by hand its form."""
+    by_hand, by_marks = (
+        in_a_process(tmp_path, EXAMPLES / "seeds" / f"{name}_pipeline_parallel_003.py", 2)
+        for name in ("manual", "semi_auto")
+    )
+    assert by_hand["sent"] == {"pp": by_marks["sent"]["between meshes"] + HEADER} != {"pp": HEADER}
+    assert by_hand["terms"]["messages along 'pp'"] > 0
 
 
 def test_the_gpt_example(tmp_path):

@@ -186,7 +186,8 @@ def _message(kind: str, x: Tensor, peer: int, tag: int, group: Ranks | None, cal
     words = f"{'to' if kind == 'send' else 'from'} rank {here.ranks[peer]}"
     if record.observers.here and kind == "send":
         plain.tell(plain.SEND, here, x, call, words)
-    return words, None if x.is_meta or trace.faking() else here
+    # Without data nothing is sent; who writes the step down is told, because it takes its time.
+    return words, None if x.is_meta or (trace.faking() and not recording()) else here
 
 
 def _place(group: Ranks, place: int) -> int:
