@@ -13,11 +13,12 @@ from onecard.testing._job import Report
 WATCH_THREAD = re.compile(r"Thread 0x\w+[^\n]*\n(?:  File [^\n]*\n)*?  File [^\n]*_rank\.py\", line \d+ in _watch\n")
 
 
-# What Gloo, NCCL, shm and stores say on the ranks that survive when another one is gone.
+# What Gloo, NCCL, shm and stores say on the ranks that survive when another one is gone, or is at another call.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|remote process exited|"
     r"socket (closed|timeout)|timed out|failed to recv|recvvalue failed|"
-    r"is gone: it left the group|died (before or in|while the group)|was stopped by|is broken since",
+    r"was sent more than it waits for|is gone: it left the group|died (before or in|while the group)|was stopped by|"
+    r"is broken since",
     re.IGNORECASE,
 )
 

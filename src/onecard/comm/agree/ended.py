@@ -31,7 +31,7 @@ def watch() -> None:
         return
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL("libstdc++.so.6")
-        place = library._ZSt13set_terminatePFvvE  # std::set_terminate
+        place = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate
         place.restype, place.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         library.__cxa_current_exception_type.restype = ctypes.c_void_p
         before: list[Callable[[], None]] = []
@@ -69,7 +69,7 @@ def error() -> CommunicationError:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     line = record.user_line(frame) if frame is not None else "?"
     latest = clock.latest.here
-    mine = latest.tell(line) if latest is not None else f"at {line}"
+    mine = latest.tell(line) if latest is not None and latest.last else f"at {line}"
     return CommunicationError(
         f"ranks are out of step: rank {world.get_rank()} was sent more than it waits for (Gloo ends a process for it)\n"
         f"  rank {world.get_rank()}: {mine}\n"

@@ -174,16 +174,16 @@ def _failed(what: Message, given: Tensor, fault: RuntimeError) -> CommunicationE
         f"{what.name} of {given.nbytes} bytes among ranks {list(group.ranks)} failed on rank {group.ranks[group.index]}: "
         f"{fault}.{why}"
     )
-    _explain(failed, group)
+    _explain(failed, group, sent=True)
     return failed
 
 
-def _explain(fault: CommunicationError, group: Group) -> None:
-    """Add what is known of the other ranks: what they were about to send, or why one has stopped."""
+def _explain(fault: CommunicationError, group: Group, sent: bool = False) -> None:
+    """Add what is known of the other ranks: what they were about to send, or why one has stopped; ``sent``: it had begun."""
     if check.on:
         return
     clock, apart, found = group.clock, MISMATCH in str(fault), ""
-    if clock is not None and (apart or not clock.carried):
+    if clock is not None and (apart or (sent and not clock.carried)):
         found = clock.sides(apart, PATIENCE if "Gone: " not in str(fault) else 0.0)
     if not found and not apart:
         found = sparse_check.stopped()
