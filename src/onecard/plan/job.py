@@ -183,8 +183,9 @@ def _head(job: JobCost) -> str:
     degrees = " x ".join(
         f"{axis}={getattr(plan, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1
     )
+    ranks = f"{plan.world:,} ranks ({degrees})" if plan.world > 1 else "one rank"
     return (
-        f"{plan.world:,} ranks ({degrees or 'one'}), {job.machine.name or 'machine'}: {seconds_in_words(job.seconds)} a step, "
+        f"{ranks}, {job.machine.name or 'machine'}: {seconds_in_words(job.seconds)} a step, "
         f"{job.tokens_per_second:,.0f} tokens/s, MFU {job.mfu:.1%}, HFU {job.hfu:.1%}"
     )
 

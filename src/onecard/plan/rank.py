@@ -177,7 +177,7 @@ class RankTime:
         found["optimizer"] = self.update
         found["host"] = host
         left = seconds - sum(found.values())
-        found["bubble"] = max(0.0, left)
+        found["bubble"] = left if left > 1e-9 * seconds else 0.0  # the rest of a sum of floats
         if left < 0 and pipeline_messages:  # this rank waits less for messages than the one that waits longest
             found["messages along 'pp'"] += left
         return {name: value for name, value in found.items() if value or name in ("compute", "bubble")}
