@@ -12,6 +12,7 @@ from pathlib import Path
 import estimated_programs as programs
 import pytest
 import torch
+from amounts import share
 
 import onecard as oc
 from onecard.cli import main
@@ -187,7 +188,7 @@ def in_a_process(tmp_path, script, world, *arguments):
     return json.loads(found.read_text())
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", share(SEEDS, 3))
 def test_seeds(tmp_path, name):
     world, arguments = SEEDS[name]
     data = in_a_process(tmp_path, EXAMPLES / "seeds" / name, world, *arguments.split())
@@ -213,6 +214,7 @@ def test_the_gpt_example(tmp_path):
     assert parts["memory"]["parameters"] < 0.6 * whole["memory"]["parameters"]
 
 
+@pytest.mark.proof  # half a minute of imports
 def test_the_hugging_face_example(tmp_path):
     whole = in_a_process(tmp_path, EXAMPLES / "huggingface.py", 1, "--one-card")
     parts = in_a_process(tmp_path, EXAMPLES / "huggingface.py", 2)

@@ -37,7 +37,7 @@ def on_two_ranks() -> None:
         "gpt tp foreach": partial(gpt, tp, kind="foreach"), "seed 000": seed_000,
         **{name: partial(seed_003, f"semi_auto_{name}_parallel_003") for name in ("data", "model", "pipeline")},
     }  # fmt: skip
-    for name, make in share(programs.items(), 6):
+    for name, make in share(programs.items(), 4):
         check(name, make)
 
 
