@@ -4,6 +4,7 @@ Most tests call the launcher in a process from the harness' fork server, which h
 """
 
 import os
+import re
 import socket
 
 import pytest
@@ -73,6 +74,16 @@ def test_process_group_on_the_loopback_interface_only(tmp_path):
     assert (tmp_path / "logs" / "rank1.log").read_text() == output
 
 
+def without_the_stores_end(text: str) -> str:
+    """Less what torch itself says where the first node, with the store, has ended before it asked the store once more."""
+    return re.sub(r"(?m)^.*\[W\S* \S+ TCPStore\.cpp:\d+\].*\n(?:.+\n)*\n?", "", text)
+
+
+def test_what_torch_says_of_its_store_is_no_output_of_the_launchers():
+    said = "[rank1]:[W1123 08:58:34.32 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\nException raised\nframe #0: a\n\n"
+    assert without_the_stores_end(said) == "" and without_the_stores_end(f"{said}ours\n") == "ours\n"
+
+
 def test_two_machines(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -81,7 +92,7 @@ def test_two_machines(tmp_path):
     options = ["--nnodes", "2", "--master", f"127.0.0.1:{port}", program]
     (status0, output0), (status1, output1) = run_ranks(launch_node, 2, tmp_path, options)
     assert (status0, status1) == (0, 0)
-    assert output0.startswith("sum [2.0, 2.0]\n") and output1 == ""
+    assert output0.startswith("sum [2.0, 2.0]\n") and without_the_stores_end(output1) == ""
     assert (tmp_path / "logs" / "rank1.log").read_text().startswith("sum [2.0, 2.0]\n")
 
 
