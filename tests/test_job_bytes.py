@@ -12,14 +12,19 @@ import onecard as oc
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from jobs import JOBS, _sent, priced, program
 
+BIG = [job for job in JOBS if job.name in ("tp=2", "dp=2 x tp=2")]
+"""Those of which a bigger network leaves more sums to the optimizer."""
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_the_bytes_of_a_price_are_those_of_the_program(job):
+
+@pytest.mark.parametrize(
+    ("job", "small"), [(job, True) for job in JOBS] + [(job, False) for job in BIG], ids=lambda x: getattr(x, "name", x)
+)
+def test_the_bytes_of_a_price_are_those_of_the_program(job, small):
     plan = job.as_plan
-    found = priced(job, oc.Machine(), small=True)
+    found = priced(job, oc.Machine(), small)
     for place in range(plan.pp):
         with oc.pretend(plan.world, rank=place * plan.world // plan.pp, fake=True):
-            step, batch, _ = program(job, small=True)
+            step, batch, _ = program(job, small)
             sent = _sent(step, batch)
         told = dict(found.ranks[place].sent)
         if plan.pp > 1 and plan.dp > 1:  # a microbatch's rows are brought together from all ranks of dp, then divided

@@ -30,7 +30,8 @@ class PieceCost:
             gradients of its parameters, where backward makes them.
         output: bytes of what later pieces take of it: what a pipeline sends if it is cut behind this piece.
         tensors: elements of each of its parameters on this rank that gets a gradient; gradients: bytes of those, as it makes
-            them; frozen: elements of the other parameters.
+            them; frozen: elements of the other parameters; pending: bytes sent to sum its gradients along
+            other axes than dp, once in a step.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PieceCost:
     tensors: tuple[int, ...]
     gradients: int
     frozen: int = 0
+    pending: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from onecard.machine.cost import Machine
+from onecard.machine.cost import Machine, sent
 from onecard.plan.fold import Folded
 from onecard.plan.job import PieceCost
 from onecard.static.price.convolutions import workspace
@@ -187,7 +187,7 @@ class Pieces:
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
-            self.frozen(i),
+            self.frozen(i), self.pending(i),
         )  # fmt: skip
 
     def tensors(self, i: int) -> Iterator[int]:
@@ -196,6 +196,35 @@ class Pieces:
         for node, known in zip(placeholders, self.recording.inputs, strict=True):
             if self.owners.get(node) == i and known.where in self._trained:
                 yield size_of(node) // node.meta["tensor"][2].itemsize
+
+    def pending(self, i: int) -> dict[str, int]:
+        """Bytes sent to sum a piece's gradients along axes other than dp, by axis: by the optimizer, once in a step.
+
+        Of a parameter that is divided along the axis a rank gets its part of the sum alone.
+        """
+        found: Counter[str] = Counter()
+        known = {known.where: (self.owners.get(node), known.spec) for node, known in self._inputs()}
+        for effect in self.recording.effects:
+            if (
+                effect.kind != "gradient"
+                or effect.output is None
+                or effect.output.spec is None
+                or known[effect.where][0] != i
+            ):
+                continue
+            layout = effect.output.spec.layout
+            for axis, _ in layout.pending:
+                name = _name(layout.mesh.dim_names[axis])
+                if name != "dp" and layout.mesh.shape[axis] > 1:
+                    parameter: Any = known[effect.where][1]
+                    kind = "reduce_scatter" if parameter.layout.dim_of(axis) is not None else "all_reduce"
+                    given = size_of(_result(self.recording.graph, effect.output.position))
+                    found[name] += sent(kind, given, layout.mesh.shape[axis])
+        return dict(found)
+
+    def _inputs(self) -> Iterator[tuple[fx.Node, Any]]:
+        placeholders = [n for n in self.recording.graph.nodes if n.op == "placeholder"]
+        return zip(placeholders, self.recording.inputs, strict=True)
 
     def frozen(self, i: int) -> int:
         """Elements of a piece's parameters that get no gradient."""

@@ -130,7 +130,11 @@ def _job(
     pieces: Sequence[object], tokens: int,
 ) -> JobCost:  # fmt: skip
     # Clipping and the check for finite gradients meet on all ranks: the optimizer begins when the last one has its sums.
-    seconds = max(r.end + r.sums for r in ranks) + max(r.update for r in ranks) + max(r.gathers for r in ranks)
+    seconds = (
+        max(r.end + r.sums + sum(r.late.values()) for r in ranks)
+        + max(r.update for r in ranks)
+        + max(r.gathers for r in ranks)
+    )
     alike = plan.world // plan.pp
     found: list[RankCost] = []
     for rank in ranks:

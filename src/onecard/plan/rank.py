@@ -85,18 +85,29 @@ class RankTime:
     received: dict[int, int]
     end: float = field(init=False)
     sums: float = field(init=False)
+    late: dict[str, float] = field(init=False)
     gathers: float = field(init=False)
     update: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.end = max((span.end for span in self.spans), default=0.0)
-        self.sums = self._sums()
+        self.sums, self.late = self._sums(), self._late()
         self.gathers = self._gathers()
         self.update = sum(count * self.state.update(piece) for piece, count in self._runs())
 
     def _runs(self) -> Iterator[tuple[PieceCost, int]]:
         for stage in self.stages.values():
             yield from stage.runs
+
+    def _late(self) -> dict[str, float]:
+        """Seconds of sums of gradients along other axes than dp, in one message for each."""
+        given: Counter[str] = Counter()
+        for piece, count in self._runs():
+            given.update({axis: count * nbytes for axis, nbytes in piece.pending.items()})
+        lines = {axis: self.state.axis(axis) for axis in given}
+        return {
+            a: line.seconds("all_reduce", given[a] * line.count // (2 * line.count - 2)) for a, line in lines.items()
+        }
 
     def _sums(self) -> float:
         """Seconds that sums of gradients take after backward: they begin as each piece's last gradient is there."""
@@ -145,6 +156,8 @@ class RankTime:
         for piece, count in self._runs():
             for axis, nbytes in piece.sent.items():
                 found[axis] += count * nbytes * plan.microbatches
+            for axis, nbytes in piece.pending.items():
+                found[axis] += count * nbytes
             often = plan.microbatches if plan.zero >= 3 else 1
             for kind, line, given in self.state.gradient_messages(piece):
                 found["dp"] += count * often * line.sent(kind, given)
@@ -167,6 +180,8 @@ class RankTime:
         plan = self.state.plan
         found = {"compute": plan.microbatches * sum(time.compute for time in self.times.values())}
         messages: dict[str, float] = defaultdict(float, {"dp": self.sums + self.gathers})
+        for axis, took in self.late.items():
+            messages[axis] += took
         for time in self.times.values():
             for axis, took in time.messages.items():
                 messages[axis] += plan.microbatches * took

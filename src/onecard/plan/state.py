@@ -54,6 +54,11 @@ class TrainingState:
         """Ranks that have the same part."""
         return AxisLine("dp", self.machine, self.plan.replicas, self.plan.tp * self.shards, self.plan.per_host)
 
+    def axis(self, name: str) -> AxisLine:
+        """The ranks along tp or cp."""
+        stride = 1 if name == "tp" else self.plan.tp
+        return AxisLine(name, self.machine, getattr(self.plan, name), stride, self.plan.per_host)
+
     def _part(self, count: int, stage: int) -> int:
         return -(-count // self.shards) if self.plan.zero >= stage else count
 
