@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from onecard._torch.names import OpOverload
 from onecard.machine.cost import Machine, sent
 from onecard.plan.fold import Folded
 from onecard.plan.job import PieceCost
@@ -38,6 +39,20 @@ class _Spent:
 def _name(axis: str) -> str:
     """An axis of fleet's grid under the name that plans have for it."""
     return {"mp": "tp", "sep": "cp"}.get(axis, axis)
+
+
+_BOTH = {"aten::linear_backward": 3, "aten::convolution_backward": 10}
+"""Operators that give a product's gradients for its input and its weight, and which argument says which are wanted."""
+
+
+def _of_weights(node: fx.Node) -> float:
+    """The share of an operator of backward that a halved backward puts off: of the two gradients of a product, one."""
+    target: Any = node.target
+    at = _BOTH.get(target._schema.name) if isinstance(target, OpOverload) else None
+    if at is None:
+        return 0.0
+    wanted: Any = node.args[at]
+    return 0.5 if wanted[0] and wanted[1] else 0.0
 
 
 class Pieces:
@@ -169,10 +184,9 @@ class Pieces:
             spent.macs += found.products
         else:
             spent.macs_back += found.products
-            if node in self.late:
-                spent.backward_weight += seconds
-            else:
-                spent.backward_input += seconds
+            weights = 1.0 if node in self.late else _of_weights(node)
+            spent.backward_weight += weights * seconds
+            spent.backward_input += (1 - weights) * seconds
         if is_message(node):
             spent.sent[_name(found.axis)] += found.sent
         if seconds and (is_message(node) or is_wait(node)):
