@@ -159,7 +159,7 @@ class RankTime:
             for axis, nbytes in piece.pending.items():
                 found[axis] += count * nbytes
             often = plan.microbatches if plan.zero >= 3 else 1
-            for kind, line, given in self.state.gradient_messages(piece):
+            for kind, line, given in self.state.gradient_messages(piece.parameters):
                 found["dp"] += count * often * line.sent(kind, given)
             if plan.zero:
                 kind, line, given = self.state.gather_message(piece, plan.zero < 3)

@@ -89,9 +89,9 @@ class TrainingState:
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def gradient_messages(self, piece: PieceCost) -> Iterator[tuple[str, AxisLine, int]]:
-        """What sums the gradients of a piece: (collective, ranks, bytes given)."""
-        given = piece.parameters * size(self.plan.gradients)
+    def gradient_messages(self, elements: int) -> Iterator[tuple[str, AxisLine, int]]:
+        """What sums so many gradients: (collective, ranks, bytes given)."""
+        given = elements * size(self.plan.gradients)
         yield ("all_reduce" if self.plan.zero == 0 else "reduce_scatter"), self.line, given
         yield "all_reduce", self.copies, given // (self.shards if self.plan.zero else 1)
 
@@ -102,27 +102,25 @@ class TrainingState:
 
     def sum_seconds(self, pieces: Sequence[PieceCost]) -> float:
         """Seconds in which the gradients of pieces are summed together, in buckets that are filled, and emptied."""
-        given = sum(piece.parameters for piece in pieces) * size(self.plan.gradients)
-        own = given // (self.shards if self.plan.zero else 1)
-        took = self.line.seconds("all_reduce" if self.plan.zero == 0 else "reduce_scatter", given, _buckets(given))
-        took += self.copies.seconds("all_reduce", own, _buckets(own))
-        return took + (
-            2 * self._packed(pieces, size(self.plan.gradients)) if self.shards * self.plan.replicas > 1 else 0.0
-        )
+        messages = self.gradient_messages(sum(piece.parameters for piece in pieces))
+        took = sum(line.seconds(kind, given, _buckets(given)) for kind, line, given in messages)
+        return took + (2 * self._packed(pieces, size(self.plan.gradients)) if took else 0.0)
+
+    def _small(self, pieces: Sequence[PieceCost], element: int) -> int:
+        """Bytes of what is smaller than a bucket; on a CPU, than what is worth a message of its own."""
+        most = LARGE if self.machine.curves else BUCKET_BYTES
+        return sum(n * element for piece in pieces for n in piece.tensors if n * element < most)
 
     def _packed(self, pieces: Sequence[PieceCost], element: int) -> float:
         """Seconds in which what is smaller than a bucket is copied into a bucket, or out of it."""
-        most = LARGE if self.machine.curves else BUCKET_BYTES
-        small = sum(n * element for piece in pieces for n in piece.tensors if n * element < most)
+        small = self._small(pieces, element)
         return max(_buckets(small) * self.machine.launch, self.machine.copy(2 * small)) if small else 0.0
 
     def bucket(self, pieces: Sequence[PieceCost]) -> int:
         """Bytes of the bucket that sums gradients of pieces."""
         if self.shards * self.plan.replicas == 1:
             return 0
-        element = size(self.plan.gradients)
-        most = LARGE if self.machine.curves else BUCKET_BYTES
-        return min(BUCKET_BYTES, sum(n * element for piece in pieces for n in piece.tensors if n * element < most))
+        return min(BUCKET_BYTES, self._small(pieces, size(self.plan.gradients)))
 
     def gather_seconds(self, pieces: Sequence[PieceCost]) -> float:
         """Seconds in which the updated parameters of pieces come together (ZeRO-1 and 2)."""
