@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import onecard as oc
+from onecard.pipeline.schedule.action import Action
+from onecard.pipeline.schedule.timing import Span
 from onecard.plan.fold import fold
+from onecard.plan.memory import RankMemory
+from onecard.plan.stages import StageCost
+from onecard.plan.state import TrainingState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from jobs import JOBS, priced, program
@@ -93,6 +98,23 @@ def test_backward_has_two_halves(marked):
         if piece.name.startswith("blocks"):
             assert 0.25 < piece.backward_weight / piece.backward < 0.65, piece
     assert price("ZBH1").seconds < 0.97 * found.seconds
+
+
+def test_the_first_stage_does_its_backward_in_one():
+    """Nothing crosses back from it: its I makes all gradients and frees what it kept, its W has nothing to do."""
+    plan = oc.Plan(pp=3, microbatch=8, microbatches=6, schedule="ZBH1", stages=(3, 2, 2), **PLAIN)
+    found = oc.price(SIZES, plan, A100)
+    took = {(e.name[0], e.told["stage"]): e.end - e.start for e in found.events if e.name[0] in "IW"}
+    assert took["W", 0] < 1e-12 < took["W", 1] and took["I", 0] > 2 * took["I", 1]
+    row = [Action.parse(text) for text in ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]]
+    pieces = StageCost(tuple((piece, 1) for piece in found.pieces), 0)
+    state = TrainingState(oc.Plan(**PLAIN), A100)
+
+    def kept(stage: int) -> int:
+        spans = [Span(0, action._replace(stage=stage), float(i), i + 1.0) for i, action in enumerate(row)]
+        return RankMemory({stage: pieces}, spans, state, 1).at_peak["activations"]
+
+    assert kept(1) > 1.9 * kept(0)
 
 
 PLAIN = {"parameters": "float32", "compute": "float32", "master": False}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onecard.pipeline.schedule.timing import Span
 from onecard.plan.job import PieceCost
-from onecard.plan.stages import StageCost
+from onecard.plan.stages import StageCost, makes_gradients
 from onecard.plan.state import TrainingState, size
 
 
@@ -98,7 +98,7 @@ class RankMemory:
                 else:
                     new, rest = stage.first[1:]
                     self._point(span.start, others + stage.first[0], gradients + new, rest)
-            if kind in ("B", "W"):
+            if makes_gradients(span.action):
                 held -= stage.kept
                 if self._at_end:  # they are there whole, and once more in buckets, beside parts of earlier ones
                     self._summed(span.end, held, gradients + stage.made, [self._costs[number]])

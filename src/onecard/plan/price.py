@@ -66,6 +66,7 @@ def price(
     state = TrainingState(plan, machine)
     stages = stages_of(pieces, other, plan)
     times = [stage_time(stage, state) for stage in stages]
+    times[0] = times[0].in_one()
     schedule = schedule_named(plan.schedule if plan.pp > 1 else "1F1B", plan.pp, plan.virtual)(plan.microbatches)
     message = max((_to_the_next(stage.output, state) for stage in stages[:-1]), default=0.0)
     timeline = _timeline(schedule, times, message, plan.overlap_pp)

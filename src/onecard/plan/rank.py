@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onecard.pipeline.schedule.timing import Span
 from onecard.plan.job import PieceCost, RankCost
-from onecard.plan.stages import StageCost
+from onecard.plan.stages import StageCost, makes_gradients
 from onecard.plan.state import TrainingState
 
 
@@ -21,6 +21,11 @@ class StageTime:
     backward_weight: float
     messages: dict[str, float]
     compute: float
+
+    def in_one(self) -> StageTime:
+        """With the whole backward in I: so is the first stage's, as nothing that it makes crosses back."""
+        whole = self.backward_input + self.backward_weight
+        return replace(self, backward_input=whole, backward_weight=0.0)
 
 
 def stage_time(stage: StageCost, state: TrainingState) -> StageTime:
@@ -127,10 +132,9 @@ class RankTime:
         """For each piece when its gradients are there, and what their messages take."""
         last: dict[int, Span] = {}
         for span in self.spans:
-            if span.action.kind in ("B", "W") and (
-                span.action.stage not in last or span.end > last[span.action.stage].end
-            ):
-                last[span.action.stage] = span
+            number = span.action.stage
+            if makes_gradients(span.action) and (number not in last or span.end > last[number].end):
+                last[number] = span
         for number, span in last.items():
             pieces = list(self.stages[number].pieces())[::-1]
             whole = sum(p.backward for p in pieces) or 1.0

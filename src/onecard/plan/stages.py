@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onecard.errors import PlanError
+from onecard.pipeline.schedule.action import Action
 from onecard.plan.job import PieceCost
 from onecard.plan.plan import Plan
 
@@ -40,6 +41,16 @@ class StageCost:
     def frozen(self) -> int:
         """Elements on this rank that are not."""
         return sum(count * piece.frozen for piece, count in self.runs)
+
+
+def makes_gradients(action: Action) -> bool:
+    """Whether the gradients of its stage's weights are there once it has run, and what forward kept is free.
+
+    Example:
+        >>> [makes_gradients(Action.parse(text)) for text in ("0I0", "0W0", "1I0", "1W0", "1B0")]
+        [True, False, False, True, True]
+    """
+    return action.kind == "B" or action.kind == ("W" if action.stage else "I")
 
 
 def stages_of(pieces: Sequence[PieceCost], other: Sequence[PieceCost], plan: Plan) -> list[StageCost]:
