@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import torch
@@ -95,3 +97,37 @@ def test_a_recorded_step_under_a_schedule() -> None:
 
 def test_a_recorded_step_under_a_schedule_with_data_parallel_stages() -> None:
     run_ranks(on_four_ranks, 4)
+
+
+def with_rows_kept_aside() -> None:
+    """A batch that is given each time, of which somebody keeps rows: copies that stand for views know what they were taken from."""
+    meshes = [oc.ProcessMesh([rank], ["dp"]) for rank in range(2)]
+    net, _ = program(meshes, 8, "1F1B", 2)
+    twin = Net([], 8)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3) for module in (net, twin)]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizers[0].zero_grad()
+        loss = pipeline.step_by_marks(net, F.mse_loss, x, y, "1F1B", 2)
+        optimizers[0].step()
+        return loss.detach()
+
+    static = oc.to_static(step)
+    whole = [batch(number, 8) for number in range(3)]
+    batches = [[oc.shard_tensor(t, m, [oc.Shard(0)]) for t, m in zip(pair, meshes, strict=True)] for pair in whole]
+    gc.collect()  # batches are older than what is taken from them
+    for number in range(6):
+        x, y = batches[number % 3]
+        kept = x.split(4), copy.copy(y)
+        loss = static(x, y)
+        del kept
+        optimizers[1].zero_grad()
+        expected = F.mse_loss(twin(whole[number % 3][0]), whole[number % 3][1])
+        expected.backward()
+        optimizers[1].step()
+        close(oc.unshard(loss), expected.detach(), f"loss of step {number}", 1e-5)
+    assert len(static.recordings) == 1, "it was recorded again"
+
+
+def test_rows_of_a_batch_are_no_inputs_of_their_own() -> None:
+    run_ranks(with_rows_kept_aside, 2)

@@ -27,7 +27,7 @@ class Before:
     Attributes:
         alive: by identity.
         gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way.
-        holders: by the identity of a local part, the identity of the distributed tensor that had it.
+        holders: by the identity of a local part, the identities of the distributed tensors that had it, parameters first.
         locals: of each distributed tensor, its local part's identity and its spec.
         groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
             with their values, if they are no tensors.
@@ -39,7 +39,7 @@ class Before:
         self.alive: dict[int, TensorWeakRef] = {}
         self.gradients: dict[int, int] = {}
         self.owners: dict[int, int] = {}
-        self.holders: dict[int, int] = {}
+        self.holders: dict[int, list[int]] = {}
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.states: dict[int, dict[int, dict[Any, Any]]] = {}
@@ -71,8 +71,8 @@ class Before:
 
     def _hold(self, x: Tensor) -> None:
         if isinstance(x, DistTensor) and hasattr(x, "_local"):
-            if id(x._local) not in self.holders or isinstance(x, nn.Parameter):
-                self.holders[id(x._local)] = id(x)
+            known = self.holders.setdefault(id(x._local), [])
+            known.insert(0 if isinstance(x, nn.Parameter) else len(known), id(x))
             self.locals[id(x)] = (id(x._local), x._spec)
 
     def had(self, x: Tensor) -> bool:
@@ -195,6 +195,11 @@ class Places:
             where = self._found[key] = ("object", len(self.roots))
             self.roots.append((f"{_NAMELESS}{len(self.roots)}", x))
         return where
+
+    def rank(self, key: int) -> int:
+        """Which of several tensors is called by its name: one of a module or an optimizer, an argument, a gradient, another one."""
+        kind = (self._found.get(key) or self._gradients.get(key) or ("object",))[0]
+        return {"argument": 1, "gradient": 2, "object": 3}.get(kind, 0)
 
     def knows(self, x: Any) -> bool:
         """Whether a tensor has a place already."""
