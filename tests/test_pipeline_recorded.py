@@ -100,7 +100,7 @@ def test_a_recorded_step_under_a_schedule_with_data_parallel_stages() -> None:
 
 
 def with_rows_kept_aside() -> None:
-    """A batch that is given each time, of which somebody keeps rows: copies that stand for views know what they were taken from."""
+    """A batch that is given again, of which somebody keeps rows: copies that stand for views know what they were taken from."""
     meshes = [oc.ProcessMesh([rank], ["dp"]) for rank in range(2)]
     net, _ = program(meshes, 8, "1F1B", 2)
     twin = Net([], 8)

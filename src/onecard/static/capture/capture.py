@@ -288,8 +288,8 @@ class Capture:
         return Input(kind, self.places.name(where), where, spec, facts(value))
 
     def _holder(self, local: Tensor) -> int | None:
-        """The distributed tensor that had this part: one that the program has a name for, before aliases of it (a copy that stands
-        for a view keeps one), of which nobody knows how long they live."""
+        """The distributed tensor that had this part: one that the program has a name for, before aliases of it (a copy that
+        stands for a view keeps one), of which nobody knows how long they live."""
         had = [key for key in self.before.holders.get(id(local), ()) if self.before.alive[key]() is not None]
         return min(had, key=lambda key: self.places.rank(key), default=None)
 

@@ -197,7 +197,7 @@ class Places:
         return where
 
     def rank(self, key: int) -> int:
-        """Which of several tensors is called by its name: one of a module or an optimizer, an argument, a gradient, another one."""
+        """Which of several tensors is called by its name: of a module or an optimizer, an argument, a gradient, another one."""
         kind = (self._found.get(key) or self._gradients.get(key) or ("object",))[0]
         return {"argument": 1, "gradient": 2, "object": 3}.get(kind, 0)
 
