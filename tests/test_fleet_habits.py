@@ -13,7 +13,7 @@ from fleet_programs import begin, close, part_of
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard import fleet
+from onecard import differentiable, fleet
 from onecard.errors import FleetError
 from onecard.fleet.gradients import hooks, pending
 from onecard.fleet.layers import sequence
@@ -24,8 +24,27 @@ LR = 0.05
 Habit = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]], Any]
 
 
+class Experts(nn.Module):
+    """Matrices that all rows go through, cut over the ranks that see other data: each has one, and rows come and go."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group, weight = group, torch.randn(2, 6, 6) / 6
+        if group is not None:
+            weight = weight[group.index :][:1].clone()
+        self.weight = nn.Parameter(weight)
+        if group is not None:
+            fleet.mark(self.weight, group, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return sum(torch.relu(x @ w) for w in self.weight)
+        mine = torch.relu(differentiable.all_gather(x, group=self.group) @ self.weight[0])
+        return differentiable.reduce_scatter(mine, group=self.group)
+
+
 class Net(nn.Module):
-    """Cut layers, a norm that sees a part of the sequence, parameters that one rank does not use, and frozen ones."""
+    """Cut layers, experts, a norm that sees a part of the sequence, parameters that one rank does not use, and frozen ones."""
 
     def __init__(self, parallel: bool, sp: bool = False) -> None:
         super().__init__()
@@ -39,6 +58,8 @@ class Net(nn.Module):
             self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.sometimes, self.frozen, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
         self.frozen.requires_grad_(False)
+        data = fleet.get_hybrid_communicate_group().data()
+        self.experts = Experts(data if parallel and data.size > 1 else None)
         if sp:
             for p in self.norm.parameters():
                 fleet.mark_as_sequence_parallel_parameter(p)
@@ -47,7 +68,7 @@ class Net(nn.Module):
         """``begin``: from which row on a layer is used."""
         x = sequence.gather(self.norm(sequence.scatter(x))) if self.sp else self.norm(x)
         x = x + self.down(torch.tanh(self.up(x)))
-        x = x + self.frozen(x)
+        x = x + self.frozen(x) + self.experts(x)
         if begin < len(x):
             x = torch.cat([x[:begin], x[begin:] + self.sometimes(x[begin:])])
         return self.head(x)

@@ -39,7 +39,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     chosen = [p for p in given if _is_plain(p)]
     states: dict[Tensor, Any] = {p: pending.of(p) for p in chosen}
     added, changed = _agreed(chosen)
-    sums = {(s.ranks, s.name): s for p in added for s in held(p).sums}
+    sums, summands = {(s.ranks, s.name): s for p in added for s in held(p).sums}, {*map(id, added)}
     # In one order on all ranks: those of a pipeline hold other parameters, and meet some ranks here and some there.
     for (ranks, name), group in sorted(sums.items()):
         _reduce(
@@ -53,7 +53,8 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
         _reduce([_part(p) for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
-            if _cut_within(p, group):  # its part alone: what came to it is a sum over the ranks' losses
+            # Its part alone: what backward brought is a sum over the ranks' losses; what the program made of it is a mean already.
+            if _cut_within(p, group) and id(p) in summands:
                 _part(p).div_(group.size)
     for p, state in states.items():
         if state.wide is not None:
