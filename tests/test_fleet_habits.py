@@ -292,7 +292,19 @@ def asked_for() -> None:
         torch.autograd.grad(loss(model, x, 0), [*model[0].parameters()], create_graph=True)
 
 
+def experts_beside_zero() -> None:
+    """ZeRO divides copies; parts of the same ranks were taken for copies, and one rank's became all ranks'."""
+    begin(sharding=2)
+    net = Experts(fleet.get_hybrid_communicate_group().data())
+    optimizer = torch.optim.AdamW(net.parameters(), LR)
+    with pytest.raises(FleetError, match=r"sharding_degree: a parameter .* part of \[2, 6, 6\] among ranks \[0, 1\]"):
+        fleet.distributed_optimizer(optimizer)
+    with pytest.raises(FleetError, match=r"group_sharded_parallel divides what ranks .* hold copies of"):
+        fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters(), LR), "os_g")
+
+
 def two_ranks() -> None:
+    experts_beside_zero()
     what_is_sent()
     asked_for()
     all_habits({"dp": 2})

@@ -127,6 +127,7 @@ def _check(model: nn.Module, level: str, group: Ranks) -> None:
             raise FleetError(
                 f"{call}: the model holds a {type(p).__name__}; with placements: oc.shard_optimizer(opt, stage)"
             )
+        gradients.refuse_parts(p, group, call)
         if held(p).copies:
             raise FleetError(
                 f"{call}: a parameter of shape {list(p.shape)} has rows that several ranks hold (key and value heads fewer than "

@@ -53,7 +53,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
         _reduce([_part(p) for p in mine if not _cut_within(p, group)], group, "avg")
         for p in mine:
-            # Its part alone: what backward brought is a sum over the ranks' losses; what the program made of it is a mean already.
+            # Its part alone: backward brought a sum over the ranks' losses; what the program made of that is a mean already.
             if _cut_within(p, group) and id(p) in summands:
                 _part(p).div_(group.size)
     for p, state in states.items():
@@ -199,6 +199,17 @@ def _data(p: Tensor) -> Ranks | None:
 def _cut_within(p: Tensor, group: Ranks) -> bool:
     part = held(p).group
     return part is not None and part.size > 1 and set(part.ranks) <= set(group.ranks)
+
+
+def refuse_parts(p: Tensor, group: Ranks, call: str) -> None:
+    """Refuse a parameter of which ranks that should hold copies hold parts (experts), where ZeRO would divide copies."""
+    part = held(p).group
+    if part is not None and len(set(part.ranks) & set(group.ranks)) > 1:
+        raise FleetError(
+            f"{call}: a parameter of shape {list(p.shape)} is this rank's part of {list(held(p).shape)} among ranks "
+            f"{list(part.ranks)} (fleet.mark, mp_group=), and {call} divides what ranks {list(group.ranks)} hold copies of. "
+            "Without ZeRO it is trained: fleet.distributed_model(model), with dp_degree"
+        )
 
 
 def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -38,7 +38,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, line: Ranks, clips: bool) -> None:
-        self._clips = clips
+        self._clips, self._line = clips, line
         divided[optimizer] = "sharding_degree"
         self._mesh = of_ranks(line.ranks, AXIS).mesh()
         groups.apart.here.add(self._mesh)
@@ -76,6 +76,7 @@ class ShardedOptimizer:
         for each in optimizer.param_groups:
             for p in each["params"]:
                 if not isinstance(p, DistTensor) and p not in self._twins:
+                    gradients.refuse_parts(p, self._line, "sharding_degree")
                     self._twins[p] = twin_parameter(p, self._mesh)
                     if not self._clips:
                         hooks.leave_to_optimizer(p, AXIS)
