@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 # Low to high (docs/design/architecture.md). A module may import from its own layer and from lower ones.
 LAYERS = [
     "_version", "_addresses", "errors", "elsewhere", "_torch", "recorded", "place", "machine", "moves", "random", "rules",
-    "comm", "tensor", "as_json", "train", "checkpoint", "static", "pipeline", "fleet", "plan", "reports", "testing",
+    "comm", "tensor", "as_json", "train", "checkpoint", "static", "pipeline", "fleet", "plan", "engine", "reports", "testing",
     "launch", "commands", "cli", "__main__",
 ]  # fmt: skip
 MAX_LINES = 380
@@ -82,6 +82,10 @@ FLOORS = {
         "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "api", "measure",
     ],
     "pipeline": ["schedule", "run"],
+    "engine": [
+        "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step",
+        "programs", "loaders", "progress", "saved", "loop", "engine", "dist_model",
+    ],
     "fleet": ["names", "grid", "gradients", "layers", "zero", "front", "utils", "meta_parallel"],
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_m
 from onecard.comm.issue import differentiable as differentiable
 from onecard.comm.world.pretend import pretend
 from onecard.elsewhere import refuse as _refuse
+from onecard.engine import Accuracy, DistModel, Engine, InputSpec, Strategy, to_static
 from onecard.fleet.front.collective import (
     ReduceOp,
     all_gather,
@@ -57,7 +58,7 @@ from onecard.plan.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
-from onecard.static import Recording, Static, load_recording, record, to_static
+from onecard.static import Recording, Static, load_recording, record
 from onecard.tensor import (
     DistTensor,
     GatheredOperatorWarning,
@@ -90,6 +91,7 @@ from onecard.train import (
 from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM and its kin, nn.CTCLoss, nn.TransformerEncoder
 
 __all__ = [
+    "Accuracy", "DistModel", "Engine", "InputSpec", "Strategy",
     "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
     "Partial", "PieceCost", "Plan", "RankCost", "price",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 _STAGE_1 = '`oc.shard_optimizer(opt, oc.ShardingStage1("dp", mesh))`'
 _STAGE_3 = '`oc.shard_optimizer(opt, oc.ShardingStage3("dp", mesh))`: with `model=model` block by block, ahead'
-_STATIC = "`oc.to_static(step)`: a function that does a whole step, forward, backward and optimizer"
 _LINEAR = "the weight's placements, in the `shard_fn` of `oc.shard_layer`: `Shard(0)` by columns, `Shard(1)` by rows"
 _SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distributed tensors as well"
 _SEQUENCE = (
@@ -37,10 +36,6 @@ PADDLE = {
     "SequenceParallelEnd": "nothing: a value is gathered where an operator needs it whole",
     "SequenceParallelEnable": _SEQUENCE,
     "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
-    "DistModel": _STATIC,
-    "Engine": _STATIC,
-    "Strategy": "`oc.shard_optimizer(optimizer, oc.ShardingStage1())`, `to_static(step, also=['recompute', 'bfloat16'])`, "
-    "`to_static(step, k_steps=4, avg=True)` for gradient_merge; `pipeline.step_by_marks` for pipeline",
     "DataParallel": _DDP,
     "seed": "`oc.manual_seed(s)`",
 }

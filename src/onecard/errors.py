@@ -58,6 +58,14 @@ class PlanError(OnecardError, ValueError):
         self.field = field
 
 
+class StrategyError(PlanError):
+    """A field of a ``Strategy`` that cannot be, or fields that do not go together. ``field``: which one."""
+
+
+class EngineError(OnecardError, ValueError):
+    """What an ``Engine`` is given that cannot be run: a loss that is no number, a batch that does not fit, no data."""
+
+
 class ImplicitCommunication(OnecardError, RuntimeError):
     """Raised inside ``no_implicit_communication()`` at the first message that the program did not ask for."""
 

@@ -183,12 +183,12 @@ def read(make: type[Value], found: Located, version: int) -> Value:
     _check_version(kind, found, version)
     known = {field.name for field in fields(make)}  # type: ignore[arg-type]
     for name in data.keys() - {"onecard", "version"} - known:
-        raise PlanError(f"{found.where((name,))}: {kind} has no field {name!r}{_near(name, known)}", name)
+        raise PlanError(f"{found.where((name,))}: {kind} has no field {name!r}{near(name, known)}", name)
     values = {name: _tuples(value) for name, value in data.items() if name in known}
     try:
         return make(**values)
     except PlanError as error:
-        raise PlanError(f"{found.where((error.field,))}: {error}", error.field) from None
+        raise PlanError(f"{found.where((*error.field.split('.'),))}: {error}", error.field) from None
     except TypeError as error:  # a field without a default is missing
         raise PlanError(f"{found.where()}: {kind}: {str(error).partition('() ')[2]}") from None
 
@@ -210,8 +210,9 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _near(name: str, known: set[str]) -> str:
+def near(name: str, known: set[str]) -> str:
+    """What somebody may have meant, or all that there is."""
     import difflib
 
-    near = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+    likely = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {likely[0]!r}?" if likely else f"; there are {', '.join(sorted(known))}"

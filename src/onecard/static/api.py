@@ -152,6 +152,11 @@ class Static:
         """Those made so far, the last one used first."""
         return tuple(bound.recording for bound in self._bound)
 
+    def recording_of(self, *args: Any, **kwargs: Any) -> Recording:
+        """Do the step once more, and give its recording as it would be kept: microbatches, passes and all."""
+        leaves, names, tree = _flat(self.fn, args, kwargs)
+        return _recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
@@ -275,8 +280,8 @@ def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
 
 
 def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Modules and optimizers that a call itself names."""
-    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves))]
+    """Modules and optimizers that a call itself names, and those by which the function's maker calls them (``step_roots``)."""
+    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves)), *getattr(fn, "step_roots", ())]
     given += [("self", getattr(fn, "__self__", None))]
     return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
 

@@ -1,0 +1,93 @@
+"""Where a strategy becomes what a recorded step takes: options of ``to_static``, a stage of ZeRO, a scaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onecard.engine.strategy import Strategy
+from onecard.errors import StrategyError
+from onecard.place.mesh import ProcessMesh
+from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3
+
+PIPELINE = ("pp", "pipe", "stage")
+"""Names of a mesh axis along which stages lie."""
+
+
+def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh | None = None) -> dict[str, Any]:
+    """What ``to_static`` is given for a step of a mode, "train", "eval" or "predict".
+
+    Raises:
+        StrategyError: a pipeline of several ranks, which recordings are not cut into yet.
+
+    Example:
+        >>> static_options(Strategy(gradient_merge={"enable": True, "k_steps": 4}), "train", 1)
+        {'also': (), 'k_steps': 4}
+    """
+    options: dict[str, Any] = {"also": (strategy.amp.dtype,) if strategy.amp.enable else ()}
+    if strategy.fused_passes.enable:
+        options["backend"] = "inductor"
+    if strategy.fused_passes.without:
+        options["without"] = strategy.fused_passes.without
+    if mode != "train":
+        return options
+    again = strategy.recompute
+    if again.enable and again.memory_limit is not None:
+        options["memory_limit"] = again.memory_limit
+    elif again.enable and not again.checkpoints:
+        options["also"] += ("recompute",)
+    return options | _microbatches(strategy, ranks, mesh)
+
+
+def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> dict[str, Any]:
+    """How the batch is cut: gradient merge, or a pipeline."""
+    merge, pipe = strategy.gradient_merge, strategy.pipeline
+    if pipe.enable:
+        if (degree := pipeline_degree(strategy, ranks, mesh)) > 1:
+            raise StrategyError(
+                f"Strategy: pipeline.enable=True: recorded steps are not cut into {degree} stages yet. In its place: "
+                "pipeline.step_by_marks of a model with a mesh for each stage, or fleet.PipelineLayer",
+                "pipeline.enable",
+            )
+        return {"k_steps": pipe.accumulate_steps} if pipe.accumulate_steps > 1 else {}
+    if not merge.enable or merge.k_steps == 1:
+        return {}
+    return {"k_steps": merge.k_steps} | ({} if merge.avg else {"avg": False})
+
+
+def pipeline_degree(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> int:
+    """How many ranks are one behind the other."""
+    if strategy.pipeline.degree != -1:
+        return strategy.pipeline.degree
+    axis = next((name for name in PIPELINE if mesh is not None and name in mesh.dim_names), None)
+    return ranks if axis is None or mesh is None else mesh.shape[mesh.axis(axis)]
+
+
+def stage_of(strategy: Strategy, mesh: ProcessMesh, axis: str, model: torch.nn.Module) -> ShardingStage1 | None:
+    """The stage of ZeRO that an optimizer is given; None: nothing is divided."""
+    sharding = strategy.sharding
+    if not sharding.enable:
+        return None
+    options: dict[str, Any] = {
+        "overlap": sharding.overlap, "offload": sharding.offload,
+        "master_weights": strategy.amp.enable and strategy.amp.level == "O2",
+    }  # fmt: skip
+    if sharding.stage == 3:
+        return ShardingStage3(axis, mesh, model=model, **options)
+    return (ShardingStage1, ShardingStage2)[sharding.stage - 1](axis, mesh, **options)
+
+
+def scaler_of(strategy: Strategy, device: torch.device) -> torch.amp.GradScaler | None:
+    """What scales a float16 step's loss; None: nothing has to."""
+    amp = strategy.amp
+    if not amp.enable or amp.dtype != "float16":
+        return None
+    grows = {
+        "growth_factor": amp.incr_ratio,
+        "backoff_factor": amp.decr_ratio,
+        "growth_interval": amp.incr_every_n_steps,
+    }
+    if not amp.use_dynamic_loss_scaling:
+        grows = {"growth_factor": 1.0 + 1e-9, "backoff_factor": 1.0 - 1e-9, "growth_interval": 2**31 - 1}
+    return torch.amp.GradScaler(device.type, init_scale=amp.init_loss_scaling, **grows)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""Where the model, the optimizers and the batch of an Engine lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.optim import Optimizer
+
+from onecard.comm.world import world
+from onecard.engine.options import PIPELINE, stage_of
+from onecard.engine.strategy import Strategy
+from onecard.errors import EngineError, StrategyError
+from onecard.place.mesh import ProcessMesh
+from onecard.tensor import DistTensor, reshard, shard_tensor
+from onecard.train import shard_layer, shard_optimizer
+
+DATA = ("dp", "data", "batch", "replicate", "fsdp", "sharding")
+"""Names of mesh axes that divide the batch."""
+OTHERS = (*PIPELINE, "tp", "mp", "cp", "sp", "sep", "ep")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mesh, and its axes that divide the batch; labels have their own where the model goes over several meshes."""
+
+    mesh: ProcessMesh
+    axes: tuple[str, ...]
+    last: ProcessMesh
+    plain: bool = False  # one rank, nothing is distributed
+
+    def placements(self, mesh: ProcessMesh, dims: int) -> list[Placement]:
+        """Of a tensor of so many dims: its rows are cut."""
+        return [Shard(0) if dims and name in self.axes else Replicate() for name in mesh.dim_names]
+
+    def lay_out(self, x: Any, label: bool = False) -> Any:
+        """A leaf of a batch: the same whole value on every rank, or what is distributed already."""
+        if not isinstance(x, Tensor) or isinstance(x, DistTensor):
+            return x
+        if self.plain:
+            return x.to(world.device()) if x.device.type == "cpu" else x
+        mesh = self.last if label else self.mesh
+        return shard_tensor(x, mesh, self.placements(mesh, x.dim()))
+
+    def read(self, x: Any, label: bool = False) -> Any:
+        """A leaf that a loader has read, cut along the first axis."""
+        if not isinstance(x, DistTensor):
+            return x
+        if self.plain:
+            return x._local
+        wanted = self.placements(x.mesh, x.dim())
+        return x if list(x.placements) == wanted else reshard(x, x.mesh, wanted)
+
+
+def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strategy: Strategy) -> Place:
+    """Lay modules and optimizers out; where the batch goes.
+
+    A model without marks is copied to all ranks, which divide the batch; one with marks says itself. What is plain in it is
+    the same on all ranks of its mesh. Parameters that others take the place of do so in the optimizers, too.
+
+    Raises:
+        StrategyError: degrees that do not fit the ranks, or the model's mesh.
+    """
+    ranks, model = world.get_world_size(), modules[0]
+    meshes = list(dict.fromkeys(p.mesh for m in modules for p in m.parameters() if isinstance(p, DistTensor)))
+    if not meshes and ranks == 1 and not strategy.sharding.enable:
+        return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), plain=True)
+    mesh = meshes[0] if meshes else _mesh_of(strategy, ranks)
+    place = Place(mesh, _axes(mesh, modules), meshes[-1] if meshes else mesh)
+    axis = _divided(strategy, place) if strategy.sharding.enable else ""
+    if len(meshes) < 2:
+        for module in modules:
+            lay_out(module, mesh, optimizers)
+    for optimizer in optimizers:
+        if not _is_laid_out(optimizer):
+            shard_optimizer(optimizer, stage_of(strategy, mesh, axis, model))
+        elif strategy.sharding.enable:
+            raise EngineError(
+                "Engine: the optimizer has been given to shard_optimizer already, and the strategy has sharding.enable=True: "
+                "give the engine the plain optimizer, or sharding.enable=False"
+            )
+    return place
+
+
+def _mesh_of(strategy: Strategy, ranks: int) -> ProcessMesh:
+    """Of all ranks, for a model without marks."""
+    degree = strategy.sharding.degree if strategy.sharding.enable else -1
+    if degree in (-1, ranks):
+        return ProcessMesh(list(range(ranks)), ["dp"])
+    if ranks % degree:
+        works = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise StrategyError(
+            f"Strategy: sharding.degree={degree}: does not divide the {ranks} rank(s) of this world; {works} do, -1 is all",
+            "sharding.degree",
+        )
+    return ProcessMesh(np.arange(ranks).reshape(-1, degree), ["dp", "sharding"])
+
+
+def _axes(mesh: ProcessMesh, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """The axes that divide the batch: by their names, and those of other names along which no parameter is cut."""
+    cut = set()
+    for parameter in (p for m in modules for p in m.parameters() if isinstance(p, DistTensor) and p.mesh is mesh):
+        cut |= {mesh.dim_names[axis] for axes in parameter._spec.layout.dims for axis in _numbers(axes)}
+    return tuple(name for name in mesh.dim_names if name in DATA or (name not in OTHERS and name not in cut))
+
+
+def _numbers(axes: Any) -> list[int]:
+    """The axes of one dim of a layout, of merged parts too."""
+    if isinstance(axes, int):
+        return [axes]
+    if hasattr(axes, "axes"):
+        return _numbers(axes.axes)
+    return [number for each in axes for number in _numbers(each)]
+
+
+def _divided(strategy: Strategy, place: Place) -> str:
+    """The axis along which ZeRO divides."""
+    mesh, degree = place.mesh, strategy.sharding.degree
+    sizes = {name: mesh.shape[mesh.axis(name)] for name in place.axes}
+    if not sizes:
+        raise StrategyError(
+            f"Strategy: sharding.enable=True: no axis of the model's mesh {mesh!r} divides the batch, whose ranks could share "
+            "states: give the mesh an axis 'dp', or sharding.enable=False",
+            "sharding.enable",
+        )
+    fits = [name for name, size in sizes.items() if degree in (-1, size)]
+    if not fits:
+        raise StrategyError(
+            f"Strategy: sharding.degree={degree}: the model's mesh {mesh!r} divides the batch over "
+            + ", ".join(f"{size} rank(s) along {name!r}" for name, size in sizes.items())
+            + ": write one of these, or -1",
+            "sharding.degree",
+        )
+    return fits[-1]
+
+
+def _is_laid_out(optimizer: Optimizer) -> bool:
+    """Whether it has been given to ``shard_optimizer``."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return any(getattr(hook, "__module__", "").startswith("onecard.train.zero") for hook in hooks)
+
+
+def lay_out(module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer]) -> None:
+    """Lay a module out; what takes a parameter's place does so in optimizers too, with its hooks, states and attributes."""
+    before = dict(module.named_parameters(remove_duplicate=False))
+    shard_layer(module, mesh)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    taken = {id(old): (old, after[name]) for name, old in before.items() if after[name] is not old}
+    for old, new in taken.values():
+        _carry_over(old, new)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in group["params"]]
+        for old, new in taken.values():
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _carry_over(old: Any, new: Any) -> None:
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, value)
+    for hook in (getattr(old, "_backward_hooks", None) or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def in_16_bits(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of all but norms, whose statistics want float32."""
+    kept = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    for module in model.modules():
+        if not isinstance(module, kept):
+            for p in module.parameters(recurse=False):
+                if p.is_floating_point():
+                    p.data = p.data.to(dtype)
