@@ -154,6 +154,9 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
+        ("static_data_parallel_003", {}),
+        ("static_model_parallel_003", {}),
+        *[("static_group_sharded_003", {"stage": stage}) for stage in (1, 2, 3)],
         ("semi_auto_data_parallel_003", {}),
         ("semi_auto_model_parallel_003", {}),
         ("semi_auto_pipeline_parallel_003", {}),
@@ -173,6 +176,22 @@ def test_net_of_seed_003(name: str, more: dict[str, Any], capfd: pytest.CaptureF
     assert len(printed) == 2
     form = r"\[Epoch \d, batch 0\] loss: \d\.\d{5}, acc1: [01]\.\d{5}, acc5: [01]\.\d{5}"
     assert all(re.fullmatch(form, line) for line in printed)
+
+
+def static_003_on_this_rank() -> list[list[float]]:
+    """Twenty steps on four ranks: data parallel, and two copies of what two ranks divide."""
+    as_in_a_program()
+    twenty = SMALL_003 | {"batch_num": 10}
+    return [train_003("static_data_parallel_003", twenty)] + [
+        train_003("static_group_sharded_003", twenty | {"stage": stage}) for stage in (1, 2, 3)
+    ]
+
+
+def test_static_programs_of_seed_003_on_four_ranks() -> None:
+    expected = train_003("single_card_003", SMALL_003 | {"batch_num": 10})
+    for runs in run_ranks(static_003_on_this_rank, 4):
+        for losses in runs:
+            assert len(losses) == 20 and losses == pytest.approx(expected, rel=1e-5)
 
 
 def parameter_shapes_003() -> dict[str, tuple[int, ...]]:
@@ -244,6 +263,9 @@ MAINS = [
     ("manual_group_sharded_003", 2, [*options(SMALL_003), "--level", "os_g"], "[Epoch 1, batch 0] loss: "),
     ("semi_auto_group_sharded_003", 2, [*options(SMALL_003), "--stage", "2"], "[Epoch 1, batch 0] loss: "),
     ("manual_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("static_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
+    ("static_group_sharded_003", 2, [*options(SMALL_003), "--stage", "2"], "[Epoch 1, batch 0] loss: "),
+    ("static_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("manual_demos_004", 2, [], "self_attention: out and gradients differ by "),
 ]
 

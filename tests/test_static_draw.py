@@ -74,7 +74,10 @@ def test_the_graphs_of_seed_003(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     texts: dict[str, Any] = {}
     for name in ("data_parallel", "sharding", "amp"):
         texts[name] = graphs_003.recorded(name, 128).draw(tmp_path / f"{name}.svg")
-    for name in graphs_003.GRAPHS:
+    static = graphs_003.programs("data_parallel", 64)
+    texts |= {name: recording.draw() for name, recording in static.items()}
+    assert ">>> all_reduce" in texts["static_data_parallel"] and ">>>" not in texts["static_serial"]
+    for name in [*graphs_003.GRAPHS, "static_serial", *(f"static_{name}" for name in graphs_003.STATIC)]:
         check((folder / "docs" / "figures" / f"graph_003_{name}.svg").read_text())
     assert "all_gather" in texts["sharding"] and "messages, with" in texts["data_parallel"]
     assert "_to_copy" in texts["amp"] and "bfloat16" in texts["amp"] and "messages, with" not in texts["amp"]

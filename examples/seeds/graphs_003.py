@@ -1,7 +1,7 @@
-"""Seed 003, sections 2.1.2 and 2.2.3: graphs of a training step, drawn from its recordings.
+"""Seed 003, sections 2.1.2, 2.2.3 and 2.2.4.3: graphs of a training step, drawn from its recordings.
 
-On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision. No devices:
-each is rank 0 of a pretended world.
+On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision; and the programs
+of the static level: serial, and by strategy. No devices: each is rank 0 of a pretended world.
 
 python examples/seeds/graphs_003.py                        # writes docs/figures/graph_003_*.svg
 python examples/seeds/graphs_003.py --folder . --inner-size 64
@@ -22,6 +22,7 @@ import onecard as oc
 import semi_auto_data_parallel_003 as data_parallel
 import semi_auto_model_parallel_003 as model_parallel
 import single_card_003 as single
+import static_group_sharded_003 as group_sharded
 from single_card_003 import batch_size, class_dim, inner_size, input_size, optimizer_setting
 
 
@@ -92,11 +93,34 @@ def recorded(name: str, inner_size: int) -> oc.Recording:
         return oc.record(step)(image, label)
 
 
+# name, the network, its strategy
+STATIC: dict[str, tuple[type[nn.Module], oc.Strategy]] = {
+    "data_parallel": (single.SimpleNet, oc.Strategy()),
+    "group_sharded": (single.SimpleNet, group_sharded.strategy_of(group_sharded.TrainArgs(stage=2))),
+    "model_parallel": (model_parallel.SimpleNet, oc.Strategy()),
+}
+
+
+def programs(name: str, inner_size: int) -> dict[str, oc.Recording]:
+    """What an engine would run, before it runs: of data parallel the serial program, too, which is that of all."""
+    net, strategy = STATIC[name]
+    with oc.pretend(world_size=2, rank=0, fake=True):
+        model = net(input_size, inner_size, class_dim)
+        engine = oc.Engine(model, nn.CrossEntropyLoss(), plain(model), oc.Accuracy(topk=(1, 5)), strategy)
+        img = oc.InputSpec(shape=[batch_size, input_size], dtype="float32", name="img")
+        engine.prepare(img, oc.InputSpec(shape=[batch_size], dtype="int64", name="label"), mode="train")
+        serial = {"static_serial": engine.serial_main_program} if name == "data_parallel" else {}
+        return serial | {f"static_{name}": engine.main_program}
+
+
 def main(args: Args) -> None:
     """Draw all of them."""
-    for name in GRAPHS:
+    drawn = {name: recorded(name, args.inner_size) for name in GRAPHS}
+    for name in STATIC:
+        drawn |= programs(name, args.inner_size)
+    for name, recording in drawn.items():
         path = args.folder / f"graph_003_{name}.svg"
-        recorded(name, args.inner_size).draw(path)
+        recording.draw(path)
         print(path.name)
 
 

@@ -16,7 +16,7 @@ from onecard.engine import again, lists, loop, programs, refused, saved
 from onecard.engine import step as steps
 from onecard.engine.loaders import EngineLoader, loader_of
 from onecard.engine.metrics import held
-from onecard.engine.options import scaler_of, static_options
+from onecard.engine.options import scaler_of, skips_on_device, static_options
 from onecard.engine.placing import Place, in_16_bits, placed
 from onecard.engine.specs import Feed, Splitter, specs_of
 from onecard.engine.strategy import Strategy
@@ -141,6 +141,8 @@ class Engine:
                 manual_seed(self.strategy.seed)
             self._place = self.arranged(self._parts(), self.strategy)
             self.scaler = scaler_of(self.strategy, world.device())
+            for optimizer in self._optimizers if self.scaler is not None else ():
+                skips_on_device(optimizer)
         return self._place
 
     @staticmethod
@@ -211,29 +213,29 @@ class Engine:
             self.to_mode(mode)
         for metric in self.metrics:
             metric.reset()
-        logs = self._run(data, self.mode)
+        logs, _ = self.step(data, self.mode)
         for metric in self.metrics if self.mode != "predict" else ():
             logs |= metric.values()
         return logs
 
-    def _run(self, data: Any, mode: str) -> dict[str, Any]:
-        """One step; metrics count on."""
-        feed = self.feed(data, mode)
+    def step(self, data: Any, mode: str) -> tuple[dict[str, Any], int]:
+        """One step, and how many samples it took; metrics count on, which ``fit`` and ``evaluate`` ask for at the end of a pass."""
+        feed = self._feed(data, mode)
         if feed.rows > self._most.get(mode, 0):
             self.seen[mode] = programs.Shape.of(feed)
         with steps.in_mode(self._parts().modules, mode):
             found = self._step(mode, feed)(feed.args, feed.kwargs, feed.labels)
         if mode == "predict":
-            return {"outputs": whole(found)}
+            return {"outputs": whole(found)}, feed.rows
         loss, outputs, counted = found
         outside = any(not metric.in_step for metric in self.metrics)
         outputs, labels = whole((outputs, feed.labels)) if outside else (None, ())
         given = iter(counted)
         for metric in self.metrics:
             metric.update(next(given) if metric.in_step else None, outputs, labels)
-        return {"loss": np.float64(loss.item())}
+        return {"loss": np.float64(loss.item())}, feed.rows
 
-    def feed(self, data: Any, mode: str) -> Feed:
+    def _feed(self, data: Any, mode: str) -> Feed:
         """A batch taken apart and laid out."""
         return self._split(data, mode).mapped(self.place().lay_out)
 

@@ -154,7 +154,8 @@ def evaluate(
         metric.reset()
     told("on_eval_begin", {})
     for batch in islice(loader, steps):
-        mean.add(engine._run(batch, "eval")["loss"], engine.feed(batch, "eval").rows)
+        found, rows = engine.step(batch, "eval")
+        mean.add(found["loss"], rows)
     engine.mode = before
     if not mean.rows:
         raise no_batches("evaluate", 0)
@@ -186,7 +187,7 @@ def predict(
     loader = loader_of(
         test_data, engine.place(), batch_size, False, collate_fn=collate_fn, num_workers=num_workers, drop_last=False
     )
-    found = [engine._run(batch, "predict")["outputs"] for batch in islice(loader, steps)]
+    found = [engine.step(batch, "predict")[0]["outputs"] for batch in islice(loader, steps)]
     engine.mode = before
     if verbose:
         Shown.say(f"predicted {len(found)} batch(es)")
@@ -258,8 +259,8 @@ def _epoch(run: _Run, most: int | None, save_steps: int | None, shown: Shown) ->
     run.tell("on_epoch_begin", run.epoch, {})
     for batch in _rest(run, most):
         run.tell("on_train_batch_begin", run.step, {})
-        rows = engine.feed(batch, "train").rows
-        loss = float(engine._run(batch, "train")["loss"])
+        found, rows = engine.step(batch, "train")
+        loss = float(found["loss"])
         run.mean.add(loss, rows)
         run.history.losses.append(loss)
         run.step, run.in_epoch = run.step + 1, run.in_epoch + 1

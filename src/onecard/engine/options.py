@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from onecard.engine.strategy import Strategy
 from onecard.errors import StrategyError
@@ -23,9 +24,10 @@ def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh 
 
     Example:
         >>> static_options(Strategy(gradient_merge={"enable": True, "k_steps": 4}), "train", 1)
-        {'also': (), 'k_steps': 4}
+        {'also': (), 'ask': True, 'k_steps': 4}
     """
-    options: dict[str, Any] = {"also": (strategy.amp.dtype,) if strategy.amp.enable else ()}
+    # What a library's model reads of its inputs (``if mask.all()``) is no reason to refuse it.
+    options: dict[str, Any] = {"also": (strategy.amp.dtype,) if strategy.amp.enable else (), "ask": True}
     if strategy.fused_passes.enable:
         options["backend"] = "inductor"
     if strategy.fused_passes.without:
@@ -76,6 +78,17 @@ def stage_of(strategy: Strategy, mesh: ProcessMesh, axis: str, model: torch.nn.M
     if sharding.stage == 3:
         return ShardingStage3(axis, mesh, model=model, **options)
     return (ShardingStage1, ShardingStage2)[sharding.stage - 1](axis, mesh, **options)
+
+
+def skips_on_device(optimizer: Optimizer) -> None:
+    """Have an optimizer that has a fused kernel take it, which looks itself whether a scaler found infinite gradients.
+
+    Others have the host look, which a recorded step cannot.
+    """
+    if "fused" in optimizer.defaults and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def scaler_of(strategy: Strategy, device: torch.device) -> torch.amp.GradScaler | None:

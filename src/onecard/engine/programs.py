@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from onecard.comm.world import world
 from onecard.comm.world.pretend import pretend
 from onecard.engine import step as steps
-from onecard.engine.options import scaler_of, static_options
+from onecard.engine.options import scaler_of, skips_on_device, static_options
 from onecard.engine.placing import Place
 from onecard.engine.specs import Feed
 from onecard.engine.strategy import Strategy
@@ -122,13 +122,15 @@ def serial_program(engine: Any, mode: str, batch_size: int | None = None) -> Rec
 def _traced(engine: Any, mode: str, serial: bool, batch_size: int | None) -> Recording:
     """A step recorded in a pretended world without data, on a copy of the engine's parts."""
     engine.place()
-    like, strategy = engine.seen.get(mode), _strategy(engine.strategy, serial)
+    like, strategy = engine.seen.get(mode) or next(iter(engine.seen.values()), None), _strategy(engine.strategy, serial)
     ranks, rank = (1, 0) if serial else (world.get_world_size(), world.get_rank())
     with pretend(world_size=ranks, rank=rank, fake=True):
         model, loss, optimizers = engine._skeleton.made(serial)
         parts = steps.Parts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
         place = engine.arranged(parts, strategy)
         parts.scaler = scaler_of(strategy, torch.device("cpu"))
+        for optimizer in optimizers if parts.scaler is not None else ():
+            skips_on_device(optimizer)
         feed = _feed(engine, like, place, batch_size).mapped(place.lay_out)
         given = (feed.args, feed.kwargs, feed.labels)
         static = recorded(steps.STEPS[mode](parts), **static_options(strategy, mode, ranks, place.mesh))

@@ -100,3 +100,13 @@ def _schedule_fault(strategy: Any) -> str:
     except PlanError as fault:
         return str(fault)
     return ""
+
+
+def table() -> str:
+    """The rows of a page."""
+    rows = []
+    for each in REFUSALS:
+        fields = ", ".join(f"`{field}`" for field in each.fields)
+        instead = each.instead.replace("{s.gradient_merge.k_steps}", "4")
+        rows.append(f"| {fields} | {each.why} | {instead} |")
+    return "\n".join(rows)
