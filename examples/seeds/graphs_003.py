@@ -1,7 +1,7 @@
 """Seed 003, sections 2.1.2, 2.2.3 and 2.2.4.3: graphs of a training step, drawn from its recordings.
 
-On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision; and the programs
-of the static level: serial, and by strategy. No devices: each is rank 0 of a pretended world.
+On one card, data parallel, model parallel, with the optimizer sharded, with recomputation and with mixed precision; and the
+programs of the static level: serial, and by strategy. No devices: each is rank 0 of a pretended world.
 
 python examples/seeds/graphs_003.py                        # writes docs/figures/graph_003_*.svg
 python examples/seeds/graphs_003.py --folder . --inner-size 64

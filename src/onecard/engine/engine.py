@@ -219,7 +219,7 @@ class Engine:
         return logs
 
     def step(self, data: Any, mode: str) -> tuple[dict[str, Any], int]:
-        """One step, and how many samples it took; metrics count on, which ``fit`` and ``evaluate`` ask for at the end of a pass."""
+        """One step, and how many samples it took; metrics count on until they are reset."""
         feed = self._feed(data, mode)
         if feed.rows > self._most.get(mode, 0):
             self.seen[mode] = programs.Shape.of(feed)
