@@ -26,6 +26,7 @@ from onecard.static.passes import (
     small_together,
 )
 from onecard.static.price import price
+from onecard.static.price.live import Live
 from onecard.static.step.order import Order, check_started, line_up
 from onecard.testing import RankError, run_ranks
 
@@ -318,3 +319,29 @@ def test_a_recording_starts_each_large_gradient_when_it_is_there() -> None:
     *weights, small, all_of_them = products_before()
     assert len(weights) == 4 and weights == sorted(set(weights)), "each after products of its own"
     assert weights[0] <= all_of_them - 5 and small >= weights[-1]
+
+
+def test_few_messages_are_under_way_and_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine weights that are gathered one after the other; nine sums that could all travel at once."""
+    monkeypatch.setattr(overlap, "LARGE", 0)
+    with oc.pretend(2, fake=True):
+        mesh = oc.ProcessMesh([0, 1], ["tp"])
+        weights = [oc.shard_tensor(torch.randn(64, 64), mesh, [S(0)]) for _ in range(9)]
+
+        def gathered(x: Tensor) -> Tensor:
+            for w in weights:
+                x = torch.relu(x @ oc.reshard(w, mesh, [R]))
+            return x
+
+        def summed(x: Tensor) -> Any:
+            return sum(torch.relu(oc.reshard(y, mesh, [R])) for y in [x @ w for w in weights])
+
+        for step, where in ((gathered, R), (summed, S(1))):
+            graph = oc.record(step)(oc.shard_tensor(torch.randn(8, 64), mesh, [where])).graph
+            made = overlapped(graph)
+            assert Live(made).peak <= Live(graph).peak, step
+            now = most = 0
+            for n in made.nodes:
+                now += (n.target is again.message and bool(n.kwargs.get("later"))) - (n.target is again.wait)
+                most = max(most, now)
+            assert 1 < most <= overlap.AT_ONCE + 1, (step, most)

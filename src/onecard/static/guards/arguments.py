@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onecard._torch import names as _torch
 from onecard.static.guards.places import STILL
+from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
 ADVICE = {
@@ -68,6 +69,19 @@ def is_same(kind: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     if kind[0] is not None or other[0] is not None or isinstance(kind[2], STILL):
         return kind == other
     return kind[1] is other[1] and kind[2] is other[2] and kind[3:] == other[3:]
+
+
+def one_memory(x: Tensor, *others: Tensor) -> bool:
+    """Whether a tensor has memory in common with one of some others.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> one_memory(x, torch.ones(4)), one_memory(x, torch.ones(4), x[2:])
+        (False, True)
+    """
+    local = (t._local if isinstance(t, DistTensor) else t for t in (x, *others))
+    mine, *theirs = (storage_of(t) if t.layout is torch.strided else None for t in local)
+    return mine is not None and mine in theirs
 
 
 def modes() -> Any:

@@ -16,11 +16,12 @@ from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.static.code.compiled import compiled, step_function
 from onecard.static.code.source import Code, Source
 from onecard.static.code.spent import spent
-from onecard.static.guards.arguments import changed, is_like, modes
+from onecard.static.guards.arguments import changed, is_like, modes, one_memory
 from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import STILL, at, module_at, named_parameters, optimizer_at, options_of, values_of
 from onecard.static.guards.unchanged import differs, is_still
+from onecard.static.step.memory import Memory
 from onecard.static.step.step import MISS, Input, Step, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
 
@@ -40,7 +41,7 @@ class Fits(Source):
         super().__init__(
             MISS=MISS, run=step_function(recording), below=_torch.below_autograd, spent=spent, tree_unflatten=tree_unflatten,
             DistTensor=DistTensor, Tensor=Tensor, wrap=wrap, is_=is_, is_like=is_like, differs=differs, now_at=now_at,
-            is_still=is_still,
+            is_still=is_still, one_memory=one_memory,
             is_grad_enabled=torch.is_grad_enabled, is_inference=torch.is_inference_mode_enabled, flatten=tree_flatten,
             modes=modes, default_dtype=torch.get_default_dtype, any_autocast=_torch.any_autocast,
         )  # fmt: skip
@@ -114,6 +115,7 @@ class Fits(Source):
             if kind[-1] != i and kind[0] in (DistTensor, Tensor):
                 other = self.code("leaves[{}]", self.slot(kind[-1]))
                 self.miss(self.code("{} is not {}", leaf, other), "two arguments were one tensor")
+        self._apart()
         around = self.fact("modes", modes())
         plain = isinstance(around, torch.dtype)
         words = "default_dtype() is not {} or any_autocast()" if plain else "modes() != {}"
@@ -121,6 +123,19 @@ class Fits(Source):
         enabled = self.fact("grad", torch.is_grad_enabled())
         self.miss(self.code("is_grad_enabled() is not {}", self.slot(enabled)), "torch.no_grad() around the call")
         self.miss(self.code("is_inference()"), "torch.inference_mode() around the call")
+
+    def _apart(self) -> None:
+        """An argument that the step writes to has its memory alone: passes take arguments for memory of their own each."""
+        tensors = [i for i, kind in enumerate(self.kinds) if kind[0] in (DistTensor, Tensor) and kind[-1] == i]
+        if len(tensors) < 2:
+            return
+        graph = self.recording.graph
+        written = Memory(graph).written
+        nodes = zip(self.recording.inputs, graph.find_nodes(op="placeholder"), strict=True)
+        for i in [known.where[1] for known, node in nodes if known.kind == "argument" and node in written]:
+            others = (self.code("leaves[{}]", self.slot(j)) for j in tensors if j != self.kinds[i][-1])
+            asked = self.code("one_memory(leaves[{}], {})", self.slot(i), self.joined(", ", others))
+            self.miss(asked, "the step writes to an argument, which has memory in common with another one")
 
     def _argument(self, leaf: Code, kind: Any) -> None:
         if kind[0] is DistTensor:
