@@ -1,4 +1,4 @@
-"""What a replay asks before it runs, and what it leaves behind, each by itself: the guards and effects that no program's loss shows."""
+"""What a replay asks before it runs and what it leaves behind, each by itself: guards and effects that no loss shows."""
 
 from __future__ import annotations
 
