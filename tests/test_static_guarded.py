@@ -138,3 +138,25 @@ def test_a_value_beside_a_view_of_itself_is_not_overwritten() -> None:
     with compared(never):
         for _ in range(4):
             assert torch.equal(static(x), step(x))
+
+
+def test_each_microbatch_draws_its_own() -> None:
+    """A number that is drawn, of which nothing depends on the batch: the result is the mean of two draws."""
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        noise = torch.rand(())
+        ((x * weight).mean() * noise).backward()
+        optimizer.step()
+        return noise
+
+    static, x = oc.to_static(step, k_steps=2), torch.ones(4, 3)
+    static(x)
+    with compared(never):
+        for _ in range(2):
+            torch.manual_seed(5)
+            expected = (torch.rand(()) + torch.rand(())) / 2
+            torch.manual_seed(5)
+            assert torch.equal(static(x), expected)

@@ -345,3 +345,25 @@ def test_few_messages_are_under_way_and_the_peak_stays(monkeypatch: pytest.Monke
                 now += (n.target is again.message and bool(n.kwargs.get("later"))) - (n.target is again.wait)
                 most = max(most, now)
             assert 1 < most <= overlap.AT_ONCE + 1, (step, most)
+
+
+def halves_of_sums() -> list[Any]:
+    """All ranks take the first half of a sum: that is the part of one of them, and no reduce-scatter."""
+    x, n = torch.arange(8.0) * (1 + oc.get_rank()), torch.arange(4) + oc.get_rank()
+
+    def step(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        total, count, most = x * 1, n.sum(0, keepdim=True), n.amax(0, keepdim=True)
+        oc.all_reduce(total)
+        oc.all_reduce(count)
+        oc.all_reduce(most, oc.ReduceOp.MAX)
+        return total.narrow(0, 0, 4).clone(), count, most
+
+    static = oc.to_static(step)
+    for _ in range(3):
+        found = static(x, n)
+    return [t.tolist() for t in found] + [[n.args[2] for n in messages(static.recordings[0].graph)]]
+
+
+def test_a_part_that_all_ranks_take_and_sums_beside_maxima() -> None:
+    expected = [[0.0, 3.0, 6.0, 9.0], [6 + 10], [4], ["all_reduce"] * 3]
+    assert run_ranks(halves_of_sums, 2) == [expected] * 2

@@ -67,6 +67,8 @@ def _cut(message: fx.Node, memory: Memory) -> tuple[fx.Node, fx.Node] | None:
     clones = list(later[0].users)
     if len(clones) != 1 or late != clones or clones[0].target is not aten.clone.default:
         return None
+    if not _is_everybodys(clones[0], later[0].args[1], line):
+        return None
     return (later[0], clones[0]) if again.one_by_one(line, rest[0], whole.meta["tensor"][2]) else None
 
 
@@ -80,6 +82,12 @@ def _is_cut(node: fx.Node, whole: fx.Node, line: Any) -> bool:
         length = length - start
     found = group(*line)
     return found.order is None and whole.meta["tensor"][0][dim] == length * found.size and start == found.index * length
+
+
+def _is_everybodys(clone: fx.Node, dim: Any, line: Any) -> bool:
+    """Whether the others along a line take their parts as well: a layout says so, the numbers of one rank do not."""
+    spec = clone.meta.get("spec")
+    return spec is not None and spec.layout.mesh is line[0] and spec.layout.dims[dim][-1:] == (line[1],)
 
 
 def _scatter(message: fx.Node, cut: fx.Node, clone: fx.Node, made: fx.Graph, names: dict[fx.Node, fx.Node]) -> fx.Node:
