@@ -90,12 +90,13 @@ def plain_loop(
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def tensor_parallel(model: Net, mesh: oc.ProcessMesh, axis: str = "mp") -> nn.Module:
-    """The head cut by its outputs."""
-    where = [oc.Shard(0) if name == axis else oc.Replicate() for name in mesh.dim_names]
-    model.head.weight = oc.shard_tensor(model.head.weight, mesh, where)  # type: ignore[assignment]
-    model.head.bias = oc.shard_tensor(model.head.bias, mesh, where)  # type: ignore[assignment]
-    return model
+def tensor_parallel(model: Net, mesh: oc.ProcessMesh, axis: str = "mp") -> None:
+    """A block cut by its outputs, one by its inputs."""
+    for number, dim in ((0, 0), (1, 1)):
+        layer: Any = model.blocks[number][0]  # type: ignore[index]
+        where = [oc.Shard(dim) if name == axis else oc.Replicate() for name in mesh.dim_names]
+        layer.weight = oc.shard_tensor(layer.weight, mesh, where)
+    model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
 
 
 def engine_loop(strategy: Any, marks: Callable[[Net], Any] | None = None, **options: Any) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Engine:
             if self.strategy.seed is not None:
                 manual_seed(self.strategy.seed)
             self._place = self.arranged(self._parts(), self.strategy)
-            self.scaler = scaler_of(self.strategy, world.device())
+            self.scaler = scaler_of(self.strategy, self._place.device or world.device())
             for optimizer in self._optimizers if self.scaler is not None else ():
                 skips_on_device(optimizer)
         return self._place

@@ -32,7 +32,12 @@ class Place:
     mesh: ProcessMesh
     axes: tuple[str, ...]
     last: ProcessMesh
-    plain: bool = False  # one rank, nothing is distributed
+    device: torch.device | None = None  # of one rank's plain model: nothing is distributed
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is distributed."""
+        return self.device is not None
 
     def placements(self, mesh: ProcessMesh, dims: int) -> list[Placement]:
         """Of a tensor of so many dims: its rows are cut."""
@@ -43,7 +48,7 @@ class Place:
         if not isinstance(x, Tensor) or isinstance(x, DistTensor):
             return x
         if self.plain:
-            return x.to(world.device()) if x.device.type == "cpu" else x
+            return x.to(self.device)
         mesh = self.last if label else self.mesh
         return shard_tensor(x, mesh, self.placements(mesh, x.dim()))
 
@@ -52,7 +57,7 @@ class Place:
         if not isinstance(x, DistTensor):
             return x
         if self.plain:
-            return x._local
+            return x._local.to(self.device)
         wanted = self.placements(x.mesh, x.dim())
         return x if list(x.placements) == wanted else reshard(x, x.mesh, wanted)
 
@@ -69,7 +74,8 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     ranks, model = world.get_world_size(), modules[0]
     meshes = list(dict.fromkeys(p.mesh for m in modules for p in m.parameters() if isinstance(p, DistTensor)))
     if not meshes and ranks == 1 and not strategy.sharding.enable:
-        return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), plain=True)
+        here = next((p.device for m in modules for p in m.parameters()), world.device())
+        return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks)
     place = Place(mesh, _axes(mesh, modules), meshes[-1] if meshes else mesh)
     axis = _divided(strategy, place) if strategy.sharding.enable else ""
