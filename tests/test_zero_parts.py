@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fleet_programs import close
-from torch import nn
+from torch import Tensor, nn
 
 import onecard as oc
 from onecard.tensor.buckets import fill
@@ -93,3 +93,55 @@ def summed_in(dtype: torch.dtype | None) -> list[int]:
 def test_sums_are_made_in_the_dtype_that_was_asked_for() -> None:
     assert run_ranks(summed_in, 2, torch.float32) == [[4 * 32]] * 2
     assert run_ranks(summed_in, 2, None) == [[2 * 32]] * 2
+
+
+class Clamped(nn.Linear):
+    """A layer that writes to its weight when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def written_in_forward() -> None:
+    """What a block writes to a parameter while it is whole stays written, in a block without a backward, too."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    torch.manual_seed(0)
+    alone = nn.Sequential(Clamped(6, 6), Clamped(6, 6))
+    net = oc.shard_layer(copy.deepcopy(alone), mesh)
+    both = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, net)]
+    oc.shard_optimizer(both[1], oc.ShardingStage3("dp", mesh, model=net))
+    for number in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        given = oc.shard_tensor(x, mesh, [oc.Shard(0)])
+        for each, rows in ((alone, x), (net, given)):
+            with torch.no_grad():
+                each(rows)
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            close(oc.unshard(p.detach()), q.detach(), "after a forward")
+        for each, rows, optimizer in ((alone, x, both[0]), (net, given, both[1])):
+            each(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            close(oc.unshard(p.detach()), q.detach(), "after a step")
+
+
+def test_what_a_block_writes_to_its_weight_stays() -> None:
+    run_ranks(written_in_forward, 2)
+
+
+def norms_of_copies() -> None:
+    """A norm over the stages of a pipeline by marks, each parameter on two ranks of its mesh: counted once."""
+    meshes = [oc.ProcessMesh([0, 1], ["dp"]), oc.ProcessMesh([2, 3], ["dp"])]
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 6), torch.randn(6)]
+    parts = [oc.shard_tensor(g, mesh, [oc.Replicate()]) for g, mesh in zip(whole, meshes, strict=True)]
+    for order in (1.0, 2.0, float("inf")):
+        found = oc.unshard(nn.utils.get_total_norm(parts, order))
+        close(found, nn.utils.get_total_norm(whole, order), f"order {order}")
+
+
+def test_a_norm_counts_copies_once() -> None:
+    run_ranks(norms_of_copies, 4)
