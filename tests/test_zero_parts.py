@@ -10,6 +10,7 @@ from fleet_programs import close
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard import fleet
 from onecard.tensor.buckets import fill
 from onecard.testing import run_ranks
 from onecard.train.zero import reducer
@@ -145,3 +146,23 @@ def norms_of_copies() -> None:
 
 def test_a_norm_counts_copies_once() -> None:
     run_ranks(norms_of_copies, 4)
+
+
+def part_written_while_whole() -> None:
+    """A block stays whole after its forward; then the program writes to the optimizer's parts."""
+    fleet.init(is_collective=True)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = copy.deepcopy(alone)
+    both = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
+    net, *_ = fleet.group_sharded_parallel(model, both[1], "p_g_os", reshard_after_forward=False)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    net(x)
+    with torch.no_grad():
+        for p in (p for optimizer in both for p in optimizer.param_groups[0]["params"]):
+            p.mul_(0.5)
+    close(net(x).detach(), alone(x).detach(), "after a write to the parts")
+
+
+def test_what_is_written_to_a_part_while_the_whole_is_shown_counts() -> None:
+    run_ranks(part_written_while_whole, 2)
