@@ -210,3 +210,28 @@ def test_the_first_stage_does_all_at_once() -> None:
     before = m.weight.grad.clone()
     rest.run()
     assert torch.equal(before, m.weight.grad)
+
+
+def test_a_custom_function_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward makes both gradients in one piece: I does all of it, and W nothing."""
+    count, was = [0], Scaled.backward
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        count[0] += 1
+        return was(ctx, *grads)
+
+    monkeypatch.setattr(Scaled, "backward", staticmethod(backward))
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    half = input_half([get_gradient_edge(Scaled.apply(x * 1, w))], [torch.ones(3, 4)], [x])
+    half.run()
+    assert count == [1] and torch.allclose(w.grad, x.sum(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have their leaf's dtype")
+def test_a_gradient_in_another_dtype_is_added_by_autograd() -> None:
+    m: Any = nn.Linear(4, 4).to(torch.bfloat16)
+    for p in m.parameters():
+        p.grad_dtype, p.grad = torch.float32, torch.zeros(p.shape)
+    x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    input_half([get_gradient_edge(y := m(x))], [torch.ones_like(y)], [x]).run()
+    assert m.weight.grad.dtype is torch.float32 and torch.equal(m.weight.grad[0], x.sum(0).float())

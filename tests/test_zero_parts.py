@@ -166,3 +166,19 @@ def part_written_while_whole() -> None:
 
 def test_what_is_written_to_a_part_while_the_whole_is_shown_counts() -> None:
     run_ranks(part_written_while_whole, 2)
+
+
+def test_memory_is_given_up_after_what_is_under_way_has_come() -> None:
+    """A block that is gathered ahead and then not called."""
+    mesh = oc.ProcessMesh([0], ["dp"])
+    net = oc.shard_layer(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), mesh)
+    stage = oc.ShardingStage3("dp", mesh, model=net, overlap=True)
+    oc.shard_optimizer(torch.optim.SGD(net.parameters(), 0.1), stage)
+    weight: Any = net[1].weight
+    unit = next(u for u in weight._blocks.units if any(piece.x is weight for piece in u.pieces))
+    unit.start()
+    end, seen = unit._end, []
+    unit._end = lambda: (seen.append(unit.whole_bytes()), end())
+    unit.whole_bytes = lambda: unit.pieces[0]._buffer.untyped_storage().nbytes()
+    unit.release()
+    assert seen == [weight.nbytes] and unit.whole_bytes() == 0
