@@ -81,7 +81,7 @@ FLOORS = {
     "static": [
         "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "api", "measure",
     ],
-    "pipeline": ["schedule", "run"],
+    "pipeline": ["schedule", "run", "cut"],
     "engine": [
         "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step",
         "programs", "loaders", "progress", "saved", "loop", "engine", "dist_model",

@@ -58,6 +58,7 @@ from onecard.plan.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
+from onecard.pipeline.cut.stages import Stages
 from onecard.static import Recording, Static, load_recording, record
 from onecard.tensor import (
     DistTensor,
@@ -99,7 +100,7 @@ __all__ = [
     "from_local",
     "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",
     "record", "register_rule", "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
-    "shard_tensor", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unpatch", "unshard",
+    "shard_tensor", "Stages", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unpatch", "unshard",
     "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",
     "irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "split", "wait",
     "P2POp", "alltoall_single", "batch_isend_irecv", "broadcast_object_list", "get_backend", "is_initialized",

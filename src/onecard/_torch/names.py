@@ -129,6 +129,10 @@ def inductor() -> Callable[..., Any] | None:
 
 # Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
 _task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
+# Autograd's number of the next call, and the call whose backward runs. In their place: none, so that a step is cut into stages by
+# what its gradients are made of.
+_sequence: Callable[[], int] = _take("torch.autograd:_get_sequence_nr", lambda: 0)
+_current_node: Callable[[], Any] = _take("torch._C:_current_autograd_node", lambda: None)
 # Dispatch modes off and on again. In their place: none, so that a step under such a mode is recorded as the mode makes it.
 _pop_mode: Callable[[], Any] | None = _take("torch.utils._python_dispatch:_pop_mode", None)
 _push_mode: Callable[[Any], None] | None = _take("torch.utils._python_dispatch:_push_mode", None)
@@ -146,6 +150,15 @@ hooks_of_all: tuple[dict[int, Any], ...] = (
 def in_backward() -> bool:
     """Whether autograd's engine runs what runs now."""
     return _task() != -1
+
+
+def call_number() -> int | None:
+    """Autograd's number of the call that runs now; in backward of the call whose backward it is, None where there is none."""
+    if _task() == -1:
+        return int(_sequence()) - 1
+    node = _current_node()
+    number = None if node is None else int(node._sequence_nr())
+    return None if number is None or number >= 1 << 63 else number  # a leaf's own node has the largest there is
 
 
 # What ``backward()`` and ``autograd.grad`` call. In its place: nothing is put around them.

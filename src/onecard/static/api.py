@@ -23,7 +23,7 @@ from onecard.static.capture.undo import Undo
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import Before, still_before
 from onecard.static.passes import PASSES, StaticOptions, chosen, fitting, stages
-from onecard.static.passes.microbatches import Rows, rows_of
+from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_record, check_agreed
 from onecard.static.run.bound import Bound, kinds_of
@@ -75,6 +75,7 @@ def to_static(
     backend: str = "eager",
     k_steps: int = 1,
     avg: bool = True,
+    stages: Microbatches | None = None,
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
 
@@ -101,6 +102,7 @@ def to_static(
         k_steps: gradient merge: from the second call on the batch (all tensors among the arguments, by their rows) is cut in so
             many microbatches. Forward and backward run for one after the other; gradients are added up; what uses them (messages,
             clipping, the optimizer) runs once. Memory is that of one microbatch.
+        stages: the step as a pipeline, ``onecard.Stages(...)``: each rank runs its part of the program. In place of ``k_steps``.
         avg: gradients, and results that are one number, are means over the microbatches, as of a loss that is a mean over the
             batch; False: sums.
 
@@ -124,7 +126,7 @@ def to_static(
         >>> len(step.recordings)
         1
     """
-    return Static(fn, StaticOptions(limit, without, ask, kernels, also, memory_limit, backend, k_steps, avg))
+    return Static(fn, StaticOptions(limit, without, ask, kernels, also, memory_limit, backend, k_steps, avg, stages))
 
 
 class Static:

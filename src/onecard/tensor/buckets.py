@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard import recorded
 from onecard.comm.base import record
-from onecard.comm.base.state import machine
+from onecard.comm.base.state import Kept, machine
 from onecard.comm.issue import collectives, groups
 from onecard.comm.issue.by_rank import Runs, packed, runs_of, unpack
 from onecard.comm.issue.groups import Group
@@ -26,6 +26,9 @@ from onecard.tensor.dist_tensor import DistTensor, announce
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel; a tensor that fills a bucket alone is summed where it lies
 LARGE = 2**20  # bytes from which, on a CPU, a copy into a bucket takes longer than a message of its own takes to start
 Item = TypeVar("Item")
+
+apart: Kept[bool] = Kept(bool)
+"""Whether each tensor travels alone: for recordings that are cut into stages, of which each has other parameters."""
 
 
 def reduce_all(tensors: Sequence[Any], name: str = "reduce_partial", explicit: bool = True) -> None:
@@ -90,6 +93,8 @@ def _messages(members: Sequence[Item], local: Callable[[Item], Tensor]) -> list[
 
     Those come first: each is there before the last of the small ones is, and in a recording messages keep their order.
     """
+    if apart.here:
+        return [[x] for x in members]
     large = [x for x in members if local(x).nbytes >= LARGE and local(x).device.type == "cpu"]
     chosen = {id(x) for x in large}
     small = [x for x in members if id(x) not in chosen]

@@ -6,7 +6,7 @@ the gradients (their messages, clipping, the optimizer) runs once, after the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,28 +23,44 @@ from onecard.static.step.order import only_names
 aten = torch.ops.aten
 
 
-def merged(graph: fx.Graph, k: int, average: bool = True, results: Mapping[int, Any] | None = None) -> fx.Graph:
+def merged(
+    graph: fx.Graph,
+    k: int,
+    average: bool = True,
+    results: Mapping[int, Any] | None = None,
+    late: Collection[fx.Node] = (),
+) -> fx.Graph:
     """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
 
     Args:
         average: gradients, and results that are one float each, are divided by ``k``; otherwise they are sums.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
+        late: see ``Once``.
+
+    Each node that is there once for each microbatch has its number in its meta: "microbatch".
 
     Results that are as long as a microbatch are put one after the other; counts (one integer each) are added up.
 
     Raises:
         RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
     """
-    return _Merge(graph, k, average, results).made
+    return _Merge(graph, k, average, results, late).made
 
 
 class _Merge:
     """The graph as it is made."""
 
-    def __init__(self, graph: fx.Graph, k: int, average: bool, results: Mapping[int, Any] | None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        k: int,
+        average: bool,
+        results: Mapping[int, Any] | None,
+        late: Collection[fx.Node],
+    ) -> None:
         self.graph, self.k, self.average = graph, k, average
-        self.once = Once(graph)
+        self.once = Once(graph, late)
         self.memory = self.once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
         self.names: dict[fx.Node, fx.Node] = {}  # of what runs once
@@ -58,9 +74,9 @@ class _Merge:
         for node in self.nodes:
             if node in self.once.head:
                 self.names[node] = copied_to(self.made, node, self.names.__getitem__)
-        for names in self.each:
+        for number, names in enumerate(self.each):
             names.update({node: self.names[node] for node in self.once.head})
-            self._microbatch(names, wanted)
+            self._microbatch(number, wanted)
         for node in self.nodes:
             if node in self.once.tail:
                 self.names[node] = copied_to(self.made, node, partial(self._in_tail, user=node))
@@ -80,6 +96,7 @@ class _Merge:
                 elif node.op == "placeholder" and node.users:
                     rows = node.meta["tensor"][0][0]
                     names[node] = added(self.made, node, aten.narrow.default, self.names[node], 0, i * rows, rows)
+                    names[node].meta["microbatch"] = i
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -119,18 +136,27 @@ class _Merge:
         source = node.all_input_nodes[0]
         return phase_of(source) == "backward" and "tensor" in source.meta
 
-    def _microbatch(self, names: dict[fx.Node, fx.Node], wanted: dict[fx.Node, list[fx.Node]]) -> None:
+    def _microbatch(self, number: int, wanted: dict[fx.Node, list[fx.Node]]) -> None:
+        names = self.each[number]
         for node in self.nodes:
             if node.op == "call_function" and node not in self.once.tail and node not in self.once.head:
                 names[node] = copied_to(self.made, node, names.__getitem__)
+                names[node].meta["microbatch"] = number
                 for gradient in wanted.get(node, ()):
-                    self._add(gradient, names[gradient], last=names is self.each[-1])
+                    self._add(gradient, names[gradient], node)
 
-    def _add(self, gradient: fx.Node, mine: fx.Node, last: bool) -> None:
-        before = self.sums.get(gradient)
-        total = mine if before is None else added(self.made, gradient, aten.add.Tensor, before, mine)
-        if last and self.average:
-            total = added(self.made, gradient, aten.mul.Tensor, total, 1 / self.k)
+    def _add(self, gradient: fx.Node, mine: fx.Node, at: fx.Node) -> None:
+        """One more microbatch's gradient, which is whole once ``at`` has run."""
+        before, number = self.sums.get(gradient), mine.meta["microbatch"]
+
+        def sums(target: Any, *args: Any) -> fx.Node:
+            made = added(self.made, gradient, target, *args)
+            made.meta.update(microbatch=number, part=at.meta.get("part"))
+            return made
+
+        total = mine if before is None else sums(aten.add.Tensor, before, mine)
+        if number == self.k - 1 and self.average:
+            total = sums(aten.mul.Tensor, total, 1 / self.k)
         if total is not mine and "spec" in gradient.meta:
             total.meta["spec"] = gradient.meta["spec"]
         self.sums[gradient] = total
@@ -151,6 +177,7 @@ class _Merge:
         if base is node:
             return self.sums[node]
         self.names[node] = made = copied_to(self.made, node, lambda n: self._in_tail(n, user))
+        made.meta.pop("part", None)  # a view of the whole step's gradient, not of a microbatch's
         return made
 
     def _shown(self, i: int, node: Any) -> Any:

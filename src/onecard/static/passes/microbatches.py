@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from onecard._torch.names import tree_leaves
 from onecard.errors import RecordingError
@@ -89,17 +89,20 @@ class Microbatches:
             )
         return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
 
-    def merged(self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None) -> AnyStep:
+    def merged(
+        self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None, late: Collection[fx.Node] = ()
+    ) -> AnyStep:
         """The recording of all microbatches, from that of the first one and the arguments of the whole step.
 
         Args:
             whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here.
+            late: see ``merge.merged``.
         """
         _check(recording)
         for said in doubts(recording.graph, self.k_steps, leaves):
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
-        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results))
+        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results, late))
         made.inputs = tuple(
             replace(known, spec=known.spec and leaves[known.where[1]]._spec, facts=node.meta["tensor"])
             if cut(node)

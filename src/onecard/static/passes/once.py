@@ -6,7 +6,7 @@ of weights). Once, after them: what needs the gradients. Everything else runs fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import fx
@@ -34,9 +34,12 @@ class Once:
     Attributes:
         head: those that run once, before; ``tail``: after. ``same``: those that give the same for each microbatch.
         own: those that depend on the microbatch, or draw.
+
+    ``late``: nodes of backward that may as well run once: sums of two gradients that are sums over microbatches themselves.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, late: Collection[fx.Node] = ()) -> None:
+        self._late = late
         self.memory = Memory(graph, apart=True)
         self.tail: set[fx.Node] = set()
         self.same: set[fx.Node] = set()
@@ -106,7 +109,7 @@ class Once:
         read, written = self._places(node.all_input_nodes), self._places_of(self.memory.writes.get(node, ()))
         reads = not only_names(node)
         if self._is_tail(node, late, read, written, reads):
-            if phase_of(node) == "backward":
+            if phase_of(node) == "backward" and node not in self._late:
                 raise RecordingError(
                     f"k_steps: backward() at {node.meta['line']} comes after an optimizer's step, whose result it needs. Record "
                     "the two steps apart"
@@ -126,7 +129,7 @@ class Once:
             self._varied |= written
 
     def _is_tail(self, node: fx.Node, late: bool, read: set[Any], written: set[Any], reads: bool) -> bool:
-        if phase_of(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
+        if node in self._late or phase_of(node) == "optimizer" or any(n in self.tail for n in node.all_input_nodes):
             return True
         if (reads and read & self._wrote) or written & (self._wrote | self._touched):
             return True

@@ -32,6 +32,7 @@ class StaticOptions:
     backend: str = "eager"
     k_steps: int = 1
     avg: bool = True
+    stages: Microbatches | None = None
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
@@ -45,7 +46,7 @@ class StaticOptions:
     @property
     def microbatches(self) -> Microbatches | None:
         """What the batch is cut into; None: it is not."""
-        return asked(self.k_steps, self.avg)
+        return asked(self.k_steps, self.avg) if self.stages is None else self.stages
 
     @property
     def passes(self) -> tuple[str, ...]:

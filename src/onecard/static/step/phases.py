@@ -29,10 +29,13 @@ class Phases:
         self._stepping = 0
 
     def here(self) -> dict[str, Any]:
-        """The phase, the module path, and whether a module runs at all, for a node."""
+        """The phase, the module path, whether a module runs at all, and autograd's number of the call, for a node.
+
+        In backward it is the number of the call whose backward runs: it tells which part of forward it belongs to.
+        """
         phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
         module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
-        return {"phase": phase, "module": module, "inside": bool(self._stack)}
+        return {"phase": phase, "module": module, "inside": bool(self._stack), "call": _torch.call_number()}
 
     @contextmanager
     def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:

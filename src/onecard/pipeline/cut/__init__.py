@@ -1,0 +1,1 @@
+"""Stages cut out of a recorded step: of a program that nobody prepared for a pipeline."""

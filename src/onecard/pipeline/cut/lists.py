@@ -1,0 +1,64 @@
+"""Operators on lists of tensors taken apart by where the elements are: one for each stage's parameters. Pure."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from onecard.pipeline.cut.parts import part_of
+from onecard.pipeline.cut.places import Places, Ranks, is_list_operator
+from onecard.static.step.nodes import called, copied_to
+
+
+def by_place(graph: fx.Graph, places: Places) -> fx.Graph:
+    """The graph with each operator on lists whose elements are on several ranks as several operators."""
+    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
+    taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    for node in graph.nodes:
+        groups = _groups(node, places)
+        if len(groups) > 1:
+            taken[node] = _apart(made, names, node, groups)
+        elif node.target is operator.getitem and node.args[0] in taken:
+            maker, i = taken[node.args[0]][node.args[1]]  # type: ignore[index]
+            names[node] = called(made, operator.getitem, (maker, i))
+            names[node].meta.update(node.meta)
+        else:
+            names[node] = copied_to(made, node, names.__getitem__)
+    return made if taken else graph
+
+
+def _groups(node: fx.Node, places: Places) -> dict[Ranks | None, list[int]]:
+    if node.op != "call_function" or not is_list_operator(node) or part_of(node) is not None:
+        return {}
+    found: dict[Ranks | None, list[int]] = {}
+    for i in range(_length(node)):
+        found.setdefault(places.of_element(node, i), []).append(i)
+    return found
+
+
+def _length(node: fx.Node) -> int:
+    lists = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], fx.Node)]
+    return len(lists[0]) if lists else 0
+
+
+def _apart(
+    made: fx.Graph, names: dict[fx.Node, fx.Node], node: fx.Node, groups: dict[Any, list[int]]
+) -> list[tuple[fx.Node, int]]:
+    """One call for each group; for each element which of them has it, and where."""
+    length = _length(node)
+    found: list[Any] = [None] * length
+    for members in groups.values():
+
+        def part(x: Any, members: list[int] = members) -> Any:
+            whole = isinstance(x, list | tuple) and len(x) == length
+            return [x[i] for i in members] if whole else x
+
+        args, kwargs = tuple(map(part, node.args)), {k: part(v) for k, v in node.kwargs.items()}
+        one = called(made, node.target, *fx.map_arg((args, kwargs), names.__getitem__))  # type: ignore[arg-type]
+        one.meta.update(node.meta)
+        names[node] = one
+        for place, i in enumerate(members):
+            found[i] = (one, place)
+    return found

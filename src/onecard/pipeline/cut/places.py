@@ -1,0 +1,198 @@
+"""Places: on which ranks of a pipeline each node of a whole step runs. Pure.
+
+A stage's nodes run where the stage is. What runs once (clipping, the optimizer) runs where its operands are: a parameter, its
+gradient and its states are on the ranks of the stages that read the parameter. What needs values of several stages, such as the
+norm of all gradients, runs on every rank that wants it, and its operands are sent there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from onecard._torch.names import OpOverload
+from onecard.errors import RecordingError
+from onecard.pipeline.cut.parts import ProgramOrder, part_of
+from onecard.static.passes.once import words
+from onecard.static.step.memory import effects
+
+Ranks = frozenset[int]
+_ALONE = ("argument", "constant", "number", "generator")
+
+
+class Places:
+    """The ranks of each node.
+
+    Args:
+        graph: a whole step: nodes of microbatches have their "part", others run once or wherever they are wanted.
+        homes: for each stage, its rank's place in the pipeline.
+        ranks: how many there are.
+        effects_at: the positions of outputs that are effects: left on the ranks that make them; all others are results, which
+            every rank is given.
+
+    Attributes:
+        at: for each node the ranks on which it runs; empty: nobody wants it.
+        near: for each node where its operands are; None: anywhere.
+        wanted_at_end: for each output the ranks that give it back.
+    """
+
+    def __init__(self, graph: fx.Graph, homes: list[int], ranks: int, effects_at: frozenset[int] = frozenset()) -> None:
+        self.graph, self.homes, self.all = graph, homes, Ranks(range(ranks))
+        self.order = ProgramOrder(graph)
+        self.nodes = list(graph.nodes)
+        self.near: dict[fx.Node, Ranks | None] = {}
+        for node in self.nodes:
+            self.near[node] = self._body(node)
+        self._read_by_stages()
+        for node in self.nodes:
+            if node.op == "call_function" and part_of(node) is None and not is_free(node):
+                self.near[node] = self._once(node)
+        self.at = self._wanted(effects_at)
+
+    def _body(self, node: fx.Node) -> Ranks | None:
+        part = part_of(node)
+        return None if part is None else Ranks([self.homes[part[0]]])
+
+    def _read_by_stages(self) -> None:
+        """What of the program the stages read is theirs, through what is made again on the way."""
+        reads: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.nodes):
+            here = self.near[node] if part_of(node) is not None else frozenset(reads.get(node, ()))
+            if node.op == "call_function" and (part_of(node) is not None or is_free(node)):
+                for given in self.order.needs[node]:
+                    if part_of(given) is None:
+                        reads.setdefault(given, set()).update(here or ())
+        for node in self.nodes:
+            if node.op == "placeholder" and node in reads and not _is_everywhere(node):
+                self.near[node] = Ranks(reads[node])
+
+    def _once(self, node: fx.Node) -> Ranks | None:
+        if node.target is operator.getitem and _is_list(maker := node.args[0]):
+            return self.of_element(maker, node.args[1])  # type: ignore[arg-type]
+        return self._together(node.all_input_nodes)
+
+    def of_element(self, node: Any, i: int) -> Ranks | None:
+        """Where the operands of one element of an operator on lists are."""
+        lists = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple)]
+        return self._together(x[i] for x in lists if i < len(x) and isinstance(x[i], fx.Node))
+
+    def _together(self, operands: Iterable[fx.Node]) -> Ranks | None:
+        known = [near for n in operands if (near := self.near[n]) is not None]
+        if not known:
+            return None
+        return frozenset.intersection(*known) or frozenset.union(*known)
+
+    # -- who runs what ---------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, effects_at: frozenset[int]) -> dict[fx.Node, Ranks]:
+        wanted: dict[fx.Node, set[int]] = {n: set() for n in self.nodes}
+        (output,) = self.graph.find_nodes(op="output")
+        results: Any = output.args[0]
+        for i, node in enumerate(results):
+            if isinstance(node, fx.Node):
+                wanted[node] |= (self.near[node] or self.all) if i in effects_at else self.all
+        self.wanted_at_end = {n: Ranks(ranks) for n, ranks in wanted.items() if ranks}
+        at: dict[fx.Node, Ranks] = {}
+        for node in reversed(self.nodes):
+            at[node] = Ranks(self._runs_on(node, wanted[node])) if node.op == "call_function" else Ranks(wanted[node])
+            for before in self.order.needs.get(node, ()) if node.op == "call_function" else ():
+                wanted[before] |= at[node]
+        return at
+
+    def _runs_on(self, node: fx.Node, wanted: set[int]) -> Iterable[int]:
+        if part_of(node) is not None:
+            return self.near[node] or ()
+        if node.meta.get("key"):
+            return self.all
+        near = self.near[node]
+        held = self._holders(node)
+        if held is not None:  # each rank that has it writes to it
+            return held or near or wanted or self.all
+        if effects(node):
+            return near or wanted or self.all
+        if near is None or not wanted:
+            return wanted
+        return (near & wanted) or [min(near)]
+
+    def _holders(self, node: fx.Node) -> Ranks | None:
+        """The ranks that have the program's memory that a node writes to; None of one that writes to none."""
+        roots = [r for r in self.order.memory.writes.get(node, ()) if r.op == "placeholder"]
+        if not roots:
+            return None
+        return frozenset[int]().union(*(self.near[r] or () for r in roots))
+
+    def holders(self, node: fx.Node) -> Ranks:
+        """The ranks that use an input."""
+        return frozenset[int]().union(self.near[node] or (), *(self.at[u] for u in node.users if u.op != "output"))
+
+    def check(self) -> None:
+        """Whether what is written is read where it was written.
+
+        Raises:
+            RecordingError: a cut inside of a chain of writes.
+        """
+        for root, nodes in self._accesses().items():
+            self._check_memory(root, nodes)
+
+    def _accesses(self) -> dict[fx.Node, list[fx.Node]]:
+        written = {r for roots in self.order.memory.writes.values() for r in roots}
+        found: dict[fx.Node, list[fx.Node]] = {r: [] for r in written}
+        for node in self.nodes:
+            if node.op == "call_function" and part_of(node) is not None:
+                for root in frozenset[fx.Node]().union(*(self.order.memory.roots[n] for n in node.all_input_nodes)):
+                    if root in found:
+                        found[root].append(node)
+        return found
+
+    def _check_memory(self, root: fx.Node, nodes: list[fx.Node]) -> None:
+        """Ranks have copies of what another one made: a write makes the others' stale."""
+        maker = self.at[root]
+        fresh, had = set(maker), set(maker)
+        for node in nodes:
+            (rank,) = self.at[node]
+            if rank not in fresh:
+                if rank in had or (root.op == "placeholder" and root not in self._given()):
+                    raise self._inside(root, node)
+                fresh.add(rank)
+                had.add(rank)
+            if root in self.order.memory.writes.get(node, ()):
+                names = {n for n in node.all_input_nodes if root in self.order.memory.roots[n]}
+                others = [n for m in nodes if self.at[m] == {rank} for n in m.all_input_nodes]
+                aliased = {n for n in others if root in self.order.memory.roots[n] and self.at[n] != {rank}} - names
+                if maker != {rank} and root.op != "placeholder" and aliased:
+                    raise self._inside(root, node)
+                fresh = {rank}
+
+    def _given(self) -> set[fx.Node]:
+        return {n for n in self.nodes if n.op == "placeholder" and _is_everywhere(n)}
+
+    def _inside(self, root: fx.Node, node: fx.Node) -> RecordingError:
+        what = root.meta["input"].name if "input" in root.meta else words(root)
+        return RecordingError(
+            f"stages: a cut goes through what is written in place: {what} is changed by several stages, the last one with "
+            f"{words(node)}. Cut before the first of them or after the last, stages=oc.Stages(..., at=[...]), or write the result "
+            "to a new tensor"
+        )
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node of a microbatch is made wherever it is wanted."""
+    return node.op == "call_function" and part_of(node) is None and "microbatch" in node.meta
+
+
+def _is_everywhere(node: fx.Node) -> bool:
+    return "input" in node.meta and node.meta["input"].kind in _ALONE
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, fx.Node) and is_list_operator(node)
+
+
+def is_list_operator(node: fx.Node) -> bool:
+    """Whether an operator does one thing to each element of lists of tensors."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))

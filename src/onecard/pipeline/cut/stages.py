@@ -1,0 +1,134 @@
+"""Stages: a step that is recorded once, cut into the stages of a pipeline: ``to_static(step, stages=Stages(...))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from onecard.comm.base.state import machine
+from onecard.comm.issue import groups
+from onecard.comm.world import world
+from onecard.errors import RecordingError
+from onecard.pipeline.cut.halved import halved
+from onecard.pipeline.cut.lists import by_place
+from onecard.pipeline.cut.parts import Parts
+from onecard.pipeline.cut.places import Places
+from onecard.pipeline.cut.starts import starts_of
+from onecard.pipeline.cut.weave import Weave
+from onecard.pipeline.schedule.action import Schedule
+from onecard.pipeline.schedule.modes import plan
+from onecard.place.mesh import ProcessMesh
+from onecard.static.passes.microbatches import Microbatches, Rows
+from onecard.static.step.step import AnyStep, Effect, Output, Step
+
+
+@dataclass(frozen=True)
+class Stages(Microbatches):
+    """How a recorded step becomes a pipeline.
+
+    The batch is cut in microbatches as by ``k_steps``, the program into stages; each rank along the axis runs its own, and has
+    the parameters and states of those. Loss and gradients are those of one card with as many microbatches.
+
+    Args:
+        k_steps: microbatches.
+        avg: as of ``to_static``.
+        schedule: a name of ``pipeline.schedule.modes.MODES``, a ``Schedule``, or a function (ranks, microbatches) -> Schedule.
+        virtual: stages of each rank; None: as the schedule has.
+        at: the modules with which the stages begin, the first left out ("blocks.3"); none: the price is balanced.
+        axis: of the mesh that the program's tensors lie on: the ranks along it are the pipeline. A program of plain tensors is
+            cut over all ranks, or over ``ranks``.
+        ranks: the pipeline's, in its order, for a program of plain tensors.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+
+    Source: cutting a traced program: PiPPy (Reed et al., 2022); Alpa (Zheng et al., 2022).
+    """
+
+    k_steps: int = 4
+    avg: bool = True
+    schedule: Any = "1F1B"
+    virtual: int | None = None
+    at: Sequence[str] = ()
+    axis: str = "pp"
+    ranks: Sequence[int] | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
+        """The ranks of the pipeline, this one's place among them, and the name of the axis."""
+        meshes = {i.spec.layout.mesh for i in recording.inputs if i.spec is not None}
+        if not meshes:
+            ranks = tuple(range(world.get_world_size())) if self.ranks is None else tuple(self.ranks)
+            if world.get_rank() not in ranks:
+                raise RecordingError(f"stages: rank {world.get_rank()} is none of the pipeline's ranks {list(ranks)}")
+            return ranks, ranks.index(world.get_rank()), self.axis
+        found = [(mesh, mesh.dim_names.index(self.axis)) for mesh in meshes if self.axis in mesh.dim_names]
+        lines = {tuple(groups.group(mesh, at).ranks) for mesh, at in found}
+        if len(lines) != 1 or len(found) != len(meshes):
+            raise RecordingError(
+                f"stages: the program's tensors lie on {', '.join(map(str, meshes))}; all of them need one axis {self.axis!r} for "
+                "the stages, along which nothing is cut: oc.ProcessMesh(ranks, ['pp', 'dp'])"
+            )
+        (line,) = lines
+        return line, line.index(world.get_rank()), self.axis
+
+    def schedule_for(self, ranks: int) -> Schedule:
+        """The schedule on so many ranks."""
+        make: Callable[[int], Schedule] = plan(self.schedule, ranks, self.virtual)
+        found = make(self.k_steps)
+        if len(found.ranks) != ranks or found.num_microbatches != self.k_steps:
+            raise RecordingError(
+                f"stages: {found!r}, and the pipeline has {ranks} ranks and {self.k_steps} microbatches (k_steps)"
+            )
+        return found
+
+    def merged(
+        self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None, late: Collection[fx.Node] = ()
+    ) -> AnyStep:
+        """The recording of this rank's share of the step."""
+        ranks, place, name = self.line_of(recording)
+        schedule = self.schedule_for(len(ranks))
+        recording = recording.with_graph(halved(recording.graph))
+        starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here)
+        parts = Parts(recording.graph, starts)
+        made = super().merged(recording, leaves, whole, parts.late)
+        weave = woven(made, schedule, ranks, name)
+        return on_rank(made, weave, place)
+
+
+def woven(recording: Step, schedule: Schedule, ranks: tuple[int, ...], name: str) -> Weave:
+    """What all ranks do, for a whole step with parts."""
+    homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
+    effects = frozenset(e.output.position for e in recording.effects if e.output is not None)
+    places = Places(recording.graph, homes, len(ranks), effects)
+    graph = by_place(recording.graph, places)
+    if graph is not recording.graph:
+        places = Places(graph, homes, len(ranks), effects)
+    return Weave(places, schedule, ranks, name)
+
+
+def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
+    """The recording of the rank at a place: what other ranks leave in the program is not there."""
+    graph = weave.graph_of(place)
+    (output,) = graph.find_nodes(op="output")
+    given: Any = output.args[0]
+    kept = [i for i, n in enumerate(given) if n is not None]
+    numbers = {old: new for new, old in enumerate(kept)}
+    graph.erase_node(output)
+    graph.output(tuple(given[i] for i in kept))
+
+    def moved(x: Any) -> Any:
+        return replace(x, position=numbers[x.position]) if isinstance(x, Output) else x
+
+    effects: list[Effect] = []
+    for effect in recording.effects:
+        if effect.output is None or effect.output.position in numbers:
+            effects.append(replace(effect, output=moved(effect.output)))
+        elif effect.kind == "gradient":
+            effects.append(replace(effect, output=None))
+    made = recording.with_graph(graph)
+    made.results, made.effects = tuple(map(moved, recording.results)), tuple(effects)
+    return made

@@ -1,0 +1,75 @@
+"""Where a recorded forward is cut into stages: at modules that are named, or so that stages take equally long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from torch import fx
+
+from onecard.errors import RecordingError
+from onecard.machine.cost import Machine
+from onecard.pipeline.cut.balance import balanced
+from onecard.static.passes.once import Once, phase_of
+
+
+def forward_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a microbatch's forward pass, up to its first gradient."""
+    once = Once(graph)
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in once.head:
+            if phase_of(node) != "forward":
+                break
+            found.append(node)
+    return found
+
+
+def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine) -> list[fx.Node]:
+    """The first node of each stage but the first.
+
+    Args:
+        graph: of one microbatch.
+        at: the modules with which the later stages begin; none: where the price is balanced.
+
+    Raises:
+        RecordingError: no such module, modules out of order, as many as do not make so many stages, or fewer nodes than stages.
+    """
+    nodes = forward_of(graph)
+    if at:
+        return _named(nodes, stages, at)
+    if len(nodes) < stages:
+        raise RecordingError(
+            f"stages: {stages} of them, and the forward pass has {len(nodes)} operators: take fewer ranks, or virtual=1"
+        )
+    return balanced(graph, nodes, stages, machine)
+
+
+def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node]:
+    if len(at) != stages - 1:
+        raise RecordingError(
+            f"stages: at={list(at)} begins {len(at)} stages beside the first, and the schedule has {stages} in all: name "
+            f"{stages - 1} modules, or none, to have the cost balanced"
+        )
+    found: list[fx.Node] = []
+    order = {n: i for i, n in enumerate(nodes)}
+    for path in at:
+        first = next((n for n in nodes if _inside(n, path)), None)
+        if first is None:
+            known = sorted({str(n.meta.get("module", "")) for n in nodes} - {""})
+            near = get_close_matches(path, known, 3, 0.0)
+            raise RecordingError(f"stages: at={path!r}: no module of that path runs in the step; there are {', '.join(near)}")
+        if found and order[first] <= order[found[-1]]:
+            raise RecordingError(
+                f"stages: at={list(at)}: {path!r} runs before {at[len(found) - 1]!r}, or with it: name the modules in the order in "
+                "which they run"
+            )
+        found.append(first)
+    if order[found[0]] == 0:
+        raise RecordingError(f"stages: at={at[0]!r} is the first module that runs, so that the first stage would be empty")
+    return found
+
+
+def _inside(node: fx.Node, path: str) -> bool:
+    module = str(node.meta.get("module", ""))
+    return module == path or module.startswith(f"{path}.")

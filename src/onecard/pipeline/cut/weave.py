@@ -1,0 +1,157 @@
+"""One rank's graph of a step that is cut into stages: its actions in the order of a schedule, and what it sends and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from onecard.errors import RecordingError
+from onecard.pipeline.cut import sending
+from onecard.pipeline.cut.messages import Clock, Crossing, Tick, crossings
+from onecard.pipeline.cut.places import Places, is_free
+from onecard.pipeline.schedule.action import Schedule
+from onecard.static.passes.once import words
+from onecard.static.step.nodes import called, copied_to
+
+aten = torch.ops.aten
+
+
+class Weave:
+    """The graphs of all ranks of a pipeline, each made when it is asked for.
+
+    Args:
+        places: where the nodes of the whole step run.
+        schedule: for all ranks.
+        ranks: of the world, in the pipeline's order; name: of the axis, for who watches messages.
+
+    Raises:
+        RecordingError: a value that cannot cross, or is changed by several stages.
+    """
+
+    def __init__(self, places: Places, schedule: Schedule, ranks: tuple[int, ...], name: str = "pp") -> None:
+        places.check()
+        self.places, self.schedule, self.ranks, self.name = places, schedule, ranks, name
+        self.clock = Clock(places, schedule)
+        self.crossings = crossings(places, self.clock)
+
+    def graph_of(self, rank: int) -> fx.Graph:
+        """The graph of the rank at a place. Its inputs are those of the whole step; outputs that it has not are None."""
+        return _Rank(self, rank).made
+
+    def taken_by(self, rank: int) -> list[Crossing]:
+        """What others send it."""
+        return [c for (_, target), found in self.crossings.items() if target == rank for c in found]
+
+
+class _Rank:
+    """One rank's graph as it is made."""
+
+    def __init__(self, weave: Weave, rank: int) -> None:
+        self.weave, self.rank, self.places = weave, rank, weave.places
+        self.made, self.names = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.posted: dict[Crossing, tuple[fx.Node, fx.Node]] = {}
+        self.done: set[fx.Node] = set()
+        ticks = [*weave.clock.end_of(rank), (3, 0)]
+        self._plan(ticks)
+        for node in self.places.nodes:
+            if node.op == "placeholder":
+                self.names[node] = copied_to(self.made, node, self.names.__getitem__)
+        for node in self.places.nodes:
+            if node.meta.get("key") and is_free(node):
+                self._name(node)  # by all ranks, in the program's order, so that all have the same ones
+        for tick in ticks:
+            self._tick(tick)
+        (output,) = weave.places.graph.find_nodes(op="output")
+        results: Any = output.args[0]
+        self.made.output(tuple(self._shown(n) for n in results))
+
+    def _plan(self, ticks: Sequence[Tick]) -> None:
+        """What happens at each tick."""
+        at = {tick: i for i, tick in enumerate(ticks)}
+        self.nodes: dict[Tick, list[fx.Node]] = {}
+        for node, tick in self.weave.clock.ticks.items():
+            if self.rank in self.places.at[node]:
+                self.nodes.setdefault(tick, []).append(node)
+        self.posts: dict[Tick, list[tuple[int, Crossing]]] = {}
+        self.waits: dict[Tick, list[Crossing]] = {}
+        self.sends: dict[Tick, list[tuple[int, Crossing]]] = {}
+        for (source, target), found in sorted(self.weave.crossings.items()):
+            if source == self.rank:
+                for i, c in enumerate(found):
+                    self.sends.setdefault(c.sent, []).append((i, c))
+            if target == self.rank:
+                latest = len(ticks)
+                for i, c in reversed([*enumerate(found)]):  # posted in the order in which they are sent
+                    latest = min(latest, max(at[c.wanted] - 1, 0))
+                    self.posts.setdefault(ticks[latest], []).insert(0, (i, c))
+                    self.waits.setdefault(c.wanted, []).append(c)
+
+    def _tick(self, tick: Tick) -> None:
+        for i, crossing in self.posts.get(tick, ()):
+            self._post(i, crossing)
+        for crossing in self.waits.get(tick, ()):
+            handle, x = self.posted.pop(crossing)
+            self._put(crossing.value, sending.wait, handle, x)
+        for node in self.nodes.get(tick, ()):
+            self._check(node)
+            self.names[node] = copied_to(self.made, node, self._name)
+            self.done.add(node)
+        for i, crossing in self.sends.get(tick, ()):
+            self._put(
+                crossing.value, sending.send, self._name(crossing.value), crossing.target, i, self.weave.ranks,
+                self.weave.name,
+            )  # fmt: skip
+
+    def _post(self, i: int, crossing: Crossing) -> None:
+        shape, stride, dtype, device = crossing.value.meta["tensor"]
+        dense = _dense(shape, stride)
+        x = self._put(crossing.value, aten.empty_strided.default, [*shape], [*dense], dtype=dtype, device=device)
+        x.meta.update(tensor=(shape, dense, dtype, device), own=True)
+        if "spec" in crossing.value.meta:
+            x.meta["spec"] = crossing.value.meta["spec"]
+        place = crossing.source, i, self.weave.ranks, self.weave.name
+        self.posted[crossing] = self._put(crossing.value, sending.post, x, *place), x
+        self.names[crossing.value] = x
+
+    def _put(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = called(self.made, target, args, kwargs)
+        node.meta.update({k: like.meta[k] for k in ("phase", "module", "line", "microbatch", "part") if k in like.meta})
+        node.meta["data"] = True
+        return node
+
+    def _name(self, node: fx.Node) -> fx.Node:
+        """A value here; what is made wherever it is wanted is made now."""
+        if node not in self.names:
+            if not is_free(node):
+                raise RecordingError(f"stages: {words(node)} is wanted on place {self.rank} before it is there: please report it")
+            self.names[node] = copied_to(self.made, node, self._name)
+        return self.names[node]
+
+    def _check(self, node: fx.Node) -> None:
+        """The order of the whole step's memory holds in this rank's, too."""
+        for before in self.places.order.needs[node]:
+            if before in self.weave.clock.ticks and self.rank in self.places.at[before] and before not in self.done:
+                raise RecordingError(
+                    f"stages: under {self.weave.schedule.name}, {words(node)} runs before {words(before)}, which it needs: the "
+                    "schedule does microbatches out of turn, or please report it"
+                )
+
+    def _shown(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node in self.names or is_free(node):
+            return self._name(node)
+        return None
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor that arrives: in the order of its dims in memory as it was, without gaps."""
+    order = sorted(range(len(shape)), key=lambda d: (stride[d], -d))
+    found, step = [0] * len(shape), 1
+    for d in order:
+        found[d] = step
+        step *= max(shape[d], 1)
+    return tuple(found)
