@@ -40,6 +40,11 @@ def as_fake(x: Tensor) -> Tensor:
     return mode.from_tensor(x)
 
 
+def stand_in(x: Tensor) -> Tensor:
+    """A tensor without data of the same shape, strides, dtype and device, in a mode that makes such."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 def known(x: Any) -> Tensor | None:
     """The data of a tensor that was made of Python's numbers and is kept beside it; None where there is none."""
     return getattr(x, "constant", None)

@@ -27,7 +27,8 @@ from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_record, check_agreed
 from onecard.static.run.bound import Bound, kinds_of
-from onecard.static.run.rechecked import Checks, given_to
+from onecard.static.run.elsewhere import make_room, settle
+from onecard.static.run.rechecked import NEVER, Checks, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import MISS, Output
 
@@ -137,6 +138,7 @@ class Static:
             raise refusals.runs_later(_name(fn), kind)
         self._options = options or StaticOptions()
         self._parts = self._options.microbatches
+        self._sketched = self._parts is not None and self._parts.sketched
         chosen(self._options)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn = fn
@@ -160,7 +162,10 @@ class Static:
         return _recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
+        if self._sketched:
+            if faked.here:
+                return self._as_it_is(args, kwargs)
+        elif check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
             result = self._as_it_is(args, kwargs)
             self._whole = rows_of((args, kwargs), result) if self._parts else None
@@ -228,6 +233,11 @@ class Static:
             lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
             all_record(_name(self.fn), [*lines.values()], self._changed(leaves, names))
         if len(self._bound) >= self._options.limit:
+            if self._sketched:
+                raise RecordingError(
+                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot run as "
+                    f"it is. {self._changed(leaves, names)}; limit= keeps more of them"
+                )
             if not self._full:
                 self._full = True
                 warnings.warn(
@@ -239,11 +249,30 @@ class Static:
         if self._bound:
             warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
         recording, result = _recorded(self.fn, leaves, names, tree, self._options, self._whole)
+        if self._sketched:
+            return self._begun(recording, args, kwargs)
         if recording.bound is not None:
             self._bound.insert(0, recording.bound)
         if self._parts is None:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
+
+    def _begun(self, recording: Recording, args: Any, kwargs: Any) -> Any:
+        """The first replay of a step that has not been done: one that makes an optimizer's states is replayed once."""
+        bound = recording.bound
+        assert bound is not None
+        settle(recording, bound.roots)
+        result = bound.replay(args, kwargs)
+        if result is MISS:
+            leaves, names, _ = _flat(self.fn, args, kwargs)
+            raise RecordingError(
+                f"{recording.name}: what was recorded does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
+            )
+        if recording.makes_states:
+            settle(recording, bound.roots)
+        else:
+            self._bound.insert(0, bound)
+        return result
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         bound = self._bound[0]
@@ -300,8 +329,10 @@ def _recorded(
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
+    if parts is not None and parts.sketched:
+        whole = _sketched(fn, leaves, names, tree, options)
     capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
-    undo = None if parts is None else capture.undone()
+    undo = None if parts is None else capture.undone(parts.sketched)
     try:
         with autocast(options.dtype, leaves):
             result = capture.run(fn, tree)
@@ -328,11 +359,26 @@ def _recorded(
         warnings.warn(f"{_name(fn)}: {said}", stacklevel=4)
     capture.seen.settle(capture.places.roots)
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
-    if not faked.here and not recording.makes_states:
+    sketched = parts is not None and parts.sketched
+    if sketched:
+        make_room(recording, roots)
+    if not faked.here and (sketched or not recording.makes_states):
         recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
-        recording.bound.checks = Checks(capture.script, lines)
+        recording.bound.checks = NEVER if sketched else Checks(capture.script, lines)
         recording.bound.reading(capture.seen)
     return recording, plain(result)
+
+
+def _sketched(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions) -> Rows:
+    """How long the results of the whole batch are, without doing the step."""
+    capture = Capture(leaves, names, _given(fn, leaves), options.ask)
+    undo = capture.undone(sketched=True)
+    try:
+        with autocast(options.dtype, leaves):
+            return rows_of(tree_unflatten(leaves, tree), capture.run(fn, tree))
+    finally:
+        capture.settle()
+        undo.back()
 
 
 def _too_large(name: str, peak: int, limit: int) -> str:

@@ -18,7 +18,7 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.place.boxes import Box, cut, slices, whole
 
-_NAME = "_onecard_shard"
+_NAME, _STAGE = "_onecard_shard", "_onecard_stage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,21 @@ def note(parameter: Tensor, what: Shard | str) -> None:
 def noted(parameter: Any) -> Shard | str | None:
     """What is noted of a parameter, a name where it is not known; None if nothing is noted."""
     return getattr(parameter, _NAME, None)
+
+
+def note_stage(tensor: Tensor, here: bool) -> None:
+    """Note that the ranks of a pipeline have different tensors, and whether this one is here: else it has no memory."""
+    setattr(tensor, _STAGE, here)
+
+
+def is_staged(tensor: Any) -> bool:
+    """Whether other ranks of a pipeline may not have a tensor."""
+    return hasattr(tensor, _STAGE)
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    """Whether only other ranks of a pipeline have a tensor."""
+    return not getattr(tensor, _STAGE, True)
 
 
 def held(parameter: Tensor) -> Shard:

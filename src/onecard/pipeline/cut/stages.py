@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -22,7 +22,7 @@ from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.mesh import ProcessMesh
 from onecard.static.passes.microbatches import Microbatches, Rows
-from onecard.static.step.step import AnyStep, Effect, Output, Step
+from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Stages(Microbatches):
     at: Sequence[str] = ()
     axis: str = "pp"
     ranks: Sequence[int] | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    sketched: ClassVar[bool] = True
 
     def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""
@@ -114,7 +114,9 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
     """The recording of the rank at a place: what other ranks leave in the program is not there."""
     graph = weave.graph_of(place)
     (output,) = graph.find_nodes(op="output")
+    (output_before,) = weave.places.graph.find_nodes(op="output")
     given: Any = output.args[0]
+    given_before: Any = output_before.args[0]
     kept = [i for i, n in enumerate(given) if n is not None]
     numbers = {old: new for new, old in enumerate(kept)}
     graph.erase_node(output)
@@ -123,12 +125,31 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
     def moved(x: Any) -> Any:
         return replace(x, position=numbers[x.position]) if isinstance(x, Output) else x
 
-    effects: list[Effect] = []
+    effects, staged = list[Effect](), [*_held(recording, weave, place)]
     for effect in recording.effects:
         if effect.output is None or effect.output.position in numbers:
             effects.append(replace(effect, output=moved(effect.output)))
         elif effect.kind == "gradient":
             effects.append(replace(effect, output=None))
+        if effect.kind == "new state":
+            node = given_before[effect.output.position]
+            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, effect.output.position in numbers))
     made = recording.with_graph(graph)
-    made.results, made.effects = tuple(map(moved, recording.results)), tuple(effects)
+    made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
     return made
+
+
+def _held(recording: Step, weave: Weave, place: int) -> Iterator[Elsewhere]:
+    """Which of the program's tensors this rank has; such as share memory go together."""
+    nodes = weave.places.graph.find_nodes(op="placeholder")
+    used: dict[int, set[int]] = {}
+    for i, (known, node) in enumerate(zip(recording.inputs, nodes, strict=True)):
+        used.setdefault(i if known.within is None else known.within, set()).update(weave.places.holders(node))
+    for i, known in enumerate(recording.inputs):
+        ranks = used[i if known.within is None else known.within]
+        kept = not ranks or len(ranks) == len(weave.ranks)
+        if known.kind in _OF_STAGES and known.facts and known.facts[0] and not kept:
+            yield Elsewhere(known.where, known.facts, known.spec, place in ranks)
+
+
+_OF_STAGES = ("parameter", "buffer", "state", "tensor")

@@ -20,6 +20,7 @@ from onecard.static.capture.above import Above
 from onecard.static.capture.recorder import Recorder
 from onecard.static.capture.refilled import renew
 from onecard.static.capture.script import Script
+from onecard.static.capture.sketch import Sketch
 from onecard.static.capture.undo import Undo
 from onecard.static.guards.arguments import modes
 from onecard.static.guards.believed import believed
@@ -53,10 +54,13 @@ class Capture:
         self._aside: dict[int, list[tuple[dict[str, Any], str, Any, Any]]] = {}
         self._inputs: dict[fx.Node, tuple[int, Any]] = {}  # what stands behind an input: its identity and itself
 
-    def undone(self) -> Undo:
-        """What takes the step back that will run."""
+    def undone(self, sketched: bool = False) -> Undo:
+        """What takes the step back that will run; ``sketched``: it is written down without being done."""
         undo = Undo(self.before)
         self.recorder.about_to_write = undo.note
+        if sketched:
+            self.recorder.sketch = Sketch(self.before.had, undo.note)
+            self.recorder.about_to_write = self.recorder.sketch.writes
         return undo
 
     def run(self, fn: Any, tree: Any) -> Any:

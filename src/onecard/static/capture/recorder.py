@@ -57,6 +57,7 @@ class Recorder(recorded.Listener):
         leaves: tensors that take gradients and were used.
         tags: the numbers in the call of torch that runs now.
         about_to_write: is told of tensors before the step writes to them.
+        sketch: runs operators, where the step is written down and not done; None: it is done.
     """
 
     def __init__(self, before: Any, phases: Phases, ask: bool = False) -> None:
@@ -79,6 +80,7 @@ class Recorder(recorded.Listener):
         self._holders: dict[int, fx.Node] = {}
         self.below = _Below(self)
         self.about_to_write: Callable[[list[Any]], None] | None = None
+        self.sketch: Sketch | None = None
         self.random = Watch()
 
     # -- what the lower layers call ------------------------------------------------------------------------------------
@@ -89,8 +91,7 @@ class Recorder(recorded.Listener):
             return function(*args, **kwargs)
         with self.paused():
             self.random.check()
-            if self.about_to_write is not None:
-                self.about_to_write(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
+            self._about_to_write(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
             result = function(*args, **kwargs)
             self.random.note()
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -109,10 +110,10 @@ class Recorder(recorded.Listener):
         """Run a collective, and write it down."""
         if what.operation not in again.COLLECTIVES:
             raise trace.refuse(what.name)
-        with self.paused():
-            if self.about_to_write is not None:
-                self.about_to_write([into])
-            what.send(into, given)
+        if self.sketch is None:
+            with self.paused():
+                self._about_to_write([into])
+                what.send(into, given)
         line = again.Line(*line_of(what.group))
         self._add(again.message, (into, given, what.operation, what.rest, line), {}, None, [into, given])
 
@@ -146,11 +147,10 @@ class Recorder(recorded.Listener):
                 self.leaves[id(x)] = x
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
-        if self.about_to_write is not None:
-            with self.paused():
-                self.about_to_write(arguments_written(func, args, kwargs))
+        with self.paused():
+            self._about_to_write(arguments_written(func, args, kwargs))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         if sparse := [
             x for x in (*given, *tree_leaves(result)) if isinstance(x, Tensor) and x.layout is not torch.strided
         ]:
@@ -172,11 +172,12 @@ class Recorder(recorded.Listener):
     def own(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A message of the program's own."""
         tensors, message = own.tensors_of(args, kwargs), own.OwnMessage(func, args, kwargs)
-        with self.paused():
-            if self.about_to_write is not None:
-                self.about_to_write(tensors)
-            result = func(*args, **kwargs)
-            own.wait_for(result)
+        result = None
+        if self.sketch is None:
+            with self.paused():
+                self._about_to_write(tensors)
+                result = func(*args, **kwargs)
+                own.wait_for(result)
         self._add(own.send_own, (tensors, message), {}, None, tensors)
         return result
 
@@ -193,10 +194,12 @@ class Recorder(recorded.Listener):
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What Python is given of tensors; of those that do not depend on data it is known before a replay."""
         given, named = self._given(args), self._given(kwargs)
-        value = func(*args, **kwargs)
         data = any(n.meta["data"] for n in given if isinstance(n, fx.Node))
         if data and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
+        if data and self.sketch is not None:
+            raise refusals.reads_data("ask=True asks for its value, and a step that is cut into stages is written down before it runs")
+        value = func(*args, **kwargs)
         made = self._put(reads.VALUES[func], given, named)
         made.meta["data"] = data
         self.reads.append((value, made))
@@ -213,8 +216,17 @@ class Recorder(recorded.Listener):
         self._keep(node, result, {id(x) for x in given})
         if isinstance(result, Tensor) and func is not again.message:
             memory = storage_of(result)
-            node.meta["own"] = all(storage_of(x) != memory for x in given)
+            seen = given if self.sketch is None else map(self.sketch.seen, given)
+            node.meta["own"] = all(storage_of(x) != memory for x in seen)
         return node
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator."""
+        return func(*args, **kwargs) if self.sketch is None else self.sketch.run(func, args, kwargs)
+
+    def _about_to_write(self, tensors: list[Any]) -> None:
+        if self.about_to_write is not None:
+            self.about_to_write(tensors)
 
     def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
         """Note which tensors a node has made."""
@@ -301,7 +313,9 @@ class Recorder(recorded.Listener):
         self._holders[id(holder)] = node
 
     def _constant(self, x: Tensor) -> None:
-        node = self.input(x)
+        """A tensor that Python has just made; of a copy, because the step may write to it."""
+        with self.paused():
+            node = self.input(x.clone())
         node.meta["data"] = False
         self._name(x, node)
 
@@ -360,5 +374,5 @@ class _Below(TorchDispatchMode):
         if any(map(own.is_under_way, types)):
             return NotImplemented
         if not recorder.listens:
-            return func(*args, **(kwargs or {}))
+            return recorder.run(func, args, kwargs or {})
         return recorder.operator(func, args, kwargs or {})

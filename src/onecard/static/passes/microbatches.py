@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,8 @@ class Microbatches:
 
     k_steps: int
     avg: bool
+    sketched: ClassVar[bool] = False
+    """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
 
     def first(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The arguments of the first microbatch: of each tensor the first part of this rank's rows.

@@ -63,6 +63,21 @@ class Effect:
     output: Output | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A tensor of the program of which a pipeline's ranks have different ones.
+
+    Attributes:
+        here: whether this rank has it.
+        facts: shape, strides, dtype, device of the local tensor; ``spec``: of the distributed one.
+    """
+
+    where: Where
+    facts: tuple[Any, ...]
+    spec: Spec | None
+    here: bool
+
+
 @dataclass(slots=True, repr=False)
 class Step:
     """One step of a program on this rank, as it was recorded. What can be done with it: ``Recording``.
@@ -82,6 +97,7 @@ class Step:
         arguments: for each leaf of the arguments, its name and what of it the recording depends on; ``call``: their form.
         backend: who computes between the messages: "eager", torch's kernels one by one, or "inductor".
         beliefs: what modules and optimizers were, as data: ``bind`` asks for it.
+        elsewhere: what of the program other ranks of a pipeline have.
         around: whether gradients were enabled, and torch's modes; ``file``: which it was read from.
     """
 
@@ -102,6 +118,7 @@ class Step:
     beliefs: tuple[tuple[str, Any], ...] = ()
     around: tuple[bool, Any] | None = None
     file: str = ""
+    elsewhere: tuple[Elsewhere, ...] = ()
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 

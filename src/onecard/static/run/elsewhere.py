@@ -1,0 +1,49 @@
+"""What other ranks of a pipeline have: its memory is given back here, and its place is kept, so that all ranks' programs look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.static.guards.places import at, optimizer_at
+from onecard.static.step.step import Elsewhere, Step
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.train.shard import note_stage
+
+
+def settle(step: Step, roots: Sequence[Any]) -> None:
+    """Give back the memory of what this rank has not, and note who has what."""
+    for known in step.elsewhere:
+        x = _there(known, roots)
+        note_stage(x, known.here)
+        local = x._local if isinstance(x, DistTensor) else x
+        if not known.here and local.numel() and local.untyped_storage().nbytes():
+            local.untyped_storage().resize_(0)
+
+
+def make_room(step: Step, roots: Sequence[Any]) -> None:
+    """An entry for the states of each parameter of which a step makes some, as the optimizer would make it."""
+    for effect in step.effects:
+        if effect.kind == "new state":
+            _, root, group, i, _ = effect.where
+            roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]  # a defaultdict
+
+
+def _there(known: Elsewhere, roots: Sequence[Any]) -> Tensor:
+    kind, *rest = known.where
+    if kind == "state":
+        root, group, i, key = rest
+        held = roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]
+        if key not in held:
+            held[key] = _empty(known)
+    found: Tensor = at(known.where, roots, ())
+    return found
+
+
+def _empty(known: Elsewhere) -> Tensor:
+    shape, stride, dtype, device = known.facts
+    local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return local if known.spec is None else wrap(local, known.spec)
