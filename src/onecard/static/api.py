@@ -7,6 +7,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -261,7 +262,6 @@ class Static:
         """The first replay of a step that has not been done: one that makes an optimizer's states is replayed once."""
         bound = recording.bound
         assert bound is not None
-        settle(recording, bound.roots)
         result = bound.replay(args, kwargs)
         if result is MISS:
             leaves, names, _ = _flat(self.fn, args, kwargs)
@@ -330,11 +330,11 @@ def _recorded(
         raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
     if parts is not None and parts.sketched:
-        whole = _sketched(fn, leaves, names, tree, options)
+        whole = _sketched(fn, leaves, names, tree, options, parts)
     capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
     undo = None if parts is None else capture.undone(parts.sketched)
     try:
-        with autocast(options.dtype, leaves):
+        with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():
             result = capture.run(fn, tree)
         recording = Recording.of(capture.step(_name(fn), result))
     finally:
@@ -369,12 +369,13 @@ def _recorded(
     return recording, plain(result)
 
 
-def _sketched(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions) -> Rows:
+def _sketched(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
+) -> Rows:
     """How long the results of the whole batch are, without doing the step."""
     capture = Capture(leaves, names, _given(fn, leaves), options.ask)
     undo = capture.undone(sketched=True)
     try:
-        with autocast(options.dtype, leaves):
+        with autocast(options.dtype, leaves), parts.around():
             return rows_of(tree_unflatten(leaves, tree), capture.run(fn, tree))
     finally:
         capture.settle()

@@ -13,6 +13,7 @@ from onecard.machine.cost import Machine
 from onecard.static.passes.adding import nbytes
 from onecard.static.passes.once import phase_of
 from onecard.static.price.price import operator_seconds, work
+from onecard.static.step.memory import Memory
 from onecard.static.step.order import only_names
 
 MOST = 400
@@ -31,7 +32,8 @@ def balanced(graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, machine: Ma
         return []
     seconds = [0.0, *accumulate(seconds_of(graph, nodes, machine))]
     crossing = [2 * bytes_ / machine.bandwidth for bytes_ in crossing_bytes(nodes)]
-    cuts = _candidates(crossing, len(nodes), stages)
+    closed = _in_chains(graph, nodes)
+    cuts = [i for i in _candidates(crossing, len(nodes), stages) if i not in closed]
     cuts = [0, *cuts, len(nodes)]
     best: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0)] + [(float("inf"), 0.0, 0)] * (len(cuts) - 1)]
     for _ in range(stages):
@@ -93,6 +95,18 @@ def crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 def _is_cheap(node: fx.Node) -> bool:
     """A view of a parameter, or what is made of nothing: it does not cross."""
     return all(n.op == "placeholder" for n in node.all_input_nodes) and (only_names(node) or not node.all_input_nodes)
+
+
+def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
+    """Places between what makes or first changes memory and the last that changes it in forward: they stay together."""
+    memory, order = Memory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
+    first: dict[fx.Node, int] = {}
+    found: set[int] = set()
+    for i, node in enumerate(nodes):
+        for root in memory.writes.get(node, ()):
+            begin = first.setdefault(root, order.get(root, i))
+            found.update(range(begin + 1, i + 1))
+    return found
 
 
 def _candidates(crossing: Sequence[float], count: int, stages: int) -> list[int]:

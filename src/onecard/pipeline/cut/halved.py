@@ -17,6 +17,8 @@ MASKS = {"aten::convolution_backward": 10, "aten::linear_backward": 3}
 def halved(graph: fx.Graph) -> fx.Graph:
     """The graph with each such operator that gives both replaced by two; the same graph, if there is none.
 
+    A batch norm's backward is not given running statistics that it does not read: later microbatches have changed them.
+
     Example:
         >>> import onecard, torch
         >>> net = torch.nn.Conv2d(1, 1, 1)
@@ -26,7 +28,8 @@ def halved(graph: fx.Graph) -> fx.Graph:
         2
     """
     both = {node for node in graph.nodes if _gives_both(node)}
-    if not both:
+    unread = {node: found for node in graph.nodes if (found := _unread(node))}
+    if not both and not unread:
         return graph
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     weights = dict[fx.Node, fx.Node]()
@@ -39,7 +42,21 @@ def halved(graph: fx.Graph) -> fx.Graph:
             names[node].meta.update(node.meta)
         else:
             names[node] = copied_to(made, node, names.__getitem__)
+            if node in unread:
+                names[node].args = tuple(None if i in unread[node] else x for i, x in enumerate(names[node].args))
     return made
+
+
+def _unread(node: fx.Node) -> tuple[int, ...]:
+    """The running statistics among the operands of a batch norm's backward, which in training are not read."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or not target._schema.name.endswith("batch_norm_backward"):
+        return ()
+    names = [a.name for a in target._schema.arguments]
+    trains = next((i for i, name in enumerate(names) if name in ("train", "training", "update")), None)
+    if trains is not None and (trains >= len(node.args) or node.args[trains] is not True):
+        return ()
+    return tuple(i for i, name in enumerate(names) if name in ("running_mean", "running_var"))
 
 
 def _mask(node: fx.Node) -> tuple[bool, ...]:

@@ -109,8 +109,10 @@ class Places:
             return self.all
         near = self.near[node]
         held = self._holders(node)
-        if held is not None:  # each rank that has it writes to it
-            return held or near or wanted or self.all
+        if held is not None:  # each rank that has it, or reads it later, writes to its own
+            return held | wanted or near or self.all
+        if node in self.order.memory.writes and wanted:
+            return wanted
         if effects(node):
             return near or wanted or self.all
         if near is None or not wanted:

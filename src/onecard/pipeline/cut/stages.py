@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,10 +21,10 @@ from onecard.pipeline.cut.starts import starts_of
 from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan
-from onecard.place.mesh import ProcessMesh
 from onecard.static.passes.microbatches import Microbatches, Rows
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 
+from onecard.tensor.random_operators.one_card import one_card_random
 
 @dataclass(frozen=True)
 class Stages(Microbatches):
@@ -56,6 +57,10 @@ class Stages(Microbatches):
     axis: str = "pp"
     ranks: Sequence[int] | None = None
     sketched: ClassVar[bool] = True
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What the step is recorded in: random numbers are drawn by keys, which every rank has alike."""
+        return one_card_random()
 
     def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""

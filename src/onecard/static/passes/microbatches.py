@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,6 +30,10 @@ class Microbatches:
     avg: bool
     sketched: ClassVar[bool] = False
     """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What the step is recorded in."""
+        return nullcontext()
 
     def first(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The arguments of the first microbatch: of each tensor the first part of this rank's rows.

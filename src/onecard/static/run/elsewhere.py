@@ -18,6 +18,8 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
     """Give back the memory of what this rank has not, and note who has what."""
     for known in step.elsewhere:
         x = _there(known, roots)
+        if x is None:
+            continue
         note_stage(x, known.here)
         local = x._local if isinstance(x, DistTensor) else x
         if not known.here and local.numel() and local.untyped_storage().nbytes():
@@ -25,18 +27,22 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
 
 
 def make_room(step: Step, roots: Sequence[Any]) -> None:
-    """An entry for the states of each parameter of which a step makes some, as the optimizer would make it."""
+    """An entry for the states of each parameter of which a step makes some, as the optimizer would make it; the others' states."""
     for effect in step.effects:
         if effect.kind == "new state":
             _, root, group, i, _ = effect.where
             roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]  # a defaultdict
+    settle(step, roots)
 
 
-def _there(known: Elsewhere, roots: Sequence[Any]) -> Tensor:
+def _there(known: Elsewhere, roots: Sequence[Any]) -> Tensor | None:
+    """The tensor; None of a state that the step is about to make."""
     kind, *rest = known.where
     if kind == "state":
         root, group, i, key = rest
         held = roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]
+        if key not in held and known.here:
+            return None
         if key not in held:
             held[key] = _empty(known)
     found: Tensor = at(known.where, roots, ())
