@@ -112,3 +112,17 @@ def test_an_error_of_the_replay_is_not_taken_for_a_recording_that_does_not_fit()
     with pytest.raises(IndexError):
         pick(table, rows + 1)
     assert len(ran) == 2
+
+
+def test_constants_that_the_step_writes_to_begin_anew():
+    """What is made of Python's numbers and then written to was kept with what had been written."""
+
+    def step(x):
+        count, pair = torch.tensor(0.0), torch.tensor([0.0, 1.0])
+        count += 1
+        pair.mul_(3).add_(1)
+        return x + count + pair
+
+    recording = oc.record(step)(torch.zeros(2))
+    assert torch.equal(recording(torch.zeros(2)), torch.tensor([2.0, 5.0]))
+    assert torch.equal(recording(torch.zeros(2)), torch.tensor([2.0, 5.0]))

@@ -49,6 +49,7 @@ from onecard.fleet.layers.splitting import split
 from onecard.fleet.layers.tokens import token_mean
 from onecard.launch.spawning import spawn
 from onecard.machine.cost import Link, Machine
+from onecard.pipeline.cut.stages import Stages
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.plan.job import JobCost, PieceCost, RankCost
@@ -58,7 +59,6 @@ from onecard.plan.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
-from onecard.pipeline.cut.stages import Stages
 from onecard.static import Recording, Static, load_recording, record
 from onecard.tensor import (
     DistTensor,

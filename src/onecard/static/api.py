@@ -236,8 +236,8 @@ class Static:
         if len(self._bound) >= self._options.limit:
             if self._sketched:
                 raise RecordingError(
-                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot run as "
-                    f"it is. {self._changed(leaves, names)}; limit= keeps more of them"
+                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot "
+                    f"run as it is. {self._changed(leaves, names)}; limit= keeps more of them"
                 )
             if not self._full:
                 self._full = True
@@ -266,7 +266,7 @@ class Static:
         if result is MISS:
             leaves, names, _ = _flat(self.fn, args, kwargs)
             raise RecordingError(
-                f"{recording.name}: what was recorded does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
+                f"{recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
             )
         if recording.makes_states:
             settle(recording, bound.roots)
@@ -369,7 +369,8 @@ def _recorded(
     return recording, plain(result)
 
 
-def _sketched(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
+def _sketched(
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
 ) -> Rows:
     """How long the results of the whole batch are, without doing the step."""
     capture = Capture(leaves, names, _given(fn, leaves), options.ask)

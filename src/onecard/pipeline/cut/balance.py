@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -52,7 +53,9 @@ def balanced(graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, machine: Ma
         found.append(cuts[j])
     starts = found[:-1][::-1]
     if len(set(starts)) != stages - 1 or 0 in starts:
-        raise RecordingError(f"stages: the forward pass cannot be cut into {stages}: name the cuts, oc.Stages(..., at=[...])")
+        raise RecordingError(
+            f"stages: the forward pass cannot be cut into {stages}: name the cuts, oc.Stages(..., at=[...])"
+        )
     return [nodes[i] for i in starts]
 
 
@@ -98,11 +101,13 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
-    """Places between what makes or first changes memory and the last that changes it in forward: they stay together."""
+    """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results."""
     memory, order = Memory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
     first: dict[fx.Node, int] = {}
     found: set[int] = set()
     for i, node in enumerate(nodes):
+        if node.target is operator.getitem:
+            found.add(i)
         for root in memory.writes.get(node, ()):
             begin = first.setdefault(root, order.get(root, i))
             found.update(range(begin + 1, i + 1))
@@ -111,7 +116,11 @@ def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
 
 def _candidates(crossing: Sequence[float], count: int, stages: int) -> list[int]:
     """Places where no less crosses next to them."""
-    found = [i for i in range(1, count) if crossing[i] <= crossing[i - 1] and (i + 1 >= count or crossing[i] <= crossing[i + 1])]
+    found = [
+        i
+        for i in range(1, count)
+        if crossing[i] <= crossing[i - 1] and (i + 1 >= count or crossing[i] <= crossing[i + 1])
+    ]
     if len(found) < stages:
         found = [*range(1, count)]
     if len(found) > MOST:

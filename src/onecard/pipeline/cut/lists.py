@@ -21,7 +21,7 @@ def by_place(graph: fx.Graph, places: Places) -> fx.Graph:
         if len(groups) > 1:
             taken[node] = _apart(made, names, node, groups)
         elif node.target is operator.getitem and node.args[0] in taken:
-            maker, i = taken[node.args[0]][node.args[1]]  # type: ignore[index]
+            maker, i = taken[node.args[0]][node.args[1]]
             names[node] = called(made, operator.getitem, (maker, i))
             names[node].meta.update(node.meta)
         else:

@@ -14,7 +14,7 @@ from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.static.passes.once import words
 
 Tick = tuple[int, int]
-"""A time of a rank's own: (0, level) of what runs once before the microbatches, (1, position in its row), (2, level) after them."""
+"""A rank's time: (0, level) of what runs once before the microbatches, (1, position in its row), (2, level) after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _written_last(places: Places, clock: Clock, value: fx.Node, reader: fx.Node 
 
 def _writers(places: Places, reader: fx.Node, value: fx.Node) -> list[fx.Node]:
     roots, writes = places.order.memory.roots[value], places.order.memory.writes
-    found = []
+    found: list[fx.Node] = []
     for node in places.nodes:
         if node is reader:
             return found

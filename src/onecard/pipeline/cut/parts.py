@@ -185,9 +185,7 @@ class Parts:
         return late
 
 
-def _views_of(
-    node: fx.Node, users: dict[fx.Node, list[fx.Node]], late: set[fx.Node]
-) -> set[fx.Node] | None:
+def _views_of(node: fx.Node, users: dict[fx.Node, list[fx.Node]], late: set[fx.Node]) -> set[fx.Node] | None:
     """The views of a node, if a microbatch has no other use of it, but for another such sum."""
     found, waiting = set[fx.Node](), [*users.get(node, ())]
     while waiting:

@@ -175,7 +175,7 @@ class Places:
         what = root.meta["input"].name if "input" in root.meta else words(root)
         return RecordingError(
             f"stages: a cut goes through what is written in place: {what} is changed by several stages, the last one with "
-            f"{words(node)}. Cut before the first of them or after the last, stages=oc.Stages(..., at=[...]), or write the result "
+            f"{words(node)}. Cut before the first of them or after the last, oc.Stages(..., at=[...]), or write the result "
             "to a new tensor"
         )
 

@@ -23,8 +23,8 @@ from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.static.passes.microbatches import Microbatches, Rows
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
-
 from onecard.tensor.random_operators.one_card import one_card_random
+
 
 @dataclass(frozen=True)
 class Stages(Microbatches):
@@ -74,7 +74,7 @@ class Stages(Microbatches):
         lines = {tuple(groups.group(mesh, at).ranks) for mesh, at in found}
         if len(lines) != 1 or len(found) != len(meshes):
             raise RecordingError(
-                f"stages: the program's tensors lie on {', '.join(map(str, meshes))}; all of them need one axis {self.axis!r} for "
+                f"stages: the program's tensors lie on {', '.join(map(str, meshes))}; all need one axis {self.axis!r} for "
                 "the stages, along which nothing is cut: oc.ProcessMesh(ranks, ['pp', 'dp'])"
             )
         (line,) = lines
@@ -136,9 +136,11 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
             effects.append(replace(effect, output=moved(effect.output)))
         elif effect.kind == "gradient":
             effects.append(replace(effect, output=None))
-        if effect.kind == "new state":
+        if effect.kind == "new state" and effect.output is not None:
             node = given_before[effect.output.position]
-            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, effect.output.position in numbers))
+            staged.append(
+                Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, effect.output.position in numbers)
+            )
     made = recording.with_graph(graph)
     made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
     return made

@@ -58,15 +58,19 @@ def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node
         if first is None:
             known = sorted({str(n.meta.get("module", "")) for n in nodes} - {""})
             near = get_close_matches(path, known, 3, 0.0)
-            raise RecordingError(f"stages: at={path!r}: no module of that path runs in the step; there are {', '.join(near)}")
+            raise RecordingError(
+                f"stages: at={path!r}: no module of that path runs in the step; there are {', '.join(near)}"
+            )
         if found and order[first] <= order[found[-1]]:
             raise RecordingError(
-                f"stages: at={list(at)}: {path!r} runs before {at[len(found) - 1]!r}, or with it: name the modules in the order in "
+                f"stages: at={list(at)}: {path!r} runs before {at[len(found) - 1]!r}, or with it: name modules in the order in "
                 "which they run"
             )
         found.append(first)
     if order[found[0]] == 0:
-        raise RecordingError(f"stages: at={at[0]!r} is the first module that runs, so that the first stage would be empty")
+        raise RecordingError(
+            f"stages: at={at[0]!r} is the first module that runs, so that the first stage would be empty"
+        )
     return found
 
 

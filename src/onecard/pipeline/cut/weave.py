@@ -126,7 +126,9 @@ class _Rank:
         """A value here; what is made wherever it is wanted is made now."""
         if node not in self.names:
             if not is_free(node):
-                raise RecordingError(f"stages: {words(node)} is wanted on place {self.rank} before it is there: please report it")
+                raise RecordingError(
+                    f"stages: {words(node)} is wanted on place {self.rank} before it is there: please report it"
+                )
             self.names[node] = copied_to(self.made, node, self._name)
         return self.names[node]
 

@@ -27,6 +27,7 @@ from onecard.errors import RecordingError
 from onecard.random import Key
 from onecard.rules.call import tensors_in
 from onecard.static.capture.randomness import Watch
+from onecard.static.capture.sketch import Sketch
 from onecard.static.guards import reads
 from onecard.static.guards.numbers import Number, poisoned
 from onecard.static.step import refusals
@@ -198,7 +199,9 @@ class Recorder(recorded.Listener):
         if data and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
         if data and self.sketch is not None:
-            raise refusals.reads_data("ask=True asks for its value, and a step that is cut into stages is written down before it runs")
+            raise refusals.reads_data(
+                "ask=True asks for its value, and a step that is cut into stages is written down before it runs"
+            )
         value = func(*args, **kwargs)
         made = self._put(reads.VALUES[func], given, named)
         made.meta["data"] = data

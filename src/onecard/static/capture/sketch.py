@@ -1,6 +1,6 @@
 """Sketch: a step that is written down without being done: what the program holds has no data while it runs.
 
-Nothing of the program is computed, changed or sent, so that a model may be larger than this rank. What the step makes itself of no
+Nothing of the program is computed, changed or sent, so that a model may be larger than this rank. What the step makes of no
 tensor of the program (masks, positions), and numbers that it counts in (0-dim tensors), have data: Python may read them.
 """
 

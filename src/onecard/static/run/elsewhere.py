@@ -1,4 +1,4 @@
-"""What other ranks of a pipeline have: its memory is given back here, and its place is kept, so that all ranks' programs look alike."""
+"""What other ranks of a pipeline have: its memory is given back here, and its place is kept, for all to look alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
 
 
 def make_room(step: Step, roots: Sequence[Any]) -> None:
-    """An entry for the states of each parameter of which a step makes some, as the optimizer would make it; the others' states."""
+    """An entry for the states of each parameter of which a step makes some, as the optimizer makes it; the others' states."""
     for effect in step.effects:
         if effect.kind == "new state":
             _, root, group, i, _ = effect.where

@@ -1,0 +1,40 @@
+"""Pipelines cut out of recorded steps: programs that nobody prepared, under any schedule, against one card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from amounts import PROOF
+from cut_programs import MODELS, K, trained
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+MODES = ["F-then-B", "1F1B", "VPP", "ZBH1", "ZBV"]
+SHARE = {"gpt": MODES, "resnet": ["ZBV"], "unet": ["1F1B"], "t5": ["VPP"], "llama": ["ZBH1"]}
+"""What `make test` runs; `make proof` runs all."""
+
+
+def _each_cell(cells: dict[str, list[str]]) -> list[str]:
+    """On each rank: what is not as on one card."""
+    wrong = []
+    for name, modes in cells.items():
+        reference, *_ = trained(name)
+        for mode in modes:
+            found, model, run = trained(name, oc.Stages(K, schedule=mode))
+            for one, other in zip(reference, found, strict=True):
+                if not torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5):
+                    wrong.append(f"{name} {mode}: {one} on one card, {other}")
+            held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+            if held > 0.7 * sum(p.nbytes for p in model.parameters()):
+                wrong.append(f"{name} {mode}: {held} bytes of parameters are here")
+            if len(run.recordings) != 1:
+                wrong.append(f"{name} {mode}: {len(run.recordings)} recordings")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4] if PROOF else [2])
+def test_models_as_on_one_card(ranks):
+    cells = dict.fromkeys(MODELS, MODES) if PROOF else SHARE
+    for found in run_ranks(_each_cell, ranks, cells, timeout=600.0):
+        assert found == []
