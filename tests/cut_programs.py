@@ -170,8 +170,9 @@ def trained(name: str, stages: Any = None, steps: int = 4) -> tuple[list[list[fl
 
     run = on_one_card if stages is None else oc.to_static(step, stages=stages)
     found = []
-    with oc.one_card_random() if stages is None else nullcontext():
-        for i in range(steps):
-            torch.manual_seed(i)
-            found.append([float(v) for v in run(*batch())])
+    for i in range(steps):
+        torch.manual_seed(i)
+        given = batch()
+        with oc.one_card_random() if stages is None else nullcontext():
+            found.append([float(v) for v in run(*given)])
     return found, model, run

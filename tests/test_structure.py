@@ -79,7 +79,7 @@ FLOORS = {
     "train": ["shard", "norms", "data", "layer", "local_code", "zero", "modules"],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [
-        "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "api", "measure",
+        "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "call", "api", "measure",
     ],
     "pipeline": ["schedule", "run", "cut"],
     "engine": [

@@ -7,31 +7,28 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
 from onecard.comm.base.state import faked
 from onecard.errors import RecordingError
+from onecard.static.call import flat, name_of, recorded
 from onecard.static.capture.autocast import autocast
-from onecard.static.capture.capture import Capture
 from onecard.static.capture.undo import Undo
-from onecard.static.guards.numbers import plain
-from onecard.static.guards.places import Before, still_before
-from onecard.static.passes import PASSES, StaticOptions, chosen, fitting, stages
+from onecard.static.guards.places import Before
+from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
-from onecard.static.run.agreed import all_record, check_agreed
-from onecard.static.run.bound import Bound, kinds_of
-from onecard.static.run.elsewhere import make_room, settle
-from onecard.static.run.rechecked import NEVER, Checks, given_to
+from onecard.static.run.agreed import all_record
+from onecard.static.run.bound import Bound
+from onecard.static.run.elsewhere import settle
+from onecard.static.run.rechecked import given_to
 from onecard.static.step import refusals
-from onecard.static.step.step import MISS, Output
+from onecard.static.step.step import MISS
 
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
@@ -60,8 +57,8 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Recording:
-        leaves, names, tree = _flat(fn, args, kwargs)
-        return _recorded(fn, leaves, names, tree, StaticOptions(without=[*PASSES]))[0]
+        leaves, names, tree = flat(fn, args, kwargs)
+        return recorded(fn, leaves, names, tree, StaticOptions(without=[*PASSES]))[0]
 
     return run
 
@@ -136,7 +133,7 @@ class Static:
 
     def __init__(self, fn: Callable[..., Any], options: StaticOptions | None = None) -> None:
         if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
-            raise refusals.runs_later(_name(fn), kind)
+            raise refusals.runs_later(name_of(fn), kind)
         self._options = options or StaticOptions()
         self._parts = self._options.microbatches
         self._sketched = self._parts is not None and self._parts.sketched
@@ -159,8 +156,8 @@ class Static:
 
     def recording_of(self, *args: Any, **kwargs: Any) -> Recording:
         """Do the step once more, and give its recording as it would be kept: microbatches, passes and all."""
-        leaves, names, tree = _flat(self.fn, args, kwargs)
-        return _recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
+        leaves, names, tree = flat(self.fn, args, kwargs)
+        return recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._sketched:
@@ -191,7 +188,7 @@ class Static:
 
     def _checked(self, bound: Bound, args: Any, kwargs: Any) -> Any:
         """A call in which the step runs as it is, held against the recording; MISS if that does not fit."""
-        leaves, names, tree = _flat(self.fn, args, kwargs)
+        leaves, names, tree = flat(self.fn, args, kwargs)
         given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
         if given is MISS:
             return MISS
@@ -216,13 +213,13 @@ class Static:
         self._bound = []
         then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
         warnings.warn(
-            f"{_name(self.fn)}: call {bound.checks.calls} does not do what was recorded, so that replays may have been wrong: "
+            f"{name_of(self.fn)}: call {bound.checks.calls} does not do what was recorded, so that replays may have been wrong: "
             f"{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
             stacklevel=3,
         )
 
     def _miss(self, args: Any, kwargs: Any) -> Any:
-        leaves, names, tree = _flat(self.fn, args, kwargs)
+        leaves, names, tree = flat(self.fn, args, kwargs)
         for i, bound in enumerate(self._bound):
             fits = bound.kinds_fit(leaves) and tree == bound.recording.call and not bound.seen_differs()
             made = bound.again() if fits else None
@@ -232,24 +229,24 @@ class Static:
                 return result
         if self._bound:
             lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
-            all_record(_name(self.fn), [*lines.values()], self._changed(leaves, names))
+            all_record(name_of(self.fn), [*lines.values()], self._changed(leaves, names))
         if len(self._bound) >= self._options.limit:
             if self._sketched:
                 raise RecordingError(
-                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot "
+                    f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot "
                     f"run as it is. {self._changed(leaves, names)}; limit= keeps more of them"
                 )
             if not self._full:
                 self._full = True
                 warnings.warn(
-                    f"{_name(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
+                    f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
                     f"from now on. {self._changed(leaves, names)}",
                     stacklevel=3,
                 )
             return self._as_it_is(args, kwargs)
         if self._bound:
-            warnings.warn(f"{_name(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
-        recording, result = _recorded(self.fn, leaves, names, tree, self._options, self._whole)
+            warnings.warn(f"{name_of(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
+        recording, result = recorded(self.fn, leaves, names, tree, self._options, self._whole)
         if self._sketched:
             return self._begun(recording, args, kwargs)
         if recording.bound is not None:
@@ -264,7 +261,7 @@ class Static:
         assert bound is not None
         result = bound.replay(args, kwargs)
         if result is MISS:
-            leaves, names, _ = _flat(self.fn, args, kwargs)
+            leaves, names, _ = flat(self.fn, args, kwargs)
             raise RecordingError(
                 f"{recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
             )
@@ -279,7 +276,7 @@ class Static:
         return bound.seen_differs() or bound.difference(leaves, names)
 
     def __repr__(self) -> str:
-        return f"Static({_name(self.fn)}, {len(self._bound)} recordings)"
+        return f"Static({name_of(self.fn)}, {len(self._bound)} recordings)"
 
 
 _LATER = {
@@ -287,117 +284,6 @@ _LATER = {
     "a coroutine": inspect.iscoroutinefunction,
     "an asynchronous generator": inspect.isasyncgenfunction,
 }
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
-    """The leaves of the arguments, their names, and their form."""
-    leaves, tree = tree_flatten((args, kwargs))
-    call = fn.forward if isinstance(fn, nn.Module) else fn
-    try:
-        bound = inspect.signature(call).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {}
-    if sum(len(tree_flatten(v)[0]) for v in bound.values()) != len(leaves):
-        return leaves, [f"argument {i}" for i in range(len(leaves))], tree
-    names = []
-    for name, value in bound.items():
-        count = len(tree_flatten(value)[0])
-        names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
-    return leaves, names, tree
-
-
-def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Modules and optimizers that a call itself names, and those by which the function's maker calls them (``step_roots``)."""
-    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves)), *getattr(fn, "step_roots", ())]
-    given += [("self", getattr(fn, "__self__", None))]
-    return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
-
-
-def _recorded(
-    fn: Any,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    tree: Any,
-    options: StaticOptions,
-    whole: Rows | None = None,
-) -> tuple[Any, ...]:
-    """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
-    if torch.is_inference_mode_enabled():
-        raise RecordingError(f"{_name(fn)}: recording in inference mode; use torch.no_grad()")
-    kinds, parts = kinds_of(leaves), options.microbatches
-    if parts is not None and parts.sketched:
-        whole = _sketched(fn, leaves, names, tree, options, parts)
-    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
-    undo = None if parts is None else capture.undone(parts.sketched)
-    try:
-        with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():
-            result = capture.run(fn, tree)
-        recording = Recording.of(capture.step(_name(fn), result))
-    finally:
-        capture.settle()
-        if undo is not None:
-            undo.back()
-    _check_backward(recording)
-    if parts is not None:
-        recording = parts.merged(recording, leaves, whole)
-    if options.memory_limit is None:
-        found = stages(recording.graph, options)
-    else:
-        found, peak = fitting(recording.graph, options)
-        if peak > options.memory_limit:
-            warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=4)
-    lines = check_agreed(recording.name, found)
-    recording = recording.with_graph(found[-1][1])
-    recording.backend = options.backend
-    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
-    roots = [root for _, root in capture.places.roots]
-    if said := capture.seen.left_behind():
-        warnings.warn(f"{_name(fn)}: {said}", stacklevel=4)
-    capture.seen.settle(capture.places.roots)
-    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
-    sketched = parts is not None and parts.sketched
-    if sketched:
-        make_room(recording, roots)
-    if not faked.here and (sketched or not recording.makes_states):
-        recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
-        recording.bound.checks = NEVER if sketched else Checks(capture.script, lines)
-        recording.bound.reading(capture.seen)
-    return recording, plain(result)
-
-
-def _sketched(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
-) -> Rows:
-    """How long the results of the whole batch are, without doing the step."""
-    capture = Capture(leaves, names, _given(fn, leaves), options.ask)
-    undo = capture.undone(sketched=True)
-    try:
-        with autocast(options.dtype, leaves), parts.around():
-            return rows_of(tree_unflatten(leaves, tree), capture.run(fn, tree))
-    finally:
-        capture.settle()
-        undo.back()
-
-
-def _too_large(name: str, peak: int, limit: int) -> str:
-    return (
-        f"{name}: {peak:,} bytes are alive at its peak, over memory_limit={limit:,}, with all recomputed that is cheap. Take "
-        "smaller microbatches, cut the states (ShardingStage1) or recompute whole blocks (torch.utils.checkpoint); "
-        "recordings[0].cost().alive_at_peak says what it is"
-    )
-
-
-def _check_backward(recording: Recording) -> None:
-    waits = [r for r in recording.results if isinstance(r, Output) and r.grad]
-    if waits and not any(True for _ in recording.nodes("backward")):
-        raise RecordingError(
-            f"{recording.name} returns a tensor that waits for backward(), which a replay would not know. Put backward() and the "
-            "optimizer into the recorded function, or call it under torch.no_grad()"
-        )
 
 
 __all__ = ["Optimizer", "Static", "record", "to_static"]

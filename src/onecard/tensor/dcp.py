@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onecard._torch import names as _torch
+from onecard._torch import dcp as _torch
 from onecard.errors import DispatchError
 from onecard.tensor.dist_tensor import DistTensor
 

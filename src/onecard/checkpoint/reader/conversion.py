@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch import names as _torch
+from onecard._torch import dcp as _torch
 from onecard.checkpoint.format import files, tree
 from onecard.checkpoint.format.index import Index
 from onecard.checkpoint.format.objects import Names, unfold

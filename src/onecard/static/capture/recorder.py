@@ -224,7 +224,6 @@ class Recorder(recorded.Listener):
         return node
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator."""
         return func(*args, **kwargs) if self.sketch is None else self.sketch.run(func, args, kwargs)
 
     def _about_to_write(self, tensors: list[Any]) -> None:
@@ -316,9 +315,8 @@ class Recorder(recorded.Listener):
         self._holders[id(holder)] = node
 
     def _constant(self, x: Tensor) -> None:
-        """A tensor that Python has just made; of a copy, because the step may write to it."""
         with self.paused():
-            node = self.input(x.clone())
+            node = self.input(x.clone())  # the step may write to it
         node.meta["data"] = False
         self._name(x, node)
 

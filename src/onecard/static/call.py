@@ -1,0 +1,140 @@
+"""One call of a step, recorded, rewritten and bound; or only written down, where no rank has all of it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard.comm.base.state import faked
+from onecard.errors import RecordingError
+from onecard.static.capture.autocast import autocast
+from onecard.static.capture.capture import Capture
+from onecard.static.guards.numbers import plain
+from onecard.static.guards.places import still_before
+from onecard.static.passes import StaticOptions, fitting, stages
+from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
+from onecard.static.recording import Recording
+from onecard.static.run.agreed import check_agreed
+from onecard.static.run.bound import Bound, kinds_of
+from onecard.static.run.elsewhere import make_room
+from onecard.static.run.rechecked import NEVER, Checks
+from onecard.static.step.step import Output
+
+
+def name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
+    """The leaves of the arguments, their names, and their form."""
+    leaves, tree = tree_flatten((args, kwargs))
+    call = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        bound = inspect.signature(call).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    if sum(len(tree_flatten(v)[0]) for v in bound.values()) != len(leaves):
+        return leaves, [f"argument {i}" for i in range(len(leaves))], tree
+    names = []
+    for name, value in bound.items():
+        count = len(tree_flatten(value)[0])
+        names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+    return leaves, names, tree
+
+
+def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Modules and optimizers that a call itself names, and those by which the function's maker calls them (``step_roots``)."""
+    given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves)), *getattr(fn, "step_roots", ())]
+    given += [("self", getattr(fn, "__self__", None))]
+    return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
+
+
+def recorded(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    whole: Rows | None = None,
+) -> tuple[Any, ...]:
+    """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
+    if torch.is_inference_mode_enabled():
+        raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
+    kinds, parts = kinds_of(leaves), options.microbatches
+    if parts is not None and parts.sketched:
+        whole = _sketched(fn, leaves, names, tree, options, parts)
+    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
+    undo = None if parts is None else capture.undone(parts.sketched)
+    try:
+        with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():
+            result = capture.run(fn, tree)
+        recording = Recording.of(capture.step(name_of(fn), result))
+    finally:
+        capture.settle()
+        if undo is not None:
+            undo.back()
+    _check_backward(recording)
+    if parts is not None:
+        recording = parts.merged(recording, leaves, whole)
+    if options.memory_limit is None:
+        found = stages(recording.graph, options)
+    else:
+        found, peak = fitting(recording.graph, options)
+        if peak > options.memory_limit:
+            warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=4)
+    lines = check_agreed(recording.name, found)
+    recording = recording.with_graph(found[-1][1])
+    recording.backend = options.backend
+    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
+    roots = [root for _, root in capture.places.roots]
+    if said := capture.seen.left_behind():
+        warnings.warn(f"{name_of(fn)}: {said}", stacklevel=4)
+    capture.seen.settle(capture.places.roots)
+    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
+    sketched = parts is not None and parts.sketched
+    if sketched:
+        make_room(recording, roots)
+    if not faked.here and (sketched or not recording.makes_states):
+        recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
+        recording.bound.checks = NEVER if sketched else Checks(capture.script, lines)
+        recording.bound.reading(capture.seen)
+    return recording, plain(result)
+
+
+def _sketched(
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
+) -> Rows:
+    """How long the results of the whole batch are, without doing the step."""
+    capture = Capture(leaves, names, _given(fn, leaves), options.ask)
+    undo = capture.undone(sketched=True)
+    try:
+        with autocast(options.dtype, leaves), parts.around():
+            return rows_of(tree_unflatten(leaves, tree), capture.run(fn, tree))
+    finally:
+        capture.settle()
+        undo.back()
+
+
+def _too_large(name: str, peak: int, limit: int) -> str:
+    return (
+        f"{name}: {peak:,} bytes are alive at its peak, over memory_limit={limit:,}, with all recomputed that is cheap. Take "
+        "smaller microbatches, cut the states (ShardingStage1) or recompute whole blocks (torch.utils.checkpoint); "
+        "recordings[0].cost().alive_at_peak says what it is"
+    )
+
+
+def _check_backward(recording: Recording) -> None:
+    waits = [r for r in recording.results if isinstance(r, Output) and r.grad]
+    if waits and not any(True for _ in recording.nodes("backward")):
+        raise RecordingError(
+            f"{recording.name} returns a tensor that waits for backward(), which a replay would not know. Put backward() and the "
+            "optimizer into the recorded function, or call it under torch.no_grad()"
+        )
