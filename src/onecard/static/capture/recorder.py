@@ -315,7 +315,7 @@ class Recorder(recorded.Listener):
         self._holders[id(holder)] = node
 
     def _constant(self, x: Tensor) -> None:
-        with self.paused():
+        with self.paused(), _torch.no_fakes():  # it has data in a pretended world, too
             node = self.input(x.clone())  # the step may write to it
         node.meta["data"] = False
         self._name(x, node)
