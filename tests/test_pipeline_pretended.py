@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -57,3 +58,21 @@ def test_a_pretended_step_by_marks_is_a_real_one_but_for_values(mode: str) -> No
             assert marked(mode) == real[rank] and real[rank][0]
         with oc.pretend(2, rank, fake=True):
             assert marked(mode) == real[rank]
+
+
+def test_a_step_that_fails_leaves_no_microbatch_waiting() -> None:
+    """With several stages on a mesh microbatches wait in threads of their own: an error ends them all."""
+    with oc.pretend(2):
+        stages = [oc.ProcessMesh([i], ["pp"]) for i in range(2)] * 2
+        net, calls = Net(stages, len(stages)), [0]
+
+        def fails(module: nn.Module, args: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise KeyError("in the second microbatch")
+
+        net.register_forward_pre_hook(fails)
+        before = threading.active_count()
+        with pytest.raises(KeyError):
+            pipeline.step_by_marks(net, nn.functional.mse_loss, torch.ones(6, 6), torch.ones(6, 6), "VPP", 2, stages)
+        assert calls == [2] and threading.active_count() == before
