@@ -87,6 +87,110 @@ def test_on_another_number_of_ranks(tmp_path: Path, whole: Any) -> None:
     assert [epoch["acc"] for epoch in epochs] == [epoch["acc"] for epoch in whole[1, 0.0][1]]
 
 
+class Watching:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def set_model(self, engine: oc.Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *args: self.told.append((name.removeprefix("on_"), *args[:-1]))
+
+    def on_train_batch_end(self, step: int, logs: dict[str, Any]) -> None:
+        self.told.append(("train_batch_end", step, sorted(logs)))
+        self.engine.stop_training = step == 4
+
+    def __dir__(self) -> list[str]:
+        return ["on_epoch_end"]
+
+
+def simple(**options: Any) -> tuple[oc.Engine, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = Dropping(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {name: make(optimizer) if name == "scheduler" else make for name, make in options.items()}
+    return oc.Engine(model, labels_flat, optimizer, oc.Accuracy(), **given), optimizer
+
+
+def test_passes_and_whom_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, _ = simple()
+    watching, steps = Watching(), []
+    history = engine.fit(
+        programs.Samples(COUNT), programs.Samples(5), BATCH, 3, callbacks=[watching, lambda step, logs: steps.append(step)],
+        valid_freq=2, log_freq=3,
+    )  # fmt: skip
+    step = [("train_batch_begin", 0), ("train_batch_end", 0, ["acc", "loss"])]
+    assert watching.told[:4] == [("train_begin",), ("epoch_begin", 0), *step] and steps == [0, 1, 2, 3, 4]
+    assert watching.told[-5:] == [
+        ("train_batch_end", 4, ["acc", "loss"]), ("eval_begin",), ("eval_end",), ("epoch_end", 1), ("train_end",),
+    ]  # fmt: skip
+    assert len(history.losses) == 5 and len(history["loss"]) == 2 and len(history["val_acc"]) == 1
+    assert history["loss"][0] == pytest.approx(
+        sum(x * n for x, n in zip(history.losses, (8, 8, 8, 6), strict=False)) / 30
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["epoch 1/3 step 3/4", "epoch 1/3", "epoch 2/3"]
+    assert "val_acc" in lines[-1] and "loss" in lines[0]
+    with pytest.raises(EngineError, match="has no method such as on_epoch_end"):
+        engine.fit(programs.Samples(COUNT), callbacks=[object()])
+
+
+def test_learning_rates() -> None:
+    rates = torch.optim.lr_scheduler
+    for options, rate in (
+        ({"scheduler": lambda o: rates.StepLR(o, 3)}, 0.01),
+        ({"scheduler": lambda o: rates.StepLR(o, 1), "scheduler_each": "epoch"}, 0.01),
+        ({"scheduler": lambda o: rates.ReduceLROnPlateau(o, patience=0, threshold=9.0)}, 0.01),
+    ):
+        engine, optimizer = simple(**options)
+        engine.fit(programs.Samples(COUNT), None, BATCH, 1, verbose=0)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_other_data(tmp_path: Path) -> None:
+    """Loaders, iterables, steps of a pass; what is read of them goes on, too."""
+    whole = simple()[0].fit(programs.Samples(COUNT), None, BATCH, 2, verbose=0).losses
+    loader = torch.utils.data.DataLoader(programs.Samples(COUNT), BATCH)
+    assert simple()[0].fit(loader, epochs=2, verbose=0).losses == whole
+    engine, _ = simple()
+    assert engine.fit(engine.dataloader(programs.Samples(COUNT), BATCH), epochs=2, verbose=0).losses == whole
+
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter(programs.batches(COUNT))
+
+    for name, given in (("batches", Batches()), ("samples", programs.Samples(COUNT))):
+        for epochs in (1, 2):
+            parts = (
+                simple()[0]
+                .fit(given, None, BATCH, epochs, save_dir=tmp_path / name, steps_per_epoch=3, verbose=0)
+                .losses
+            )
+        assert parts == simple()[0].fit(given, None, BATCH, 2, steps_per_epoch=3, verbose=0).losses and len(parts) == 6
+    divided = torch.utils.data.DistributedSampler(programs.Samples(COUNT), 2, 0)  # type: ignore[var-annotated]
+    with pytest.raises(EngineError, match="DistributedSampler gives each rank its own samples"):
+        engine.fit(torch.utils.data.DataLoader(programs.Samples(COUNT), BATCH, sampler=divided))
+    with oc.deferred_init():
+        model = Dropping(0.0)
+    made = oc.Engine(model, labels_flat, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = made.fit(programs.Samples(COUNT), None, BATCH, 2, verbose=0).losses
+    assert len(losses) == len(whole) and sum(losses[4:]) < sum(losses[:4])  # its numbers are drawn otherwise
+
+
+def test_evaluation_is_that_of_samples() -> None:
+    engine, _ = simple()
+    found = engine.evaluate(programs.Samples(COUNT), BATCH, verbose=0)
+    x, y = next(iter(programs.batches(COUNT, COUNT)))
+    out = engine.model.eval()(x)
+    assert found["loss"] == pytest.approx(labels_flat(out, y).item(), rel=1e-6)
+    assert found["acc"] == pytest.approx((out.argmax(1, keepdim=True) == y).float().mean().item())
+
+
 def test_a_fit_that_is_done_is_not_done_again(tmp_path: Path) -> None:
     first = fit(tmp_path, -1, 0.0)
     assert fit(tmp_path, 0, 0.0)[0] == first[0]  # nothing is left, so that nobody is killed

@@ -75,13 +75,13 @@ class DistModel:
         """Fill the layer and the optimizer with what ``state_dict`` gave."""
         mine = self.network.state_dict()
         self.network.load_state_dict({name: state[name] for name in mine if name in state}, strict=False)
-        names = {id(p): name for name, p in self.network.named_parameters()}
+        of_optimizer = {name.rpartition(".")[::2]: value for name, value in state.items() if name not in mine}
+        names = dict(self.network.named_parameters())
         for optimizer in self._engine._optimizers:
-            for parameter, held in optimizer.state.items():
-                for key in held:
-                    name = f"{names.get(id(parameter), '?')}.{key}"
-                    if name in state:
-                        held[key] = state[name]
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for (name, key), value in of_optimizer.items():
+                if name in names and id(names[name]) in owned:
+                    optimizer.state[names[name]][key] = value
 
     def dist_main_program(self, mode: str | None = None) -> Recording:
         """This rank's recording of a mode's step."""

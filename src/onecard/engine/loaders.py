@@ -89,6 +89,7 @@ def loader_of(data: Any, place: Place, batch_size: int, train: bool, steps: int 
         if not _is_dataset(data):
             return _whole(data)
         data = _loader(data, batch_size, train, options)
+    _check_whole(data)
     axis = place.axes[0] if place.axes else None
     meshes = [place.mesh] if place.last is place.mesh else [place.mesh, place.last]
     axes = [axis if axis in mesh.dim_names else None for mesh in meshes]
@@ -118,6 +119,16 @@ def _loader(dataset: Any, batch_size: int, train: bool, options: dict[str, Any])
         _check_length(len(dataset), batch_size, train or bool(options.get("drop_last")))
     given = {name: value for name, value in options.items() if value is not None}
     return DataLoader(dataset, batch_size, **given)
+
+
+def _check_whole(loader: DataLoader[Any]) -> None:
+    """A loader gives whole batches; samplers that divide them over ranks would have the engine divide them twice."""
+    for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if getattr(sampler, "num_replicas", getattr(sampler, "nranks", 1)) != 1:
+            raise EngineError(
+                f"Engine: the loader's {type(sampler).__name__} gives each rank its own samples, but the engine divides whole "
+                "batches itself: DataLoader(dataset, batch_size, shuffle=True), with the whole batch's size"
+            )
 
 
 def _check_length(samples: int, batch_size: int, full: bool) -> None:

@@ -18,6 +18,7 @@ from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError, StrategyError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
+from onecard.tensor.deferred.calls import record_of
 from onecard.train import shard_layer, shard_optimizer
 
 DATA = ("dp", "data", "batch", "replicate", "fsdp", "sharding")
@@ -73,7 +74,8 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     """
     ranks, model = world.get_world_size(), modules[0]
     meshes = list(dict.fromkeys(p.mesh for m in modules for p in m.parameters() if isinstance(p, DistTensor)))
-    if not meshes and ranks == 1 and not strategy.sharding.enable:
+    deferred = any(record_of(p) is not None for m in modules for p in m.parameters())
+    if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
         return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks)

@@ -18,7 +18,7 @@ from onecard.engine.options import scaler_of, skips_on_device, static_options
 from onecard.engine.placing import Place
 from onecard.engine.specs import Feed
 from onecard.engine.strategy import Strategy
-from onecard.errors import EngineError
+from onecard.errors import CommunicationError, EngineError
 from onecard.place.mesh import ProcessMesh
 from onecard.static.api import to_static as recorded
 from onecard.static.recording import Recording
@@ -121,6 +121,18 @@ def serial_program(engine: Any, mode: str, batch_size: int | None = None) -> Rec
 
 def _traced(engine: Any, mode: str, serial: bool, batch_size: int | None) -> Recording:
     """A step recorded in a pretended world without data, on a copy of the engine's parts."""
+    try:
+        return _recorded(engine, mode, serial, batch_size)
+    except CommunicationError as fault:
+        if not serial:
+            raise
+        raise EngineError(
+            "Engine.serial_main_program: the model's forward, or its loss, names a mesh, which one card has not: the serial "
+            "program is that of the model without these marks"
+        ) from fault
+
+
+def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> Recording:
     engine.place()
     like, strategy = engine.seen.get(mode) or next(iter(engine.seen.values()), None), _strategy(engine.strategy, serial)
     ranks, rank = (1, 0) if serial else (world.get_world_size(), world.get_rank())
