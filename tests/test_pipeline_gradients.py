@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet, pipeline
 from onecard.errors import ScheduleError
+from onecard.fleet.layers import tied_layers
 from onecard.testing import run_ranks
 
 Desc = fleet.LayerDesc
@@ -209,3 +210,18 @@ def test_results_that_the_last_stage_writes_to_again() -> None:
     close(runner.evaluate(schedule, x, loss=False), 2 * x)
     close(runner.evaluate(schedule, x, x), x.square().mean())
     assert oc.get_world_size() == 1
+
+
+def tied_copies() -> list[float]:
+    """A layer that stands in two places, drawn otherwise on each rank."""
+    begin("1F1B", 2, 1, pp=2)
+    torch.manual_seed(oc.get_rank())
+    layer = nn.Linear(3, 3, bias=False)
+    tied_layers.tie([layer, layer], [0, 1], fleet.get_hybrid_communicate_group().group("pp"))
+    return layer.weight.detach().flatten().tolist()
+
+
+def test_tied_copies_begin_with_the_first_ones_values() -> None:
+    first, second = run_ranks(tied_copies, 2)
+    torch.manual_seed(0)
+    assert first == second == nn.Linear(3, 3, bias=False).weight.detach().flatten().tolist()
