@@ -21,7 +21,7 @@ import onecard as oc
 from onecard.checkpoint import Rename
 from onecard.checkpoint.format.index import Entry, File, Piece, check_entry, overlap
 from onecard.errors import CheckpointError
-from onecard.testing import multirank
+from onecard.testing import multirank, run_ranks
 
 MESH = oc.ProcessMesh([0, 1], ["x"])
 
@@ -233,3 +233,18 @@ def test_a_tensor_lies_within_the_data_of_its_file(offset: int) -> None:
         check_entry(
             Path("index.json"), "x", Entry(torch.float32, (4,), (piece,)), {"a.safetensors": File(100, 64, None)}
         )
+
+
+def parts_of(path: str) -> None:
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    whole = torch.arange(64.0 * 64).reshape(64, 64)
+    for where in (oc.Shard(0), oc.Shard(1)):
+        part = oc.shard_tensor(torch.zeros(64, 64), mesh, [where])
+        oc.load_state_dict({"x": part}, path, unexpected="ignore")
+        assert torch.equal(oc.unshard(part), whole), where
+
+
+def test_each_rank_reads_its_part_of_a_file_without_checksums(tmp_path: Path) -> None:
+    given = {"before": torch.ones(7), "x": torch.arange(64.0 * 64).reshape(64, 64)}
+    safetensors.torch.save_file(given, tmp_path / "model.safetensors")
+    run_ranks(parts_of, 2, str(tmp_path / "model.safetensors"))
