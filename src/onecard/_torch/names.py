@@ -302,6 +302,12 @@ def has_factors(node: Any) -> bool:
     return not node._saved_alpha == node._saved_beta == 1
 
 
+def sparse(at: Tensor, values: Tensor, shape: Any) -> Tensor:
+    """``torch.sparse_coo_tensor`` of indices that are right: torch 2.11 warns where only its argument says so."""
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(at, values, shape)
+
+
 def has_listeners(p: Tensor) -> bool:
     """Whether a hook is told of what backward adds to a leaf's gradient."""
     return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard._torch import names as _torch
 from onecard.comm.shm import algorithms
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.signature import Signature
@@ -31,7 +32,7 @@ def all_reduce_sparse(group: Any, channel: Channel, tensor: Tensor, op: str) -> 
             total = None
             for index, value, n in zip(indices, values, lengths, strict=True):
                 entries = value.view(n, *mine.values().shape[1:])
-                part = torch.sparse_coo_tensor(index.view(rows, n), entries, mine.shape, check_invariants=False)
+                part = _torch.sparse(index.view(rows, n), entries, mine.shape)
                 total = part if total is None else total + part
             result = total.coalesce() if total is not None else mine
             if op == "avg":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onecard._torch import names as _torch
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 
@@ -19,13 +20,13 @@ def reduce(grads: list[Tensor], group: Ranks, op: str) -> None:
         values = plain.all_gather(mine.values(), group, 0, sizes, call="gradients, sparse rows")
         if op == "avg":
             values = values / group.size
-        grad.copy_(torch.sparse_coo_tensor(at, values, grad.shape, check_invariants=False).coalesce())
+        grad.copy_(_torch.sparse(at, values, grad.shape).coalesce())
 
 
 def empty_like(p: Tensor) -> Tensor:
     """No rows of a parameter: what a rank has that has not used it."""
     at = torch.empty((1, 0), dtype=torch.int64, device=p.device)
-    return torch.sparse_coo_tensor(at, p.new_empty((0, *p.shape[1:])), p.shape, check_invariants=False)
+    return _torch.sparse(at, p.new_empty((0, *p.shape[1:])), p.shape)
 
 
 def dense(grad: Tensor) -> Tensor:
