@@ -107,10 +107,14 @@ def engine_loop(strategy: Any, marks: Callable[[Net], Any] | None = None, **opti
     engine = oc.Engine(model, nn.CrossEntropyLoss(), adamw(model), oc.Accuracy((1, 5)), strategy, **options)
     engine.prepare(oc.InputSpec([None, WIDTH], "float32", "x"), oc.InputSpec([None], "int64", "y"), mode="train")
     found = [engine.run(batch) for batch in engine.dataloader(Samples(), BATCH)]
+    held = [p._local if isinstance(p, oc.DistTensor) else p for p in model.parameters()]
+    here = {
+        name: p for (name, p), x in zip(model.named_parameters(), held, strict=True) if x.untyped_storage().nbytes()
+    }
     return {
         "losses": [float(out["loss"]) for out in found],
         "accuracy": [(out["acc_top1"], out["acc_top5"]) for out in found],
-        "parameters": {name: oc.unshard(p).detach().float().clone() for name, p in model.named_parameters()},
+        "parameters": {name: oc.unshard(p).detach().float().clone() for name, p in here.items()},
         "recordings": sum(len(static.recordings) for static in engine._steps["train"].values()),
-        "held": sum(p._local.numel() if isinstance(p, oc.DistTensor) else p.numel() for p in model.parameters()),
+        "held": sum(x.numel() for x in held if x.untyped_storage().nbytes()),
     }

@@ -26,6 +26,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "blocks": {"recompute": {"enable": True, "checkpoints": ["repeated"]}},
     "amp": {"amp": {"enable": True}},
     "merge": {"gradient_merge": {"enable": True, "k_steps": 2}},
+    "pp": {"pipeline": {"enable": True, "degree": 2, "accumulate_steps": 2}},
 }
 ONE_OF = [{"dp", "tp"}, {"sharding1", "sharding2", "sharding3"}, {"recompute", "blocks"}]
 PAIRS = [
@@ -33,9 +34,10 @@ PAIRS = [
     for pair in itertools.combinations(SWITCHES, 2)
     if not any({*pair} <= each for each in ONE_OF)
     and pair[0] != "dp"
-    and not (pair[0] == "tp" and "sharding" in pair[1])
+    and not (pair[0] == "tp" and pair[1][:8] in ("sharding", "pp"))
+    and not (pair[1] == "pp" and (pair[0] == "merge" or "sharding" in pair[0]))
 ]
-"""All that two ranks can be; without dp, which all but tp are, and ZeRO along tp, which there is on four."""
+"""All that two ranks can be; without dp, which all but tp and pp are, and what takes four. merge and ZeRO with pp are refused."""
 
 
 def switched(*names: str) -> dict[str, Any]:
@@ -46,7 +48,8 @@ def cells(listed: list[tuple[str, ...]], mesh: Any = None) -> list[dict[str, Any
     """Each cell in the same processes."""
     found = []
     for names in listed:
-        grid = oc.ProcessMesh([0, 1], ["mp"]) if mesh is None else oc.ProcessMesh(mesh, ["dp", "mp"])
+        axes = ["pp" if "pp" in names else "dp", "mp"]
+        grid = oc.ProcessMesh([0, 1], ["mp"]) if mesh is None else oc.ProcessMesh(mesh, axes)
         marks = (lambda model, grid=grid: programs.tensor_parallel(model, grid)) if "tp" in names else None
         found.append(programs.engine_loop(switched(*names), marks, clip_grad_norm=0.5))
     return found
@@ -62,16 +65,19 @@ def check_cells(listed: list[tuple[str, ...]], ranks: list[list[dict[str, Any]]]
         assert all(each["losses"] == first["losses"] and each["accuracy"] == first["accuracy"] for each in alike), names
         # Half-precision sums of half batches are rounded otherwise than those of whole ones.
         assert first["losses"] == pytest.approx(losses, rel=5e-3 if "amp" in names else 1e-5), names
-        for name, p in parameters.items():
-            torch.testing.assert_close(first["parameters"][name], p, rtol=1e-5, atol=2e-2 if "amp" in names else 2e-6)
+        for each in alike:  # of a pipeline each rank has its own
+            for name, p in each["parameters"].items():
+                torch.testing.assert_close(p, parameters[name], rtol=1e-5, atol=2e-2 if "amp" in names else 2e-6)
+        assert {name for each in alike for name in each["parameters"]} == {*parameters}
         assert first["recordings"] == 1, names
         whole = sum(p.numel() for p in parameters.values())
-        assert (first["held"] < whole) == bool({"tp", "sharding3"} & {*names}), names
+        assert (first["held"] < whole) == bool({"tp", "sharding3", "pp"} & {*names}), names
 
 
 LISTED = [*((name,) for name in SWITCHES), *PAIRS]
 HERE = [
-    ("dp",), ("tp", "blocks"), ("sharding1", "merge"), ("sharding2", "amp"), ("sharding3", "recompute"), ("amp", "merge"),
+    ("dp",), ("pp", "blocks"), ("tp", "blocks"), ("sharding1", "merge"), ("sharding2", "amp"), ("sharding3", "recompute"),
+    ("amp", "merge"),
 ]  # fmt: skip
 
 
@@ -80,8 +86,8 @@ def test_every_pair_of_switches_is_one_cards_program() -> None:
     check_cells(listed, run_ranks(cells, 2, listed))
 
 
-def test_zero_and_tensor_parallel_on_four_ranks() -> None:
-    listed = [("tp", "sharding3", "blocks")]
+def test_what_takes_four_ranks() -> None:
+    listed = [("tp", "sharding3", "blocks"), ("pp", "dp"), ("pp", "tp")]
     if amounts.PROOF:
         listed += [("tp", f"sharding{stage}", more) for stage in (1, 2, 3) for more in ("recompute", "amp", "merge")]
     check_cells(listed, run_ranks(cells, 4, listed, [[0, 1], [2, 3]]))
@@ -421,7 +427,7 @@ def test_parts_that_cannot_be() -> None:
         oc.Engine(model, None, sgd(model), strategy={"recompute": {"enable": True, "checkpoints": ["bloks"]}}).prepare()
     with bad("torch has no function 'sofmax'", StrategyError):
         engine_of(strategy={"amp": {"enable": True, "custom_black_list": ["sofmax"]}})
-    with bad("recorded steps are not cut into 2 stages yet", StrategyError):
+    with bad(r"pipeline\.degree=2: does not divide the 1 rank", StrategyError):
         engine_of(strategy={"pipeline": {"enable": True, "degree": 2}}).prepare()
     with bad(r"sharding\.degree=3: does not divide the 1 rank", StrategyError):
         engine_of(strategy={"sharding": {"enable": True, "degree": 3}}).prepare()
@@ -444,6 +450,36 @@ def meshes_that_do_not_fit() -> None:
         oc.Engine(
             model, nn.MSELoss(), oc.shard_optimizer(sgd(model)), strategy={"sharding": {"enable": True}}
         ).prepare()
+
+
+def of_a_pipeline() -> None:
+    model = programs.make_net()
+    config = SWITCHES["pp"]
+    engine = oc.Engine(model, nn.CrossEntropyLoss(), programs.adamw(model), oc.Accuracy(), config)
+    engine.prepare(oc.InputSpec([None, programs.WIDTH]), oc.InputSpec([None], "int64"), mode="train")
+    with bad("stages are cut out of the step when it first runs"):
+        _ = engine.main_program
+    assert len([*engine.serial_main_program.nodes()]) > 50
+    with bad("is not saved yet: no rank has all of it"):
+        engine.save("nowhere")
+    with bad("is not saved yet: no rank has all of it"):
+        engine.fit(samples(16), batch_size=8, save_dir="nowhere")
+    with bad("mode='eval' under a pipeline", StrategyError):
+        engine.evaluate(samples(16), batch_size=8)
+    with bad(
+        r"batch_size=6: .*accumulate_steps=2 microbatches of micro_batch_size=4 rows on each of 1 rank\(s\) are 8"
+    ):
+        other = programs.make_net()
+        config = {"pipeline": SWITCHES["pp"]["pipeline"] | {"micro_batch_size": 4}}
+        oc.Engine(other, nn.CrossEntropyLoss(), programs.adamw(other), None, config).fit(
+            samples(16), batch_size=6, verbose=0
+        )
+    with bad("a batch of 7 rows cannot be cut in 2 microbatches"):
+        engine.fit(samples(16), batch_size=7, verbose=0)
+
+
+def test_what_a_pipeline_cannot_do_yet() -> None:
+    run_ranks(of_a_pipeline, 2)
 
 
 def test_degrees_that_do_not_fit_a_models_mesh() -> None:

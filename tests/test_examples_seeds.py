@@ -156,6 +156,7 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
     [
         ("static_data_parallel_003", {}),
         ("static_model_parallel_003", {}),
+        ("static_pipeline_parallel_003", {}),
         ("static_group_sharded_003", {"stage": 3}),  # all of them on four ranks, below
         ("semi_auto_data_parallel_003", {}),
         ("semi_auto_model_parallel_003", {}),
@@ -265,6 +266,7 @@ MAINS = [
     ("manual_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("static_data_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("static_group_sharded_003", 2, [*options(SMALL_003), "--stage", "2"], "[Epoch 1, batch 0] loss: "),
+    ("static_pipeline_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("static_model_parallel_003", 2, options(SMALL_003), "[Epoch 1, batch 0] loss: "),
     ("manual_demos_004", 2, [], "self_attention: out and gradients differ by "),
 ]

@@ -245,14 +245,21 @@ class Engine:
         options = static_options(self.strategy, mode, world.get_world_size(), place.mesh)
         parts = int(np.prod([place.mesh.shape[place.mesh.axis(axis)] for axis in place.axes]))
         longest = self._most[mode] = max(rows, self._most.get(mode, 0))
-        count = options.get("k_steps", 1)
+        staged = options.get("stages")
+        count = options.get("k_steps", 1) if staged is None else staged.k_steps
         if rows % (parts * count) and count > 1:
-            if rows == longest:
+            if rows == longest or staged is not None:
                 raise EngineError(
                     f"Engine: a batch of {rows} rows cannot be cut in {count} microbatches on each of {parts} rank(s): want a "
                     f"batch_size that {parts * count} divides"
                 )
             options = {name: value for name, value in options.items() if name not in ("k_steps", "avg")}
+        micro = self.strategy.pipeline.micro_batch_size
+        if staged is not None and micro > 1 and rows == longest != parts * count * micro:
+            raise EngineError(
+                f"Engine: batch_size={rows}: accumulate_steps={count} microbatches of micro_batch_size={micro} rows on each of "
+                f"{parts} rank(s) are {parts * count * micro}"
+            )
         steps_of_mode = self._steps.setdefault(mode, {})
         key = feed.shapes if feed.shapes in steps_of_mode or len(steps_of_mode) < SHAPES else "others"
         if key not in steps_of_mode:

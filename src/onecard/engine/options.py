@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from onecard.engine.strategy import Strategy
 from onecard.errors import StrategyError
+from onecard.pipeline.cut.stages import Stages
 from onecard.place.mesh import ProcessMesh
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3
 
@@ -20,7 +21,7 @@ def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh 
     """What ``to_static`` is given for a step of a mode, "train", "eval" or "predict".
 
     Raises:
-        StrategyError: a pipeline of several ranks, which recordings are not cut into yet.
+        StrategyError: evaluation under a pipeline, which has the model's parts on different ranks.
 
     Example:
         >>> static_options(Strategy(gradient_merge={"enable": True, "k_steps": 4}), "train", 1)
@@ -33,6 +34,12 @@ def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh 
     if strategy.fused_passes.without:
         options["without"] = strategy.fused_passes.without
     if mode != "train":
+        if pipeline_degree(strategy, ranks, mesh) > 1:
+            raise StrategyError(
+                f"Engine: mode={mode!r} under a pipeline: recordings of steps that train are cut into stages, not others yet. "
+                "Evaluate and predict in an Engine without pipeline.enable",
+                "pipeline.enable",
+            )
         return options
     again = strategy.recompute
     if again.enable and again.memory_limit is not None:
@@ -46,12 +53,10 @@ def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> d
     """How the batch is cut: gradient merge, or a pipeline."""
     merge, pipe = strategy.gradient_merge, strategy.pipeline
     if pipe.enable:
-        if (degree := pipeline_degree(strategy, ranks, mesh)) > 1:
-            raise StrategyError(
-                f"Strategy: pipeline.enable=True: recorded steps are not cut into {degree} stages yet. In its place: "
-                "pipeline.step_by_marks of a model with a mesh for each stage, or fleet.PipelineLayer",
-                "pipeline.enable",
-            )
+        if pipeline_degree(strategy, ranks, mesh) > 1:
+            virtual = pipe.vpp_degree if pipe.vpp_degree > 1 else None
+            axis = axis_of(mesh) or "pp"
+            return {"stages": Stages(pipe.accumulate_steps, True, pipe.schedule_mode, virtual, pipe.at, axis)}
         return {"k_steps": pipe.accumulate_steps} if pipe.accumulate_steps > 1 else {}
     if not merge.enable or merge.k_steps == 1:
         return {}
@@ -59,11 +64,18 @@ def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> d
 
 
 def pipeline_degree(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> int:
-    """How many ranks are one behind the other."""
+    """How many ranks are one behind the other; 1 without a pipeline."""
+    if not strategy.pipeline.enable:
+        return 1
     if strategy.pipeline.degree != -1:
         return strategy.pipeline.degree
-    axis = next((name for name in PIPELINE if mesh is not None and name in mesh.dim_names), None)
+    axis = axis_of(mesh)
     return ranks if axis is None or mesh is None else mesh.shape[mesh.axis(axis)]
+
+
+def axis_of(mesh: ProcessMesh | None) -> str | None:
+    """The axis of a mesh along which stages lie."""
+    return next((name for name in PIPELINE if mesh is not None and name in mesh.dim_names), None)
 
 
 def stage_of(strategy: Strategy, mesh: ProcessMesh, axis: str, model: torch.nn.Module) -> ShardingStage1 | None:

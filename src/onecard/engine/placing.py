@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from onecard.comm.world import world
-from onecard.engine.options import PIPELINE, stage_of
+from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, stage_of
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError, StrategyError
 from onecard.place.mesh import ProcessMesh
@@ -74,11 +74,16 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     """
     ranks, model = world.get_world_size(), modules[0]
     meshes = list(dict.fromkeys(p.mesh for m in modules for p in m.parameters() if isinstance(p, DistTensor)))
+    degree = pipeline_degree(strategy, ranks, meshes[0] if meshes else None)
+    _check_pipeline(degree, ranks, meshes)
     deferred = any(record_of(p) is not None for m in modules for p in m.parameters())
     if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
         return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
-    mesh = meshes[0] if meshes else _mesh_of(strategy, ranks)
+    if not meshes and degree == ranks > 1 and not strategy.sharding.enable:  # each rank reads the whole batch
+        line = ProcessMesh(list(range(ranks)), ["pp"])
+        return Place(line, (), line, next((p.device for p in model.parameters()), world.device()))
+    mesh = meshes[0] if meshes else _mesh_of(strategy, ranks, degree)
     place = Place(mesh, _axes(mesh, modules), meshes[-1] if meshes else mesh)
     axis = _divided(strategy, place) if strategy.sharding.enable else ""
     if len(meshes) < 2:
@@ -95,18 +100,38 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     return place
 
 
-def _mesh_of(strategy: Strategy, ranks: int) -> ProcessMesh:
+def _mesh_of(strategy: Strategy, ranks: int, stages: int) -> ProcessMesh:
     """Of all ranks, for a model without marks."""
+    left = ranks // stages
     degree = strategy.sharding.degree if strategy.sharding.enable else -1
-    if degree in (-1, ranks):
-        return ProcessMesh(list(range(ranks)), ["dp"])
-    if ranks % degree:
-        works = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    degree = left if degree == -1 else degree
+    if left % degree:
+        works = ", ".join(str(n) for n in range(1, left + 1) if left % n == 0)
         raise StrategyError(
-            f"Strategy: sharding.degree={degree}: does not divide the {ranks} rank(s) of this world; {works} do, -1 is all",
+            f"Strategy: sharding.degree={degree}: does not divide the {left} rank(s) of this world that divide the batch; "
+            f"{works} do, -1 is all",
             "sharding.degree",
         )
-    return ProcessMesh(np.arange(ranks).reshape(-1, degree), ["dp", "sharding"])
+    sizes = [("pp", stages)] * (stages > 1) + [("dp", left // degree if degree < left else left)]
+    sizes += [("sharding", degree)] * (degree < left)
+    return ProcessMesh(np.arange(ranks).reshape([size for _, size in sizes]), [name for name, _ in sizes])
+
+
+def _check_pipeline(stages: int, ranks: int, meshes: Sequence[ProcessMesh]) -> None:
+    """Whether as many ranks can be one behind the other."""
+    if stages == 1:
+        return
+    axis = axis_of(meshes[0]) if len(meshes) == 1 else None
+    if meshes and (axis is None or meshes[0].shape[meshes[0].axis(axis)] != stages):
+        raise StrategyError(
+            f"Strategy: pipeline.degree={stages}: the model's tensors lie on {', '.join(map(str, meshes))}; they need one mesh "
+            f"with an axis 'pp' of {stages} ranks, along which nothing is cut",
+            "pipeline.degree",
+        )
+    if ranks % stages:
+        raise StrategyError(
+            f"Strategy: pipeline.degree={stages}: does not divide the {ranks} rank(s) of this world", "pipeline.degree"
+        )
 
 
 def _axes(mesh: ProcessMesh, modules: Sequence[nn.Module]) -> tuple[str, ...]:
