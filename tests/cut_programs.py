@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import onecard as oc
 
 K = 4
+ATT = 0.1
 """Microbatches."""
 
 
@@ -24,7 +25,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=ATT if self.training else 0.0)
         return x + self.drop(F.gelu(self.out(y.transpose(1, 2).flatten(2))))
 
 

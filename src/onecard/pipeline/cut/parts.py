@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from onecard import recorded
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.static.passes.once import Once, cut, phase_of, words
@@ -89,10 +90,10 @@ class Parts:
         memory, free = self.order.memory, set[fx.Node]()
         given = {n for n in graph.nodes if n.op == "placeholder" and (cut(n) or _kind(n) in _GIVEN)}
         for node in self.nodes:
-            if node.meta.get("key"):
+            inputs = node.all_input_nodes
+            if node.meta.get("key") and all(n in free or n in given for n in inputs):
                 free.add(node)  # random keys are drawn by all, in the program's order
                 continue
-            inputs = node.all_input_nodes
             if effects(node) or node in memory.writes or traits(node).product:
                 continue
             if only_names(node) and all(n in free or n.op == "placeholder" for n in inputs):
@@ -104,7 +105,8 @@ class Parts:
 
     @staticmethod
     def _plain(node: fx.Node) -> bool:
-        return isinstance(node.target, OpOverload) or node.target is operator.getitem or "tensor" not in node.meta
+        known = isinstance(node.target, OpOverload) or node.target in (operator.getitem, *recorded.pure)
+        return known or "tensor" not in node.meta
 
     # -- stages --------------------------------------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ class Places:
             return self.all
         near = self.near[node]
         held = self._holders(node)
-        if held is not None:  # each rank that has it, or reads it later, writes to its own
-            return held | wanted or near or self.all
+        if held is not None:  # each rank that has it writes to its own; of what no stage reads, those that do later on
+            return held or wanted or near or self.all
         if node in self.order.memory.writes and wanted:
             return wanted
         if effects(node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.static.passes.microbatches import Microbatches, Rows
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
+from onecard.tensor.buckets import apart
 from onecard.tensor.random_operators.one_card import one_card_random
 
 
@@ -58,9 +59,16 @@ class Stages(Microbatches):
     ranks: Sequence[int] | None = None
     sketched: ClassVar[bool] = True
 
-    def around(self) -> AbstractContextManager[Any]:
-        """What the step is recorded in: random numbers are drawn by keys, which every rank has alike."""
-        return one_card_random()
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """What the step is recorded in: random numbers are drawn by keys, which every rank has alike, and tensors of several stages
+        do not travel together."""
+        before, apart.here = apart.here, True
+        try:
+            with one_card_random():
+                yield
+        finally:
+            apart.here = before
 
     def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""

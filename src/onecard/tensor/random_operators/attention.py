@@ -195,7 +195,7 @@ def _written_out(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     fused = aten._scaled_dot_product_fused_attention_overrideable
     output = fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    return output, query.new_empty(0)
+    return output, torch.empty(0, dtype=query.dtype, device=query._spec.device)
 
 
 for _name in NAMES:

@@ -113,8 +113,9 @@ class one_card_random(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            # Fused kernels draw their own numbers.
-            with sdpa_kernel(SDPBackend.MATH) if _drops(*args, **kwargs) else nullcontext():
+            # Fused kernels draw their own numbers; of distributed operands they are handled as they are.
+            plain = not any(issubclass(kind, DistTensor) for kind in types) and not isinstance(args[0], DistTensor)
+            with sdpa_kernel(SDPBackend.MATH) if plain and _drops(*args, **kwargs) else nullcontext():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
