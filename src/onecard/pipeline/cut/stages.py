@@ -61,8 +61,7 @@ class Stages(Microbatches):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """What the step is recorded in: random numbers are drawn by keys, which every rank has alike, and tensors of several stages
-        do not travel together."""
+        """What the step is recorded in: random numbers are drawn by keys, and tensors of several stages travel apart."""
         before, apart.here = apart.here, True
         try:
             with one_card_random():
