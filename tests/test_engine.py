@@ -35,9 +35,9 @@ PAIRS = [
     if not any({*pair} <= each for each in ONE_OF)
     and pair[0] != "dp"
     and not (pair[0] == "tp" and pair[1][:8] in ("sharding", "pp"))
-    and not (pair[1] == "pp" and (pair[0] == "merge" or "sharding" in pair[0]))
+    and pair != ("merge", "pp")
 ]
-"""All that two ranks can be; without dp, which all but tp and pp are, and what takes four. merge and ZeRO with pp are refused."""
+"""All that two ranks can be; without dp, which all but tp and pp are, and what takes four. merge with pp is refused."""
 
 
 def switched(*names: str) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def test_every_pair_of_switches_is_one_cards_program() -> None:
 
 
 def test_what_takes_four_ranks() -> None:
-    listed = [("tp", "sharding3", "blocks"), ("pp", "dp")]
+    listed = [("tp", "sharding3", "blocks"), ("pp", "dp", "sharding2")]
     if amounts.PROOF:
-        listed += [("pp", "tp"), ("pp", "dp", "amp")]
+        listed += [("pp", "tp"), ("pp", "dp", "amp"), ("pp", "dp", "sharding1"), ("pp", "dp", "sharding3")]
         listed += [("tp", f"sharding{stage}", more) for stage in (1, 2, 3) for more in ("recompute", "amp", "merge")]
     check_cells(listed, run_ranks(cells, 4, listed, [[0, 1], [2, 3]]))
 

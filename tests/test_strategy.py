@@ -175,7 +175,6 @@ def test_what_a_strategy_cannot_say_of_a_plan() -> None:
 # One strategy for each row of the table of refusals.
 TOGETHER = [
     {"pipeline": {"enable": True}, "gradient_merge": {"enable": True, "k_steps": 4}},
-    {"pipeline": {"enable": True}, "sharding": {"enable": True}},
     {"amp": {"enable": True, "level": "O2"}},
     {"amp": {"enable": True, "level": "O2", "dtype": "float16"}, "sharding": {"enable": True}},
     {"amp": {"enable": True, "custom_white_list": ["softmax"], "custom_black_list": ["softmax", "linear"]}},

@@ -80,7 +80,7 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
         return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
-    if not meshes and degree == ranks > 1 and not strategy.sharding.enable:  # each rank reads the whole batch
+    if not meshes and degree == ranks > 1 and _divides_nothing(strategy):  # each rank reads the whole batch
         line = ProcessMesh(list(range(ranks)), ["pp"])
         return Place(line, (), line, next((p.device for p in model.parameters()), world.device()))
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks, degree)
@@ -115,6 +115,12 @@ def _mesh_of(strategy: Strategy, ranks: int, stages: int) -> ProcessMesh:
     sizes = [("pp", stages)] * (stages > 1) + [("dp", left // degree if degree < left else left)]
     sizes += [("sharding", degree)] * (degree < left)
     return ProcessMesh(np.arange(ranks).reshape([size for _, size in sizes]), [name for name, _ in sizes])
+
+
+def _divides_nothing(strategy: Strategy) -> bool:
+    """Whether ZeRO has nothing to do where one rank reads the batch: it keeps float32 copies, or divides over others."""
+    sharding, amp = strategy.sharding, strategy.amp
+    return not sharding.enable or (sharding.degree in (-1, 1) and not (amp.enable and amp.level == "O2"))
 
 
 def _check_pipeline(stages: int, ranks: int, meshes: Sequence[ProcessMesh]) -> None:

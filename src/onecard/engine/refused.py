@@ -29,12 +29,6 @@ REFUSALS = [
         "gradient_merge.enable=False, pipeline.accumulate_steps={s.gradient_merge.k_steps}",
     ),
     Refusal(
-        ("pipeline.enable", "sharding.enable"),
-        lambda s: s.pipeline.enable and s.sharding.enable,
-        "messages of ZeRO are not cut into stages yet",
-        "sharding.enable=False: each stage's ranks have its parameters and states alone",
-    ),
-    Refusal(
         ("amp.level", "sharding.enable"),
         lambda s: s.amp.enable and s.amp.level == "O2" and not s.sharding.enable,
         "the float32 copies of 16-bit parameters are states that a stage of ZeRO keeps",
