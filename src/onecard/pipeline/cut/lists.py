@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from onecard.pipeline.cut.parts import part_of
 from onecard.pipeline.cut.places import Places, Ranks, is_list_operator
+from onecard.static.passes.adding import added
 from onecard.static.step.nodes import called, copied_to
 
 
@@ -27,6 +29,25 @@ def by_place(graph: fx.Graph, places: Places) -> fx.Graph:
         else:
             names[node] = copied_to(made, node, names.__getitem__)
     return made if taken else graph
+
+
+_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+aten = torch.ops.aten
+
+
+def _each_finite(made: fx.Graph, names: dict[fx.Node, fx.Node], node: fx.Node, groups: dict[Any, list[int]]) -> None:
+    """A scaler's check: each rank looks at its gradients, and all learn of what it has found."""
+    args: Any = node.args
+    grads, found, scale = args
+    for ranks, members in groups.items():
+        mine = added(made, node, aten.zeros_like.default, names[found])
+        one = called(made, _FINITE, ([names[grads[i]] for i in members], mine, names[scale]))
+        one.meta.update(node.meta)
+        said = added(made, node, aten.clone.default, mine)
+        if ranks is not None:
+            for n in (mine, one, said):
+                n.meta["ranks"] = ranks
+        names[node] = added(made, node, aten.add_.Tensor, names[found], said)
 
 
 def _groups(node: fx.Node, places: Places) -> dict[Ranks | None, list[int]]:
@@ -49,6 +70,9 @@ def _apart(
     """One call for each group; for each element which of them has it, and where."""
     length = _length(node)
     found: list[Any] = [None] * length
+    if node.target is _FINITE:
+        _each_finite(made, names, node, groups)
+        return found
     for members in groups.values():
 
         def part(x: Any, members: list[int] = members) -> Any:

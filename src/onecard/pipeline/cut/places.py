@@ -47,9 +47,13 @@ class Places:
         for node in self.nodes:
             self.near[node] = self._body(node)
         self._read_by_stages()
-        for node in self.nodes:
-            if node.op == "call_function" and part_of(node) is None and not is_free(node):
+        once = [n for n in self.nodes if n.op == "call_function" and part_of(n) is None and not is_free(n)]
+        learning = True
+        while learning:
+            self.near.update((node, None) for node in once)
+            for node in once:
                 self.near[node] = self._once(node)
+            learning = self._learn()
         self.at = self._wanted(effects_at)
 
     def _body(self, node: fx.Node) -> Ranks | None:
@@ -69,7 +73,29 @@ class Places:
             if node.op == "placeholder" and node in reads and not _is_everywhere(node):
                 self.near[node] = Ranks(reads[node])
 
+    def _learn(self) -> bool:
+        """States are where what they are used with is; whether any was found."""
+        found: dict[fx.Node, Ranks] = {}
+        for node in self.nodes:
+            if node.op == "placeholder" and self.near[node] is None and not _is_everywhere(node) and _has_dims(node):
+                known = [near for user in node.users if (near := self._near_in(user, node)) is not None]
+                if known:
+                    found[node] = frozenset.union(*known)
+        self.near.update(found)
+        return bool(found)
+
+    def _near_in(self, user: fx.Node, node: fx.Node) -> Ranks | None:
+        """Where a user of an input runs; an operator on lists: where it does what it does to this one."""
+        if not _is_list(user) or part_of(user) is not None:
+            return self.near.get(user)
+        lists = [x for x in (*user.args, *user.kwargs.values()) if isinstance(x, list | tuple)]
+        places = {i for x in lists for i, n in enumerate(x) if n is node}
+        known = [near for i in places if (near := self.of_element(user, i)) is not None]
+        return frozenset.union(*known) if known else None
+
     def _once(self, node: fx.Node) -> Ranks | None:
+        if "ranks" in node.meta:
+            return node.meta["ranks"]  # type: ignore[no-any-return]
         if node.target is operator.getitem and _is_list(maker := node.args[0]):
             return self.of_element(maker, node.args[1])  # type: ignore[arg-type]
         return self._together(node.all_input_nodes)
@@ -108,6 +134,8 @@ class Places:
         if node.meta.get("key"):
             return self.all
         near = self.near[node]
+        if "ranks" in node.meta:
+            return near or ()
         held = self._holders(node)
         if held is not None:  # each rank that has it writes to its own; of what no stage reads, those that do later on
             return held or wanted or near or self.all
@@ -187,6 +215,10 @@ def is_free(node: fx.Node) -> bool:
 
 def _is_everywhere(node: fx.Node) -> bool:
     return "input" in node.meta and node.meta["input"].kind in _ALONE
+
+
+def _has_dims(node: fx.Node) -> bool:
+    return "tensor" in node.meta and len(node.meta["tensor"][0]) > 0
 
 
 def _is_list(node: Any) -> bool:
