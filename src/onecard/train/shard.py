@@ -98,9 +98,15 @@ def noted(parameter: Any) -> Shard | str | None:
     return getattr(parameter, _NAME, None)
 
 
-def note_stage(tensor: Tensor, here: bool) -> None:
-    """Note that the ranks of a pipeline have different tensors, and whether this one is here: else it has no memory."""
-    setattr(tensor, _STAGE, here)
+def note_stage(tensor: Tensor, here: bool, stages: tuple[int, ...]) -> None:
+    """Note that only some stages of a pipeline have a tensor, and whether it is here: else it has no memory."""
+    setattr(tensor, _STAGE, (here, stages))
+
+
+def stages_of(tensor: Any) -> tuple[int, ...]:
+    """The stages that have a tensor; () of one that all ranks have."""
+    found: tuple[int, ...] = getattr(tensor, _STAGE, (True, ()))[1]
+    return found
 
 
 def is_staged(tensor: Any) -> bool:
@@ -110,7 +116,7 @@ def is_staged(tensor: Any) -> bool:
 
 def is_elsewhere(tensor: Any) -> bool:
     """Whether only other ranks of a pipeline have a tensor."""
-    return not getattr(tensor, _STAGE, True)
+    return not getattr(tensor, _STAGE, (True,))[0]
 
 
 def held(parameter: Tensor) -> Shard:

@@ -63,7 +63,7 @@ class Parts:
     """
 
     def __init__(self, graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
-        self.once, self.last = Once(graph), len(starts)
+        self.once, self.last = Once(graph, training=False), len(starts)
         skip = self.once.tail | self.once.head
         self.nodes = [n for n in graph.nodes if n.op == "call_function" and n not in skip]
         self.order = ProgramOrder(graph)
@@ -74,7 +74,7 @@ class Parts:
         self._backward = False
         now, waiting = 0, [*starts]
         for node in self.nodes:
-            if waiting and node is waiting[0]:
+            while waiting and node is waiting[0]:
                 now += 1
                 waiting.pop(0)
             self._place(node, now)

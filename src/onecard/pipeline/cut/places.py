@@ -36,6 +36,7 @@ class Places:
     Attributes:
         at: for each node the ranks on which it runs; empty: nobody wants it.
         near: for each node where its operands are; None: anywhere.
+        stages: for each input that stages read, which.
         wanted_at_end: for each output the ranks that give it back.
     """
 
@@ -44,6 +45,7 @@ class Places:
         self.order = ProgramOrder(graph)
         self.nodes = list(graph.nodes)
         self.near: dict[fx.Node, Ranks | None] = {}
+        self.stages: dict[fx.Node, tuple[int, ...]] = {}
         for node in self.nodes:
             self.near[node] = self._body(node)
         self._read_by_stages()
@@ -64,14 +66,16 @@ class Places:
         """What of the program the stages read is theirs, through what is made again on the way."""
         reads: dict[fx.Node, set[int]] = {}
         for node in reversed(self.nodes):
-            here = self.near[node] if part_of(node) is not None else frozenset(reads.get(node, ()))
-            if node.op == "call_function" and (part_of(node) is not None or is_free(node)):
+            part = part_of(node)
+            here = {part[0]} if part is not None else reads.get(node, set())
+            if node.op == "call_function" and (part is not None or is_free(node)):
                 for given in self.order.needs[node]:
                     if part_of(given) is None:
-                        reads.setdefault(given, set()).update(here or ())
+                        reads.setdefault(given, set()).update(here)
         for node in self.nodes:
             if node.op == "placeholder" and node in reads and not _is_everywhere(node):
-                self.near[node] = Ranks(reads[node])
+                self.stages[node] = tuple(sorted(reads[node]))
+                self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
 
     def _learn(self) -> bool:
         """States are where what they are used with is; whether any was found."""
@@ -95,7 +99,7 @@ class Places:
 
     def _once(self, node: fx.Node) -> Ranks | None:
         if "ranks" in node.meta:
-            return node.meta["ranks"]  # type: ignore[no-any-return]
+            return Ranks(node.meta["ranks"])
         if node.target is operator.getitem and _is_list(maker := node.args[0]):
             return self.of_element(maker, node.args[1])  # type: ignore[arg-type]
         return self._together(node.all_input_nodes)

@@ -103,12 +103,20 @@ class Stages(Microbatches):
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)
         schedule = self.schedule_for(len(ranks))
+        if not any(True for _ in recording.nodes("backward")):
+            schedule = forward_of(schedule)
         recording = recording.with_graph(halved(recording.graph))
         starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here)
         parts = Parts(recording.graph, starts)
         made = super().merged(recording, leaves, whole, parts.late)
         weave = woven(made, schedule, ranks, name)
         return on_rank(made, weave, place)
+
+
+def forward_of(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule alone, for a step without gradients."""
+    rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.ranks)
+    return Schedule(rows, f"{schedule.name}, forward")
 
 
 def woven(recording: Step, schedule: Schedule, ranks: tuple[int, ...], name: str) -> Weave:
@@ -145,9 +153,8 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
             effects.append(replace(effect, output=None))
         if effect.kind == "new state" and effect.output is not None:
             node = given_before[effect.output.position]
-            staged.append(
-                Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, effect.output.position in numbers)
-            )
+            here = effect.output.position in numbers
+            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, ()))
     made = recording.with_graph(graph)
     made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
     return made
@@ -163,7 +170,8 @@ def _held(recording: Step, weave: Weave, place: int) -> Iterator[Elsewhere]:
         ranks = used[i if known.within is None else known.within]
         kept = not ranks or len(ranks) == len(weave.ranks)
         if known.kind in _OF_STAGES and known.facts and known.facts[0] and not kept:
-            yield Elsewhere(known.where, known.facts, known.spec, place in ranks)
+            stages = weave.places.stages.get(nodes[i], ())
+            yield Elsewhere(known.where, known.facts, known.spec, place in ranks, stages)
 
 
 _OF_STAGES = ("parameter", "buffer", "state", "tensor")

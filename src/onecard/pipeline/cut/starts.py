@@ -11,11 +11,12 @@ from onecard.errors import RecordingError
 from onecard.machine.cost import Machine
 from onecard.pipeline.cut.balance import balanced
 from onecard.static.passes.once import Once, phase_of
+from onecard.static.step.order import only_names
 
 
 def forward_of(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a microbatch's forward pass, up to its first gradient."""
-    once = Once(graph)
+    once = Once(graph, training=False)
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and node not in once.head:
@@ -38,11 +39,29 @@ def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine)
     nodes = forward_of(graph)
     if at:
         return _named(nodes, stages, at)
+    if found := _as_before(nodes, stages):
+        return found
     if len(nodes) < stages:
         raise RecordingError(
             f"stages: {stages} of them, and the forward pass has {len(nodes)} operators: take fewer ranks, or virtual=1"
         )
     return balanced(graph, nodes, stages, machine)
+
+
+def _as_before(nodes: list[fx.Node], stages: int) -> list[fx.Node]:
+    """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have nothing to do."""
+    found: list[fx.Node] = []
+    homes: dict[fx.Node, tuple[int, ...]] = {}
+    for node in nodes:
+        known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
+        if not known:
+            continue
+        if only_names(node):
+            homes[node] = known[0]
+            continue
+        later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
+        found += [node] * (min(later) - len(found) if later else 0)
+    return found + [nodes[-1]] * (stages - 1 - len(found)) if found else []
 
 
 def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node]:

@@ -37,6 +37,7 @@ from onecard.static.step.step import Effect, Input, Output, Step, Where
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.modules.recordable import recordable
+from onecard.train.shard import stages_of
 
 
 class Capture:
@@ -272,6 +273,8 @@ class Capture:
             made = replace(self._describe(node, value), within=within.get(i))
             if made.kind == "constant":
                 constants[i] = value
+            if found := stages_of(value):
+                node.meta["stages"] = found
             inputs.append(made)
             node.meta["input"] = made
         return tuple(inputs), constants

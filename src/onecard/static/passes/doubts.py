@@ -26,7 +26,7 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any]) -> list[str]:
     A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal: they are computed from
     the batch that is recorded, on this rank. One that depends on parameters is taken to differ.
     """
-    once = Once(graph)
+    once = Once(graph, training=False)
     counts = _Counts(graph, once, k, leaves)
     said = [_of_division(words(n), why) for n, why in _divided(graph, once, counts)]
     said += [

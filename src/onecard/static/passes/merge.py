@@ -29,6 +29,7 @@ def merged(
     average: bool = True,
     results: Mapping[int, Any] | None = None,
     late: Collection[fx.Node] = (),
+    training: bool = True,
 ) -> fx.Graph:
     """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
 
@@ -36,7 +37,7 @@ def merged(
         average: gradients, and results that are one float each, are divided by ``k``; otherwise they are sums.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
-        late: see ``Once``.
+        late, training: see ``Once``.
 
     Each node that is there once for each microbatch has its number in its meta: "microbatch".
 
@@ -45,7 +46,7 @@ def merged(
     Raises:
         RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
     """
-    return _Merge(graph, k, average, results, late).made
+    return _Merge(graph, k, average, results, late, training).made
 
 
 class _Merge:
@@ -58,9 +59,10 @@ class _Merge:
         average: bool,
         results: Mapping[int, Any] | None,
         late: Collection[fx.Node],
+        training: bool,
     ) -> None:
         self.graph, self.k, self.average = graph, k, average
-        self.once = Once(graph, late)
+        self.once = Once(graph, late, training)
         self.memory = self.once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
         self.names: dict[fx.Node, fx.Node] = {}  # of what runs once

@@ -109,7 +109,7 @@ class Microbatches:
         for said in doubts(recording.graph, self.k_steps, leaves):
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
-        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results, late))
+        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results, late, not self.sketched))
         made.inputs = tuple(
             replace(known, spec=known.spec and leaves[known.where[1]]._spec, facts=node.meta["tensor"])
             if cut(node)

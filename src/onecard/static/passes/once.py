@@ -35,10 +35,12 @@ class Once:
         head: those that run once, before; ``tail``: after. ``same``: those that give the same for each microbatch.
         own: those that depend on the microbatch, or draw.
 
+    ``training``: whether a step without gradients is refused.
+
     ``late``: nodes of backward that may as well run once: sums of two gradients that are sums over microbatches themselves.
     """
 
-    def __init__(self, graph: fx.Graph, late: Collection[fx.Node] = ()) -> None:
+    def __init__(self, graph: fx.Graph, late: Collection[fx.Node] = (), training: bool = True) -> None:
         self._late = late
         self.memory = Memory(graph, apart=True)
         self.tail: set[fx.Node] = set()
@@ -50,13 +52,14 @@ class Once:
         nodes = list(graph.nodes)
         stepping = next((i for i, n in enumerate(nodes) if phase_of(n) == "optimizer"), len(nodes))
         backward = [i for i, n in enumerate(nodes[:stepping]) if phase_of(n) == "backward"]
-        if not backward:
+        if not backward and (training or any(phase_of(n) == "optimizer" for n in nodes)):
             raise _no_backward(nodes[stepping:])
+        end = backward[-1] if backward else len(nodes)
         for i, node in enumerate(nodes):
             if cut(node):
                 self.own.add(node)
             elif node.op == "call_function":
-                self._sort(node, i > backward[-1])
+                self._sort(node, i > end)
         self.head = self._find_head([n for n in nodes if n.op == "call_function"])
         self._find_same(nodes)
 

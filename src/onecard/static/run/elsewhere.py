@@ -20,8 +20,9 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
         x = _there(known, roots)
         if x is None:
             continue
-        note_stage(x, known.here)
         local = x._local if isinstance(x, DistTensor) else x
+        for tensor in (x, local):
+            note_stage(tensor, known.here, known.stages)
         if not known.here and local.numel() and local.untyped_storage().nbytes():
             local.untyped_storage().resize_(0)
 

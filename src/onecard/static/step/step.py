@@ -68,7 +68,7 @@ class Elsewhere:
     """A tensor of the program of which a pipeline's ranks have different ones.
 
     Attributes:
-        here: whether this rank has it.
+        here: whether this rank has it; ``stages``: which of them read it.
         facts: shape, strides, dtype, device of the local tensor; ``spec``: of the distributed one.
     """
 
@@ -76,6 +76,7 @@ class Elsewhere:
     facts: tuple[Any, ...]
     spec: Spec | None
     here: bool
+    stages: tuple[int, ...]
 
 
 @dataclass(slots=True, repr=False)
