@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ def send(x: Tensor, place: int, tag: int, ranks: tuple[int, ...], name: str) -> 
     started.isend(x.clone(memory_format=torch.contiguous_format), place, tag, of_ranks(tuple(ranks), name), CALL)
 
 
+def send_packed(tensors: Sequence[Tensor], place: int, tag: int, ranks: tuple[int, ...], name: str) -> None:
+    """Send several tensors of one dtype as one message: their elements, one tensor after the other."""
+    packed = torch.cat([x.reshape(-1) for x in tensors])
+    started.isend(packed, place, tag, of_ranks(tuple(ranks), name), CALL)
+
+
 def post(x: Tensor, place: int, tag: int, ranks: tuple[int, ...], name: str) -> Handle:
     """Be ready for what the rank at a place sends: it is in ``x`` after ``wait``."""
     return started.irecv(x, place, tag, of_ranks(tuple(ranks), name), CALL)
@@ -29,5 +37,6 @@ def wait(handle: Handle, x: Tensor) -> None:
 
 
 register(send)
+register(send_packed)
 register(post, 0)
 register(wait, 1)

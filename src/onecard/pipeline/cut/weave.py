@@ -11,6 +11,7 @@ from torch import fx
 from onecard.errors import RecordingError
 from onecard.pipeline.cut import sending
 from onecard.pipeline.cut.messages import Clock, Crossing, Tick, crossings
+from onecard.pipeline.cut.packets import Packet, numel, packed
 from onecard.pipeline.cut.places import Places, is_free
 from onecard.pipeline.schedule.action import Schedule
 from onecard.static.passes.once import words
@@ -36,6 +37,7 @@ class Weave:
         self.places, self.schedule, self.ranks, self.name = places, schedule, ranks, name
         self.clock = Clock(places, schedule)
         self.crossings = crossings(places, self.clock)
+        self.packets = {pair: packed(found) for pair, found in self.crossings.items()}
 
     def graph_of(self, rank: int) -> fx.Graph:
         """The graph of the rank at a place. Its inputs are those of the whole step; outputs that it has not are None."""
@@ -52,7 +54,7 @@ class _Rank:
     def __init__(self, weave: Weave, rank: int) -> None:
         self.weave, self.rank, self.places = weave, rank, weave.places
         self.made, self.names = fx.Graph(), dict[fx.Node, fx.Node]()
-        self.posted: dict[Crossing, tuple[fx.Node, fx.Node]] = {}
+        self.posted: dict[Packet, tuple[fx.Node, fx.Node]] = {}
         self.done: set[fx.Node] = set()
         ticks = [*weave.clock.end_of(rank), (3, 0)]
         self._plan(ticks)
@@ -75,46 +77,64 @@ class _Rank:
         for node, tick in self.weave.clock.ticks.items():
             if self.rank in self.places.at[node]:
                 self.nodes.setdefault(tick, []).append(node)
-        self.posts: dict[Tick, list[tuple[int, Crossing]]] = {}
-        self.waits: dict[Tick, list[Crossing]] = {}
-        self.sends: dict[Tick, list[tuple[int, Crossing]]] = {}
-        for (source, target), found in sorted(self.weave.crossings.items()):
+        self.posts: dict[Tick, list[tuple[int, Packet]]] = {}
+        self.waits: dict[Tick, list[Packet]] = {}
+        self.sends: dict[Tick, list[tuple[int, Packet]]] = {}
+        for (source, target), found in sorted(self.weave.packets.items()):
             if source == self.rank:
-                for i, c in enumerate(found):
-                    self.sends.setdefault(c.sent, []).append((i, c))
+                for i, packet in enumerate(found):
+                    self.sends.setdefault(packet[0].sent, []).append((i, packet))
             if target == self.rank:
                 latest = len(ticks)
-                for i, c in reversed([*enumerate(found)]):  # posted in the order in which they are sent
-                    latest = min(latest, max(at[c.wanted] - 1, 0))
-                    self.posts.setdefault(ticks[latest], []).insert(0, (i, c))
-                    self.waits.setdefault(c.wanted, []).append(c)
+                for i, packet in reversed([*enumerate(found)]):  # posted in the order in which they are sent
+                    wanted = min(c.wanted for c in packet)
+                    latest = min(latest, max(at[wanted] - 1, 0))
+                    self.posts.setdefault(ticks[latest], []).insert(0, (i, packet))
+                    self.waits.setdefault(wanted, []).append(packet)
 
     def _tick(self, tick: Tick) -> None:
-        for i, crossing in self.posts.get(tick, ()):
-            self._post(i, crossing)
-        for crossing in self.waits.get(tick, ()):
-            handle, x = self.posted.pop(crossing)
-            self._put(crossing.value, sending.wait, handle, x)
+        for i, packet in self.posts.get(tick, ()):
+            self._post(i, packet)
+        for packet in self.waits.get(tick, ()):
+            handle, x = self.posted.pop(packet)
+            self._put(packet[0].value, sending.wait, handle, x)
+            self._unpack(packet, x)
         for node in self.nodes.get(tick, ()):
             self._check(node)
             self.names[node] = copied_to(self.made, node, self._name)
             self.done.add(node)
-        for i, crossing in self.sends.get(tick, ()):
-            self._put(
-                crossing.value, sending.send, self._name(crossing.value), crossing.target, i, self.weave.ranks,
-                self.weave.name,
-            )  # fmt: skip
+        for i, packet in self.sends.get(tick, ()):
+            given = [self._name(c.value) for c in packet]
+            how, what = (sending.send, given[0]) if len(given) == 1 else (sending.send_packed, given)
+            self._put(packet[0].value, how, what, packet[0].target, i, self.weave.ranks, self.weave.name)
 
-    def _post(self, i: int, crossing: Crossing) -> None:
-        shape, stride, dtype, device = crossing.value.meta["tensor"]
+    def _post(self, i: int, packet: Packet) -> None:
+        first = packet[0]
+        shape, stride, dtype, device = first.value.meta["tensor"]
+        if len(packet) > 1:
+            shape, stride = (sum(numel(c.value) for c in packet),), (1,)
         dense = _dense(shape, stride)
-        x = self._put(crossing.value, aten.empty_strided.default, [*shape], [*dense], dtype=dtype, device=device)
+        x = self._put(first.value, aten.empty_strided.default, [*shape], [*dense], dtype=dtype, device=device)
         x.meta.update(tensor=(shape, dense, dtype, device), own=True)
-        if "spec" in crossing.value.meta:
-            x.meta["spec"] = crossing.value.meta["spec"]
-        place = crossing.source, i, self.weave.ranks, self.weave.name
-        self.posted[crossing] = self._put(crossing.value, sending.post, x, *place), x
-        self.names[crossing.value] = x
+        place = first.source, i, self.weave.ranks, self.weave.name
+        self.posted[packet] = self._put(first.value, sending.post, x, *place), x
+
+    def _unpack(self, packet: Packet, x: fx.Node) -> None:
+        """The tensors of a message that has come: of several, parts of its memory."""
+        begin = 0
+        for crossing in packet:
+            value, part = crossing.value, x
+            if len(packet) > 1:
+                shape, _, dtype, device = value.meta["tensor"]
+                end = begin + numel(value)
+                flat = self._put(value, aten.slice.Tensor, x, 0, begin, end)
+                flat.meta["tensor"] = ((end - begin,), (1,), dtype, device)
+                part = self._put(value, aten.view.default, flat, [*shape])
+                part.meta["tensor"] = (shape, _dense(shape, value.meta["tensor"][1]), dtype, device)
+                begin = end
+            if "spec" in value.meta:
+                part.meta["spec"] = value.meta["spec"]
+            self.names[value] = part
 
     def _put(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = called(self.made, target, args, kwargs)
