@@ -111,12 +111,15 @@ def stages_of(tensor: Any) -> tuple[int, ...]:
 
 def is_staged(tensor: Any) -> bool:
     """Whether other ranks of a pipeline may not have a tensor."""
-    return hasattr(tensor, _STAGE)
+    return hasattr(tensor, _STAGE) or is_elsewhere(tensor)
 
 
 def is_elsewhere(tensor: Any) -> bool:
-    """Whether only other ranks of a pipeline have a tensor."""
-    return not getattr(tensor, _STAGE, (True,))[0]
+    """Whether only other ranks of a pipeline have a tensor: this one's has no memory, and neither has a view of it."""
+    if hasattr(tensor, _STAGE):
+        return not getattr(tensor, _STAGE)[0]
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 
 def held(parameter: Tensor) -> Shard:

@@ -32,6 +32,7 @@ from onecard.checkpoint.format.tree import join
 from onecard.comm.agree.sparse_check import is_plain
 from onecard.comm.world import world
 from onecard.tensor import DistTensor
+from onecard.train.shard import is_staged
 from onecard.train.zero.resume import is_like
 
 # What is in a module's state dict and is no parameter; the names of torch's own layers.
@@ -202,7 +203,7 @@ def unfold(value: Any, names: Names) -> Any:
         return _with_parts(by_name(value, found), names.entries_of(found))
     if isinstance(value, dict) and type(value).__name__ != "Counter":
         noted = entries_of(value) if any(isinstance(item, Tensor) for item in value.values()) else []
-        if any(entry.staged or entry.part is not None for entry in noted):
+        if any(entry.said for entry in noted):
             return unfolded(noted)
         return {key: unfold(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -223,7 +224,7 @@ def _with_parts(state: dict[str, Any], params: Sequence[Entry | None]) -> dict[s
     """An optimizer's state by names, whose tensors are parts as their parameters are."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     entry_of = dict(zip(names, params, strict=True))
-    if not any(entry is not None and (entry.staged or entry.part is not None) for entry in params):
+    if not any(entry is not None and entry.said for entry in params):
         return state
     states = {name: _portions(each, entry_of.get(name)) for name, each in state["state"].items()}
     if not has_stages(entry for entry in params if entry is not None):
@@ -241,8 +242,8 @@ def _portions(state: Any, entry: Entry | None) -> Any:
     made = dict(state)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            part = entry.part if is_like(entry.value, key, value) else None
-            made[key] = Portion(value, part) if part is not None or entry.staged else value
+            part = part_of(value) or (entry.part if is_like(entry.value, key, value) else None)
+            made[key] = Portion(value, part) if part is not None or entry.staged or is_staged(value) else value
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from onecard.train.shard import Shard, held
+from onecard.train.shard import Shard, held, is_elsewhere, is_staged
 
 LAST = 1 << 30  # the order of what follows a pipeline's layers
 
@@ -97,6 +97,7 @@ class Entry:
         part: what the tensor is a part of; None: it is whole.
         order: its place among those of all stages; ``staged``: other ranks may not have it.
         key: its name here.
+        said: whether each rank says itself what it has of it.
     """
 
     name: str
@@ -105,18 +106,17 @@ class Entry:
     order: int = -1
     staged: bool = False
     key: str = ""
+    said: bool = False
 
     def portion(self) -> Any:
         """The value, as a state has it."""
-        return (
-            Portion(self.value, self.part)
-            if isinstance(self.value, Tensor) and (self.staged or self.part)
-            else self.value
-        )
+        return Portion(self.value, self.part) if isinstance(self.value, Tensor) and self.said else self.value
 
 
 def part_of(x: Tensor) -> Shard | None:
-    """What a tensor is a part of."""
+    """What a tensor is a part of; of one that only other stages of a pipeline have, nothing of it."""
+    if is_elsewhere(x):
+        return Shard(tuple(x.shape), 0)
     what = held(x)
     return None if what.is_all() else what
 
@@ -141,18 +141,18 @@ def entries_of(state: Mapping[str, Any]) -> list[Entry]:
 def _named(values: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[str, Tensor]) -> list[Entry]:
     notes = next((said for knowledge in known if (said := knowledge.notes(state)) is not None), None)
     found: dict[str, Entry] = {}
-    outside = -1
+    outside, cut = -1, any(map(is_staged, values.values()))
     for key, value in values.items():
         part = part_of(params.get(key, value)) if isinstance(value, Tensor) else None
         if part is None and notes is not None:
             part = notes.parts.get(key)
         names = notes.names(key) if notes is not None else None
         if names is None:
-            found[key] = Entry(key, value, part, outside, key=key)
+            found[key] = Entry(key, value, part, outside, key=key, said=cut or part is not None)
             continue
         outside = LAST
         for name, order in names:
-            found.setdefault(name, Entry(name, value, part, order, True, key))
+            found.setdefault(name, Entry(name, value, part, order, True, key, True))
     return list(found.values())
 
 

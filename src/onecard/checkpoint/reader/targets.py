@@ -147,7 +147,7 @@ class Walk:
     def _dict(self, target: dict[Any, Any], node: Any, path: str) -> Any:
         below = tree.children(node) or {}
         noted = entries_of(target) if any(isinstance(value, Tensor) for value in target.values()) else []
-        if any(entry.staged or entry.part is not None for entry in noted):
+        if any(entry.said for entry in noted):
             return self._noted(target, noted, below, path)
         for key, value in list(target.items()):
             made = self.value(value, below.get(key, _NOTHING), tree.join(path, key))
