@@ -25,7 +25,7 @@ from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_record
 from onecard.static.run.bound import Bound
-from onecard.static.run.elsewhere import settle
+from onecard.static.run.elsewhere import in_order, settle
 from onecard.static.run.rechecked import given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import MISS
@@ -267,6 +267,7 @@ class Static:
             )
         if recording.makes_states:
             settle(recording, bound.roots)
+            in_order(recording, bound.roots)
         else:
             self._bound.insert(0, bound)
         return result

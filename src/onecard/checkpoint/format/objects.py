@@ -59,7 +59,11 @@ class Names:
     def entry(self, param: Tensor) -> Entry:
         """A parameter as the module that has it; by itself, if none does."""
         found = self._found(param)
-        return found[0][1] if found else Entry("", param, part_of(param))
+        return (
+            found[0][1]
+            if found
+            else Entry("", param, part_of(param), said=is_staged(param) or part_of(param) is not None)
+        )
 
     def entries_of(self, names: Sequence[str]) -> list[Entry | None]:
         """The parameters of the first module that has all of some names."""

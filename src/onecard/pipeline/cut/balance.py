@@ -106,12 +106,18 @@ def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
     first: dict[fx.Node, int] = {}
     found: set[int] = set()
     for i, node in enumerate(nodes):
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or (i and is_one_call(nodes[i - 1], node)):
             found.add(i)
         for root in memory.writes.get(node, ()):
             begin = first.setdefault(root, order.get(root, i))
             found.update(range(begin + 1, i + 1))
     return found
+
+
+def is_one_call(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes of forward are of one call of the program's, whose backward is one, too."""
+    number = other.meta.get("call")
+    return number is not None and one.meta.get("call") == number
 
 
 def _candidates(crossing: Sequence[float], count: int, stages: int) -> list[int]:

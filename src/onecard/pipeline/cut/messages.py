@@ -135,14 +135,13 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_last(places: Places, clock: Clock, value: fx.Node, reader: fx.Node | None, source: int) -> Tick:
-    """When the last of those that write to a value before it is read there has run."""
+    """When the last of those that write to a value before it is read there (None: at the end) has run."""
     at = [clock.ticks[value]]
-    if reader is not None:
-        at += [clock.ticks[n] for n in _writers(places, reader, value) if source in places.at[n] and not is_free(n)]
+    at += [clock.ticks[n] for n in _writers(places, reader, value) if source in places.at[n] and not is_free(n)]
     return max(at)
 
 
-def _writers(places: Places, reader: fx.Node, value: fx.Node) -> list[fx.Node]:
+def _writers(places: Places, reader: fx.Node | None, value: fx.Node) -> list[fx.Node]:
     roots, writes = places.order.memory.roots[value], places.order.memory.writes
     found: list[fx.Node] = []
     for node in places.nodes:

@@ -81,7 +81,12 @@ class Places:
         """States are where what they are used with is; whether any was found."""
         found: dict[fx.Node, Ranks] = {}
         for node in self.nodes:
-            if node.op == "placeholder" and self.near[node] is None and not _is_everywhere(node) and _has_dims(node):
+            if (
+                node.op == "placeholder"
+                and self.near[node] is None
+                and not _is_everywhere(node)
+                and "tensor" in node.meta
+            ):
                 known = [near for user in node.users if (near := self._near_in(user, node)) is not None]
                 if known:
                     found[node] = frozenset.union(*known)
@@ -125,6 +130,10 @@ class Places:
             if isinstance(node, fx.Node):
                 wanted[node] |= (self.near[node] or self.all) if i in effects_at else self.all
         self.wanted_at_end = {n: Ranks(ranks) for n, ranks in wanted.items() if ranks}
+        last = {root: node for node, roots in self.order.memory.writes.items() for root in roots}
+        for node, ranks in self.wanted_at_end.items():  # as they are when all is done
+            for writer in {last[root] for root in self.order.memory.roots[node] if root in last}:
+                wanted[writer] |= ranks
         at: dict[fx.Node, Ranks] = {}
         for node in reversed(self.nodes):
             at[node] = Ranks(self._runs_on(node, wanted[node])) if node.op == "call_function" else Ranks(wanted[node])
@@ -141,8 +150,8 @@ class Places:
         if "ranks" in node.meta:
             return near or ()
         held = self._holders(node)
-        if held is not None:  # each rank that has it writes to its own; of what no stage reads, those that do later on
-            return held or wanted or near or self.all
+        if held is not None:  # each rank that has it writes to its own; what has no place is kept by all
+            return held or (self.all if near is None else wanted or near)
         if node in self.order.memory.writes and wanted:
             return wanted
         if effects(node):
@@ -166,10 +175,17 @@ class Places:
         """Whether what is written is read where it was written.
 
         Raises:
-            RecordingError: a cut inside of a chain of writes.
+            RecordingError: a cut inside of a chain of writes, or other cuts than an earlier step's.
         """
         for root, nodes in self._accesses().items():
             self._check_memory(root, nodes)
+        for node in self.graph.find_nodes(op="placeholder"):
+            had = {self.homes[stage] for stage in node.meta.get("stages", ())}
+            if had and not self.holders(node) <= had:
+                raise RecordingError(
+                    f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline since an earlier step, and this one "
+                    f"reads it on {sorted(self.holders(node))}: name the same cuts for both, oc.Stages(..., at=[...])"
+                )
 
     def _accesses(self) -> dict[fx.Node, list[fx.Node]]:
         written = {r for roots in self.order.memory.writes.values() for r in roots}
@@ -219,10 +235,6 @@ def is_free(node: fx.Node) -> bool:
 
 def _is_everywhere(node: fx.Node) -> bool:
     return "input" in node.meta and node.meta["input"].kind in _ALONE
-
-
-def _has_dims(node: fx.Node) -> bool:
-    return "tensor" in node.meta and len(node.meta["tensor"][0]) > 0
 
 
 def _is_list(node: Any) -> bool:

@@ -169,7 +169,7 @@ def _held(recording: Step, weave: Weave, place: int) -> Iterator[Elsewhere]:
     for i, known in enumerate(recording.inputs):
         ranks = used[i if known.within is None else known.within]
         kept = not ranks or len(ranks) == len(weave.ranks)
-        if known.kind in _OF_STAGES and known.facts and known.facts[0] and not kept:
+        if known.kind in _OF_STAGES and known.facts and not kept:
             stages = weave.places.stages.get(nodes[i], ())
             yield Elsewhere(known.where, known.facts, known.spec, place in ranks, stages)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 
 from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.machine.cost import Machine
-from onecard.pipeline.cut.balance import balanced
+from onecard.pipeline.cut.balance import balanced, is_one_call
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.order import only_names
 
@@ -52,7 +53,9 @@ def _as_before(nodes: list[fx.Node], stages: int) -> list[fx.Node]:
     """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have nothing to do."""
     found: list[fx.Node] = []
     homes: dict[fx.Node, tuple[int, ...]] = {}
-    for node in nodes:
+    first = nodes[0]  # of the call that a node is of
+    for before, node in pairwise([nodes[0], *nodes]):
+        first = first if is_one_call(before, node) else node
         known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
         if not known:
             continue
@@ -60,7 +63,7 @@ def _as_before(nodes: list[fx.Node], stages: int) -> list[fx.Node]:
             homes[node] = known[0]
             continue
         later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
-        found += [node] * (min(later) - len(found) if later else 0)
+        found += [first] * (min(later) - len(found) if later else 0)
     return found + [nodes[-1]] * (stages - 1 - len(found)) if found else []
 
 

@@ -23,8 +23,24 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
         local = x._local if isinstance(x, DistTensor) else x
         for tensor in (x, local):
             note_stage(tensor, known.here, known.stages)
-        if not known.here and local.numel() and local.untyped_storage().nbytes():
+        if not known.here and local.dim() and local.numel() and local.untyped_storage().nbytes():
+            if not local.untyped_storage().resizable():  # of a file, or of NumPy's
+                local.data = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
             local.untyped_storage().resize_(0)
+
+
+def in_order(step: Step, roots: Sequence[Any]) -> None:
+    """States in the order in which the optimizer makes them, whoever has them: as on all ranks."""
+    names: dict[Any, list[Any]] = {}
+    for known in step.elsewhere:
+        if known.where[0] == "state":
+            _, *place, key = known.where
+            names.setdefault(tuple(place), []).append(key)
+    for (root, group, i), keys in names.items():
+        held = roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]
+        values = {key: held[key] for key in (*keys, *held) if key in held}
+        held.clear()
+        held.update(values)
 
 
 def make_room(step: Step, roots: Sequence[Any]) -> None:

@@ -1,0 +1,203 @@
+"""Pipelines cut out of recorded steps beside all else: other axes, ZeRO, half precision, optimizers, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amounts import PROOF
+from cut_programs import GPT, K
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+
+class Program:
+    """A GPT's training, on one card or as a pipeline."""
+
+    def __init__(self, stages: Any = None, mesh: Any = None, zero: Any = None, kind: str = "") -> None:
+        torch.manual_seed(0)
+        self.stages, self.mesh, self.kind, self.model = stages, mesh, kind, GPT()
+        self.average = GPT() if "ema" in kind else None
+        if mesh is not None:
+            self._lay_out()
+        foreach, fused = "foreach" in kind or None, "fused" in kind or None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4, foreach=foreach, fused=fused)
+        if mesh is not None:
+            self.optimizer = oc.shard_optimizer(self.optimizer, zero)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in kind)
+        self.rate = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.run = self.on_one_card if stages is None else oc.to_static(self.step, stages=stages)
+
+    def _lay_out(self) -> None:
+        known: dict[int, Any] = {}
+        cut = {"qkv.weight": 0, "qkv.bias": 0, "out.weight": 1} if "tp" in self.mesh.dim_names else {}
+
+        def place(name: str, layer: nn.Module, mesh: Any) -> None:
+            for short, p in list(layer.named_parameters(recurse=False)):
+                dim = cut.get(f"{name.split('.')[-1]}.{short}")
+                where = [oc.Replicate(), oc.Replicate() if dim is None else oc.Shard(dim)]
+                if not isinstance(p, oc.DistTensor):
+                    known.setdefault(id(p), nn.Parameter(oc.shard_tensor(p, mesh, where)))
+                    setattr(layer, short, known[id(p)])
+
+        oc.shard_layer(self.model, self.mesh, place)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="amp" in self.kind):
+            return F.cross_entropy(self.model(x).flatten(0, 1).float(), y.flatten())
+
+    def finish(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            with torch.no_grad():
+                for a, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    a.lerp_(p, 0.1)
+        return norm
+
+    def step(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.loss(x, y)
+        self.scaler.scale(loss).backward()
+        return loss.detach(), self.finish()
+
+    def on_one_card(self, x: Tensor, y: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
+        """``ranks``: over which dp cuts the batch: a microbatch has some rows of each."""
+        total = torch.zeros(())
+        parts = [torch.cat([p.view(K, -1, *p.shape[1:]) for p in t.chunk(ranks)], 1) for t in (x, y)]
+        for part in zip(*parts, strict=True):
+            loss = self.loss(*part) / K
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total, self.finish()
+
+    def trained(self, steps: range, ranks: int = 1, rows: tuple[int, ...] = (16,)) -> list[list[float]]:
+        found = []
+        for i in steps:
+            torch.manual_seed(i)
+            n = rows[i % len(rows)]
+            x, y = torch.randint(10, (n, 3)), torch.randint(10, (n, 3))
+            if self.stages is None:
+                with oc.one_card_random():
+                    found.append([float(v) for v in self.on_one_card(x, y, ranks)])
+            else:
+                if self.mesh is not None:
+                    rows_of = oc.Shard(0) if "dp" in self.mesh.dim_names else oc.Replicate()
+                    x, y = (oc.shard_tensor(t, self.mesh, [oc.Replicate(), rows_of]) for t in (x, y))
+                found.append([float(v) for v in self.run(x, y)])
+            self.rate.step()
+        return found
+
+
+def close(one: Any, other: Any) -> bool:
+    return torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5)
+
+
+ZERO = {"dp": None, "zero1": oc.ShardingStage1, "zero2": oc.ShardingStage2, "zero3": oc.ShardingStage3}
+
+
+def _beside_axes(cells: list[tuple[str, str]]) -> list[str]:
+    wrong = []
+    for kind, mode in cells:
+        axis = "tp" if kind == "tp" else "dp"
+        mesh, make = oc.ProcessMesh([[0, 1], [2, 3]], ["pp", axis]), ZERO.get(kind)
+        found = Program(oc.Stages(K, schedule=mode), mesh, make and make("dp")).trained(range(3))
+        if not close(found, Program().trained(range(3), 1 if kind == "tp" else 2)):
+            wrong.append(f"{kind} {mode}: {found}")
+    return wrong
+
+
+def test_other_axes_and_zero():
+    cells = [("dp", "1F1B"), ("zero1", "1F1B"), ("zero3", "ZBV"), ("tp", "ZBH1")]
+    if PROOF:
+        cells = [(kind, mode) for kind in (*ZERO, "tp") for mode in ("F-then-B", "1F1B", "VPP", "ZBH1", "ZBV")]
+    for found in run_ranks(_beside_axes, 4, cells, timeout=600.0):
+        assert found == []
+
+
+def _beside_habits(kinds: list[str]) -> list[str]:
+    wrong = []
+    for kind in kinds:
+        found = Program(oc.Stages(K, schedule="ZBH1"), kind=kind).trained(range(3))
+        if not close(found, Program(kind=kind).trained(range(3))):
+            wrong.append(f"{kind}: {found}")
+    return wrong
+
+
+def test_habits():
+    kinds = ["foreach ema", "fused scaler amp"]
+    if PROOF:
+        kinds += ["", "fused", "amp", "ema", "fused scaler"]
+    for found in run_ranks(_beside_habits, 2, kinds, timeout=600.0):
+        assert found == []
+
+
+def _evaluated(program: Program, evaluate: Any, rows: int) -> Tensor:
+    x = torch.arange(3 * rows).view(rows, 3) % 10
+    program.model.eval()
+    with torch.no_grad(), nullcontext() if program.stages is not None else oc.one_card_random():
+        found = evaluate(x)
+    program.model.train()
+    return found
+
+
+def _other_steps() -> list[str]:
+    """Batches of two sizes, and steps without gradients between them."""
+    program, one_card = Program(stages := oc.Stages(K, schedule="ZBV")), Program()
+    wrong: list[str] = []
+    warnings.filterwarnings("ignore", "step is recorded anew")
+
+    @torch.no_grad()
+    def evaluate(x: Tensor) -> Tensor:
+        return program.model(x)
+
+    recorded = oc.to_static(evaluate, stages=stages)
+    for i in range(4):
+        found, wanted = program.trained(range(i, i + 1), rows=(16, 8)), one_card.trained(range(i, i + 1), rows=(16, 8))
+        if not close(found, wanted):
+            wrong.append(f"step {i}: {found}, {wanted}")
+        given = _evaluated(program, recorded, 8), _evaluated(one_card, one_card.model, 8)
+        if not torch.allclose(*given, rtol=1e-5, atol=1e-5):
+            wrong.append(f"evaluation {i}: {given}")
+    return wrong
+
+
+def test_batches_of_other_sizes_and_evaluation():
+    for found in run_ranks(_other_steps, 2, timeout=600.0):
+        assert found == []
+
+
+def _saved(folder: str) -> list[str]:
+    """Saved by a pipeline under the names of one card; loaded by it, by another pipeline, and on one card."""
+    wrong = []
+    whole = Program()
+    wanted = whole.trained(range(4))[2:]
+    program = Program(oc.Stages(K))
+    program.trained(range(2))
+    oc.save_state_dict({"model": program.model, "optimizer": program.optimizer, "rate": program.rate}, folder)
+    program.trained(range(7, 8))
+    for other in (program, Program(oc.Stages(K, schedule="ZBV")), Program()):
+        oc.load_state_dict({"model": other.model, "optimizer": other.optimizer, "rate": other.rate}, folder)
+        if not close(other.trained(range(2, 4)), wanted):
+            wrong.append(f"{other.stages}")
+    return wrong
+
+
+def test_checkpoints_as_of_one_card(tmp_path: Path):
+    for found in run_ranks(_saved, 2, str(tmp_path / "saved"), timeout=600.0):
+        assert found == []
+
+
+def test_a_rank_that_is_no_place_of_the_pipeline():
+    stages = oc.Stages(2, ranks=[3])
+    with pytest.raises(oc.errors.RecordingError, match=r"rank 0 is none of the pipeline's ranks \[3\]"):
+        oc.to_static(lambda x: x * 2, stages=stages)(torch.ones(4))
