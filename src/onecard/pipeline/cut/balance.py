@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from torch import fx
@@ -104,9 +104,9 @@ def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
     """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results."""
     memory, order = Memory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
     first: dict[fx.Node, int] = {}
-    found: set[int] = set()
+    found, calls = set[int](), calls_of(graph)
     for i, node in enumerate(nodes):
-        if node.target is operator.getitem or (i and is_one_call(nodes[i - 1], node)):
+        if node.target is operator.getitem or (i and is_one_call(nodes[i - 1], node, calls)):
             found.add(i)
         for root in memory.writes.get(node, ()):
             begin = first.setdefault(root, order.get(root, i))
@@ -114,10 +114,15 @@ def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
     return found
 
 
-def is_one_call(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes of forward are of one call of the program's, whose backward is one, too."""
+def calls_of(graph: fx.Graph) -> set[int]:
+    """Autograd's numbers of the calls that have a backward."""
+    return {n.meta["call"] for n in graph.nodes if phase_of(n) == "backward" and n.meta.get("call") is not None}
+
+
+def is_one_call(one: fx.Node, other: fx.Node, calls: Collection[int]) -> bool:
+    """Whether two nodes of forward are of one of these calls."""
     number = other.meta.get("call")
-    return number is not None and one.meta.get("call") == number
+    return number in calls and one.meta.get("call") == number
 
 
 def _candidates(crossing: Sequence[float], count: int, stages: int) -> list[int]:

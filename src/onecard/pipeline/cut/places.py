@@ -183,8 +183,8 @@ class Places:
             had = {self.homes[stage] for stage in node.meta.get("stages", ())}
             if had and not self.holders(node) <= had:
                 raise RecordingError(
-                    f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline since an earlier step, and this one "
-                    f"reads it on {sorted(self.holders(node))}: name the same cuts for both, oc.Stages(..., at=[...])"
+                    f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline since an earlier step, and this "
+                    f"one reads it on {sorted(self.holders(node))}: name the same cuts for both, oc.Stages(..., at=[...])"
                 )
 
     def _accesses(self) -> dict[fx.Node, list[fx.Node]]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.machine.cost import Machine
-from onecard.pipeline.cut.balance import balanced, is_one_call
+from onecard.pipeline.cut.balance import balanced, calls_of, is_one_call
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.order import only_names
 
@@ -40,7 +40,7 @@ def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine)
     nodes = forward_of(graph)
     if at:
         return _named(nodes, stages, at)
-    if found := _as_before(nodes, stages):
+    if found := _as_before(nodes, stages, calls_of(graph)):
         return found
     if len(nodes) < stages:
         raise RecordingError(
@@ -49,13 +49,13 @@ def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine)
     return balanced(graph, nodes, stages, machine)
 
 
-def _as_before(nodes: list[fx.Node], stages: int) -> list[fx.Node]:
+def _as_before(nodes: list[fx.Node], stages: int, calls: set[int]) -> list[fx.Node]:
     """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have nothing to do."""
     found: list[fx.Node] = []
     homes: dict[fx.Node, tuple[int, ...]] = {}
     first = nodes[0]  # of the call that a node is of
     for before, node in pairwise([nodes[0], *nodes]):
-        first = first if is_one_call(before, node) else node
+        first = first if is_one_call(before, node, calls) else node
         known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
         if not known:
             continue
