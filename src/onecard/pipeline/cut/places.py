@@ -183,7 +183,7 @@ class Places:
             had = {self.homes[stage] for stage in node.meta.get("stages", ())}
             if had and not self.holders(node) <= had:
                 raise RecordingError(
-                    f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline since an earlier step, and this "
+                    f"stages: {node.meta['input'].name} is on place {sorted(had)} of the pipeline by an earlier step, and this "
                     f"one reads it on {sorted(self.holders(node))}: name the same cuts for both, oc.Stages(..., at=[...])"
                 )
 
