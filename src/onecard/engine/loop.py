@@ -99,8 +99,6 @@ def fit(
     options = {"collate_fn": collate_fn, "num_workers": num_workers}
     more = {"shuffle": shuffle or None, "drop_last": drop_last}
     loader = loader_of(train_data, engine.place(), batch_size, True, **options, **more)
-    if save_dir is not None:
-        saved.check_staged(engine)
     run = _Run(engine, loader, None if save_dir is None else Path(save_dir), keep, Callbacks(callbacks, engine))
     run.begin(resume)
     engine.stop_training = False

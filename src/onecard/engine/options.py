@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 
 from onecard.engine.strategy import Strategy
-from onecard.errors import StrategyError
 from onecard.pipeline.cut.stages import Stages
 from onecard.place.mesh import ProcessMesh
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3
@@ -19,9 +18,6 @@ PIPELINE = ("pp", "pipe", "stage")
 
 def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh | None = None) -> dict[str, Any]:
     """What ``to_static`` is given for a step of a mode, "train", "eval" or "predict".
-
-    Raises:
-        StrategyError: evaluation under a pipeline, which has the model's parts on different ranks.
 
     Example:
         >>> static_options(Strategy(gradient_merge={"enable": True, "k_steps": 4}), "train", 1)
@@ -35,11 +31,7 @@ def static_options(strategy: Strategy, mode: str, ranks: int, mesh: ProcessMesh 
         options["without"] = strategy.fused_passes.without
     if mode != "train":
         if pipeline_degree(strategy, ranks, mesh) > 1:
-            raise StrategyError(
-                f"Engine: mode={mode!r} under a pipeline: recordings of steps that train are cut into stages, not others yet. "
-                "Evaluate and predict in an Engine without pipeline.enable",
-                "pipeline.enable",
-            )
+            options["stages"] = _microbatches(strategy, ranks, mesh)["stages"].forward()
         return options
     again = strategy.recompute
     if again.enable and again.memory_limit is not None:

@@ -7,9 +7,6 @@ from typing import Any
 from torch import nn
 
 from onecard import checkpoint
-from onecard.comm.world import world
-from onecard.engine.options import pipeline_degree
-from onecard.errors import EngineError
 
 
 def state_of(engine: Any, training: bool) -> dict[str, Any]:
@@ -32,17 +29,7 @@ def save(engine: Any, path: Any, training: bool = True) -> None:
 
     Any layout, and any number of ranks, loads it (``onecard.checkpoint``).
     """
-    check_staged(engine)
     checkpoint.save(state_of(engine, training), path)
-
-
-def check_staged(engine: Any) -> None:
-    """Refuse what a model whose parts are on different ranks cannot do yet."""
-    if pipeline_degree(engine.strategy, world.get_world_size(), engine.place().mesh) > 1:
-        raise EngineError(
-            "Engine: a model that is cut into stages (pipeline.enable=True) is not saved yet: no rank has all of it. Train "
-            "without save_dir, or without a pipeline"
-        )
 
 
 def load(engine: Any, path: Any, strict: bool = True, load_optimizer: bool = True) -> None:

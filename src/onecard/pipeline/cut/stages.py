@@ -19,7 +19,7 @@ from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.places import Places
 from onecard.pipeline.cut.starts import starts_of
 from onecard.pipeline.cut.weave import Weave
-from onecard.pipeline.schedule.action import Schedule
+from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.static.passes.microbatches import Microbatches, Rows
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
@@ -96,6 +96,18 @@ class Stages(Microbatches):
                 f"stages: {found!r}, and the pipeline has {ranks} ranks and {self.k_steps} microbatches (k_steps)"
             )
         return found
+
+    def forward(self, microbatches: int = 1) -> Stages:
+        """The same stages for steps without gradients, on so many microbatches: to evaluate and to predict."""
+
+        def make(ranks: int, count: int) -> Schedule:
+            homes = self.schedule_for(ranks).stage_to_rank
+            rows = [[stage for stage in sorted(homes) if homes[stage] == rank] for rank in range(ranks)]
+            return Schedule.of(
+                [[Action("F", stage, m) for stage in row for m in range(count)] for row in rows], "forward"
+            )
+
+        return replace(self, k_steps=microbatches, schedule=make, virtual=None)
 
     def merged(
         self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None, late: Collection[fx.Node] = ()
