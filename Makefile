@@ -55,6 +55,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/sparse_check.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/engine.py
 
 docs: $(STAMP)
 	$(BIN)/python -m onecard.rules.verify --markdown docs/rules.md

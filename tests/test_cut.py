@@ -8,6 +8,7 @@ from amounts import PROOF
 from cut_programs import MODELS, K, trained
 
 import onecard as oc
+from onecard.pipeline.cut import sending
 from onecard.testing import run_ranks
 
 MODES = ["F-then-B", "1F1B", "VPP", "ZBH1", "ZBV"]
@@ -38,3 +39,18 @@ def test_models_as_on_one_card(ranks):
     cells = dict.fromkeys(MODELS, MODES) if PROOF else SHARE
     for found in run_ranks(_each_cell, ranks, cells, timeout=600.0):
         assert found == []
+
+
+def _sends_and_sums() -> tuple[int, int, int]:
+    """Messages of a rank's graph, those of several values, and products that are added where the sum is."""
+    *_, run = trained("gpt", oc.Stages(K, schedule="1F1B"))
+    targets = [n.target for n in run.recordings[0].graph.nodes]
+    packed = targets.count(sending.send_packed)
+    return targets.count(sending.send) + packed, packed, targets.count(torch.ops.aten.addmm_.default)
+
+
+def test_few_messages_and_products():
+    for sends, packed, products in run_ranks(_sends_and_sums, 2):
+        assert packed >= 1
+        assert sends <= K + 4  # a value of each microbatch, and the tail's
+        assert products >= K - 1

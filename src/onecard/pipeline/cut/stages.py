@@ -17,6 +17,7 @@ from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.places import Places
+from onecard.pipeline.cut.products import adding_products
 from onecard.pipeline.cut.starts import starts_of
 from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
@@ -121,6 +122,7 @@ class Stages(Microbatches):
         starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here)
         parts = Parts(recording.graph, starts)
         made = super().merged(recording, leaves, whole, parts.late)
+        made = made.with_graph(adding_products(made.graph))
         weave = woven(made, schedule, ranks, name)
         return on_rank(made, weave, place)
 
