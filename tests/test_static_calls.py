@@ -126,3 +126,23 @@ def test_constants_that_the_step_writes_to_begin_anew():
     recording = oc.record(step)(torch.zeros(2))
     assert torch.equal(recording(torch.zeros(2)), torch.tensor([2.0, 5.0]))
     assert torch.equal(recording(torch.zeros(2)), torch.tensor([2.0, 5.0]))
+
+
+def test_microbatches_under_one_card_random_draw_as_one_after_the_other():
+    """A replay within ``one_card_random`` drew a key for each key."""
+    drop, layer = torch.nn.Dropout(0.5), torch.nn.Linear(3, 3, bias=False)
+
+    def step(x):
+        y = drop(x)
+        layer(y).sum().backward()
+        layer.weight.grad = None
+        return y.detach()
+
+    merged = oc.to_static(step, k_steps=2)
+    with oc.one_card_random():
+        merged(torch.ones(6, 3))
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            found = merged(torch.ones(6, 3))
+            torch.manual_seed(seed)
+            assert torch.equal(found, torch.cat([drop(torch.ones(3, 3)) for _ in range(2)]))

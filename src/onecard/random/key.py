@@ -6,6 +6,8 @@ So all that torch has for random state works: ``torch.manual_seed``, ``get_rng_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +63,15 @@ def new_key(generator: Any = None) -> Key:
     return generator if isinstance(generator, Key) else _drawn(generator)
 
 
+aside: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Inside, keys are drawn by torch's generator itself: what draws by keys would draw one for a key."""
+
+
 @one_node()
 def _drawn(generator: Any) -> Key:
     device = generator.device if generator is not None else "cpu"
-    bits = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device)
+    with nullcontext() if tracing() or not _torch.modes_on() else aside():
+        bits = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device)
     if not tracing():
         value = int(bits)
         return Key(value & MASK, (value >> 32) & MASK)

@@ -17,6 +17,7 @@ from onecard.comm.agree.agree import first_to_say, when_met
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
 from onecard.errors import DispatchError
+from onecard.random import key
 from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -74,6 +75,9 @@ def set_aside() -> Iterator[None]:
     now, without = _torch.whole_mode
     with without() if isinstance(now(), _Dispatch) else nullcontext():
         yield
+
+
+key.aside = set_aside
 
 
 def _not_plain(values: Any) -> bool:
