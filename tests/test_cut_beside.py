@@ -15,7 +15,7 @@ from cut_programs import GPT, K
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 
 
 class Program:
@@ -201,3 +201,18 @@ def test_a_rank_that_is_no_place_of_the_pipeline():
     stages = oc.Stages(2, ranks=[3])
     with pytest.raises(oc.errors.RecordingError, match=r"rank 0 is none of the pipeline's ranks \[3\]"):
         oc.to_static(lambda x: x * 2, stages=stages)(torch.ones(4))
+
+
+def _fails_in_a_stage() -> None:
+    program = Program(oc.Stages(K))
+    program.trained(range(2))
+    x = torch.zeros(16, 3, dtype=torch.int64)
+    x[9, 1] = 99  # no row of the embedding, in the third microbatch
+    program.run(x, x)
+
+
+def test_an_error_in_a_stage_names_it_its_microbatch_and_the_line():
+    with pytest.raises(RankError) as caught:
+        run_ranks(_fails_in_a_stage, 2, timeout=120.0)
+    said = str(caught.value)
+    assert "stage 0, forward of microbatch 2" in said and "cut_programs.py" in said and "rank 0" in said

@@ -212,7 +212,8 @@ def _carry_over(old: Any, new: Any) -> None:
 
 def in_16_bits(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters of all but norms, whose statistics want float32."""
-    kept = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    batch = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    kept = (*batch, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     for module in model.modules():
         if not isinstance(module, kept):
             for p in module.parameters(recurse=False):

@@ -19,6 +19,7 @@ from onecard.errors import RecordingError
 from onecard.static.call import flat, name_of, recorded
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
+from onecard.static.code.compiled import note_line
 from onecard.static.guards.places import Before
 from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
@@ -47,6 +48,7 @@ def record(fn: Callable[..., Any]) -> Callable[..., Recording]:
         RecordingError: the step depends on values in a way that a graph cannot hold. Names the line.
 
     Example:
+        >>> import torch
         >>> weight = torch.ones(2, requires_grad=True)
         >>> def step(x):
         ...     (x * weight).sum().backward()
@@ -111,6 +113,7 @@ def to_static(
     Source: ``paddle.jit.to_static``; ``torch.compile``; ``k_steps`` and ``avg`` of Paddle's gradient merge.
 
     Example:
+        >>> import torch
         >>> weight = torch.ones(2, requires_grad=True)
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
         >>> @to_static
@@ -170,7 +173,11 @@ class Static:
             return result
         for bound in self._bound:
             checks = bound.checks
-            result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
+            try:
+                result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
+            except Exception as fault:
+                note_line(fault, bound.recording._run)
+                raise
             if result is not MISS:
                 checks.calls += 1
                 if bound is not self._bound[0]:
@@ -259,7 +266,11 @@ class Static:
         """The first replay of a step that has not been done: one that makes an optimizer's states is replayed once."""
         bound = recording.bound
         assert bound is not None
-        result = bound.replay(args, kwargs)
+        try:
+            result = bound.replay(args, kwargs)
+        except Exception as fault:
+            note_line(fault, recording._run)
+            raise
         if result is MISS:
             leaves, names, _ = flat(self.fn, args, kwargs)
             raise RecordingError(

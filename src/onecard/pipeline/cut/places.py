@@ -204,7 +204,8 @@ class Places:
         for node in nodes:
             (rank,) = self.at[node]
             if rank not in fresh:
-                if rank in had or (root.op == "placeholder" and root not in self._given()):
+                stale = rank in had or not maker & fresh  # who made it sends it, as it is there
+                if stale or (root.op == "placeholder" and root not in self._given()):
                     raise self._inside(root, node)
                 fresh.add(rank)
                 had.add(rank)

@@ -52,7 +52,7 @@ def shares(node: fx.Node, written: list[fx.Node] | None = None) -> list[fx.Node]
             return [n for n in node.all_input_nodes if "tensor" in n.meta]
         if traits(node).views:
             return [n for n in node.all_input_nodes[:1] if "tensor" in n.meta]
-        if not any(r.alias_info for r in target._schema.returns):
+        if not target._schema.is_mutable:
             return []  # statistics that it writes to are none of its results
     return written_by(node) if written is None else written
 
