@@ -110,9 +110,12 @@ class Places:
         return self._together(node.all_input_nodes)
 
     def of_element(self, node: Any, i: int) -> Ranks | None:
-        """Where the operands of one element of an operator on lists are."""
-        lists = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple)]
-        return self._together(x[i] for x in lists if i < len(x) and isinstance(x[i], fx.Node))
+        """Where one element of an operator on lists is done: on all ranks that have what it writes to, or by its operands."""
+        given = [x[i] for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple) and i < len(x)]
+        operands = [x for x in given if isinstance(x, fx.Node)]
+        memory = self.order.memory
+        roots = {r for x in operands for r in memory.roots[x] if r in memory.writes.get(node, ()) and r.op == "placeholder"}
+        return frozenset[int]().union(*(self.near[r] or () for r in roots)) or self._together(operands)
 
     def _together(self, operands: Iterable[fx.Node]) -> Ranks | None:
         known = [near for n in operands if (near := self.near[n]) is not None]
