@@ -114,7 +114,9 @@ class Places:
         given = [x[i] for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple) and i < len(x)]
         operands = [x for x in given if isinstance(x, fx.Node)]
         memory = self.order.memory
-        roots = {r for x in operands for r in memory.roots[x] if r in memory.writes.get(node, ()) and r.op == "placeholder"}
+        roots = {
+            r for x in operands for r in memory.roots[x] if r in memory.writes.get(node, ()) and r.op == "placeholder"
+        }
         return frozenset[int]().union(*(self.near[r] or () for r in roots)) or self._together(operands)
 
     def _together(self, operands: Iterable[fx.Node]) -> Ranks | None:
