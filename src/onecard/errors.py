@@ -34,6 +34,10 @@ class ScheduleError(OnecardError, ValueError):
     """A pipeline schedule that cannot be made, read, or run to its end."""
 
 
+class StageError(OnecardError, RuntimeError):
+    """A value that only other ranks of a pipeline have is asked for here."""
+
+
 class CheckpointError(OnecardError, RuntimeError):
     """A checkpoint that cannot be written, is damaged, or does not fit what it is loaded into."""
 

@@ -216,6 +216,8 @@ class DistTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._local.numel() and not self._local.is_meta and not self._local.untyped_storage().nbytes():
+            return f"DistTensor({self._spec!r} on {self.mesh!r}\n  on other ranks)"
         values = self._local if self._local.numel() <= 24 else self._local.flatten()[:6]
         part = "local summand" if self._spec.layout.pending else "local"
         text = repr(values.detach()).removeprefix("tensor(").removesuffix(")").split(", dtype")[0]

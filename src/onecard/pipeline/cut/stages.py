@@ -168,7 +168,8 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
         if effect.kind == "new state" and effect.output is not None:
             node = given_before[effect.output.position]
             here = effect.output.position in numbers
-            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, ()))
+            name = f"the optimizer's {effect.where[-1]}"
+            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, (), name))
     made = recording.with_graph(graph)
     made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
     return made
@@ -185,7 +186,7 @@ def _held(recording: Step, weave: Weave, place: int) -> Iterator[Elsewhere]:
         kept = not ranks or len(ranks) == len(weave.ranks)
         if known.kind in _OF_STAGES and known.facts and not kept:
             stages = weave.places.stages.get(nodes[i], ())
-            yield Elsewhere(known.where, known.facts, known.spec, place in ranks, stages)
+            yield Elsewhere(known.where, known.facts, known.spec, place in ranks, stages, known.name)
 
 
 _OF_STAGES = ("parameter", "buffer", "state", "tensor")

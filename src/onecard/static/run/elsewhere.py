@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard.comm.base.record import words_of
 from onecard.static.guards.places import at, optimizer_at
 from onecard.static.step.step import Elsewhere, Step
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.train.absent import let_go
 from onecard.train.shard import note_stage
 
 
@@ -27,6 +29,8 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
             if not local.untyped_storage().resizable():  # of a file, or of NumPy's
                 local.data = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
             local.untyped_storage().resize_(0)
+        if not known.here:
+            let_go(local, known.stages, words_of(x) or known.name)
 
 
 def in_order(step: Step, roots: Sequence[Any]) -> None:

@@ -68,7 +68,7 @@ class Elsewhere:
     """A tensor of the program of which a pipeline's ranks have different ones.
 
     Attributes:
-        here: whether this rank has it; ``stages``: which of them read it.
+        here: whether this rank has it; ``stages``: which of them read it; ``name``: what errors call it.
         facts: shape, strides, dtype, device of the local tensor; ``spec``: of the distributed one.
     """
 
@@ -77,6 +77,7 @@ class Elsewhere:
     spec: Spec | None
     here: bool
     stages: tuple[int, ...]
+    name: str = ""
 
 
 @dataclass(slots=True, repr=False)

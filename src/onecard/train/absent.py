@@ -1,0 +1,127 @@
+"""What only other ranks of a pipeline have: a tensor of this program without memory here, which says so to who computes with it.
+
+Its place is kept, so that all ranks look alike: the same objects, names, shapes, optimizers. Recorded steps run their part; all
+else that would read it is told who has it. Without that, torch's operators on lists read memory that is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from onecard import recorded
+from onecard._torch.names import without_torch_function
+from onecard.comm.base.record import name as call
+from onecard.comm.base.record import user_line, words_of
+from onecard.errors import StageError
+from onecard.train.shard import note_stage, stages_of
+
+_TOLD = frozenset((
+    "__dir__", "__hash__", "__len__", "_backward_hooks", "_base", "_cdata", "_is_view", "_is_zerotensor",
+    "_post_accumulate_grad_hooks", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "get_device", "grad",
+    "grad_fn", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda", "is_distributed", "is_floating_point",
+    "is_hpu", "is_inference", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_neg",
+    "is_nested", "is_pinned", "is_quantized", "is_same_size", "is_shared", "is_signed", "is_sparse", "is_sparse_csr",
+    "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "names", "nbytes", "ndim", "ndimension", "nelement", "numel",
+    "output_nr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_", "retains_grad",
+    "shape", "size", "storage_offset", "stride", "untyped_storage",
+))  # fmt: skip
+"""What may be asked of it: all but values."""
+_ALIASES = frozenset(("detach", "detach_", "data", "alias"))
+
+
+class Absent(Tensor):
+    """A tensor that only other ranks of a pipeline have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if recorded.recorder is None and name not in _TOLD:
+            x = next(x for x in _tensors((args, kwargs)) if isinstance(x, Absent))
+            if name in ("__repr__", "__format__"):
+                return f"{type(x).__name__}({_words(x)})"
+            if name == "to" and _stays(x, args[1:], kwargs):
+                return x
+            if name not in _ALIASES:
+                raise StageError(_error(x, name))
+            made = _plainly(func, args, kwargs)
+            return _as_absent(made, x) if isinstance(made, Tensor) else made
+        return _plainly(func, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StageError(_error(self, "pickle (torch.save)"))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StageError(_error(self, "deepcopy"))
+
+
+class AbsentParameter(Absent, nn.Parameter):
+    """A parameter that only other ranks of a pipeline have."""
+
+
+def let_go(x: Tensor, holders: tuple[int, ...], name: str) -> None:
+    """A tensor of this program becomes one that only others have; it stays the object that it is.
+
+    Args:
+        holders: the stages that have it.
+        name: what errors call it, if it has no name yet.
+    """
+    note_stage(x, False, holders)
+    if not words_of(x):
+        call(x, name)
+    kind = {Tensor: Absent, nn.Parameter: AbsentParameter}.get(type(x))
+    if kind is not None:
+        x.__class__ = kind  # type: ignore[assignment]
+
+
+def _as_absent(made: Tensor, x: Tensor) -> Tensor:
+    if type(made) in (Tensor, nn.Parameter):
+        let_go(made, stages_of(x), words_of(x))
+    return made
+
+
+def _stays(x: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether ``to`` has nothing to do: optimizers ask it of states that they load."""
+    asked = [*args, *kwargs.values()]
+    return all(each in (x.dtype, x.device, None, False) for each in asked)
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _tensors(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from _tensors(each)
+    elif isinstance(x, dict):
+        for each in x.values():
+            yield from _tensors(each)
+
+
+def _name(func: Any) -> str:
+    """A function's name; that of a property, of its getter and setter."""
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        return str(getattr(owner, "__name__", ""))
+    return str(getattr(func, "__name__", func)).removesuffix(".default")
+
+
+def _words(x: Tensor) -> str:
+    stages = ", ".join(map(str, stages_of(x)))
+    who = f"stage {stages} of the pipeline has" if stages else "other stages of the pipeline have"
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}, which {who}"
+
+
+def _error(x: Tensor, name: str) -> str:
+    return (
+        f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: its memory here was given back. "
+        "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
+        "oc.checkpoint.save(path, {'model': model}) saves all stages as one model, and oc.checkpoint.load(path) on one process "
+        "gives the whole of it"
+    )
