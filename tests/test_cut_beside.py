@@ -199,7 +199,7 @@ def test_checkpoints_as_of_one_card(tmp_path: Path):
 
 def test_a_rank_that_is_no_place_of_the_pipeline():
     stages = oc.Stages(2, ranks=[3])
-    with pytest.raises(oc.errors.RecordingError, match=r"rank 0 is none of the pipeline's ranks \[3\]"):
+    with pytest.raises(oc.errors.RecordingError, match=r"ranks=\[3\] names \[3\]; this world has ranks 0 to 0"):
         oc.to_static(lambda x: x * 2, stages=stages)(torch.ones(4))
 
 

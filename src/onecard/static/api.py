@@ -138,8 +138,18 @@ class Static:
         if kind := next((kind for kind, asks in _LATER.items() if asks(fn)), ""):
             raise refusals.runs_later(name_of(fn), kind)
         self._options = options or StaticOptions()
+        if self._options.stages is not None and not isinstance(self._options.stages, Microbatches):
+            raise RecordingError(
+                f"{name_of(fn)}: stages={self._options.stages!r}: want onecard.Stages(k_steps, schedule='1F1B'), which says "
+                "how the batch and the step are cut"
+            )
         self._parts = self._options.microbatches
         self._sketched = self._parts is not None and self._parts.sketched
+        if self._sketched and self._options.k_steps != 1:
+            raise RecordingError(
+                f"{name_of(fn)}: k_steps={self._options.k_steps} beside stages=, which has its own: "
+                f"stages=onecard.Stages({self._options.k_steps})"
+            )
         chosen(self._options)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn = fn

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import fx
+from torch import Tensor, fx
+from torch.distributed.tensor import Replicate
 
 from onecard.comm.base.state import machine
 from onecard.comm.issue import groups
 from onecard.comm.world import world
-from onecard.errors import RecordingError
+from onecard.errors import RecordingError, ScheduleError
+from onecard.pipeline.cut.alike import check_alike
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.parts import Parts
@@ -22,7 +24,9 @@ from onecard.pipeline.cut.starts import starts_of
 from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
-from onecard.static.passes.microbatches import Microbatches, Rows
+from onecard.place.layout import Layout
+from onecard.static.passes.microbatches import Microbatches, Rows, asked
+from onecard.static.passes.once import phase_of, words
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 from onecard.tensor.buckets import apart
 from onecard.tensor.random_operators.one_card import one_card_random
@@ -60,6 +64,21 @@ class Stages(Microbatches):
     ranks: Sequence[int] | None = None
     sketched: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        asked(self.k_steps, self.avg)
+        if self.virtual is not None and (type(self.virtual) is not int or self.virtual < 1):
+            raise ScheduleError(
+                f"stages: virtual={self.virtual!r}: want how many stages a rank has, 1 or more, or None"
+            )
+        plan(self.schedule, 2, self.virtual)  # refuses what there is not
+        if isinstance(self.at, str) or not all(isinstance(path, str) for path in self.at):
+            raise RecordingError(
+                f"stages: at={self.at!r}: want a list of modules' paths, one for each stage but the first: "
+                "onecard.Stages(at=['blocks.2', 'blocks.4'])"
+            )
+        if self.ranks is not None and len({*self.ranks}) != len(self.ranks):
+            raise RecordingError(f"stages: ranks={[*self.ranks]}: a rank is one place of the pipeline: name each once")
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """What the step is recorded in: random numbers are drawn by keys, and tensors of several stages travel apart."""
@@ -75,6 +94,11 @@ class Stages(Microbatches):
         meshes = {i.spec.layout.mesh for i in recording.inputs if i.spec is not None}
         if not meshes:
             ranks = tuple(range(world.get_world_size())) if self.ranks is None else tuple(self.ranks)
+            if wrong := [rank for rank in ranks if rank not in range(world.get_world_size())]:
+                raise RecordingError(
+                    f"stages: ranks={[*ranks]} names {wrong}; this world has ranks 0 to {world.get_world_size() - 1}: leave "
+                    f"ranks out, or start more: onecard run --nproc_per_node {max(wrong) + 1} script.py"
+                )
             if world.get_rank() not in ranks:
                 raise RecordingError(f"stages: rank {world.get_rank()} is none of the pipeline's ranks {list(ranks)}")
             return ranks, ranks.index(world.get_rank()), self.axis
@@ -86,6 +110,19 @@ class Stages(Microbatches):
                 "the stages, along which nothing is cut: oc.ProcessMesh(ranks, ['pp', 'dp'])"
             )
         (line,) = lines
+        if self.ranks is not None and tuple(self.ranks) != line:
+            raise RecordingError(
+                f"stages: ranks={[*self.ranks]}: the program's tensors lie on a mesh, whose axis {self.axis!r} is the pipeline, "
+                f"here ranks {[*line]}: leave ranks out, or lay the tensors on another mesh"
+            )
+        for known in recording.inputs:
+            layout = known.spec.layout if known.spec is not None else None
+            if layout is not None and _is_cut(layout, self.axis):
+                raise RecordingError(
+                    f"stages: {known.name} is {known.spec!r}, cut along {self.axis!r}, the pipeline's axis, along which each "
+                    "rank has other stages: cut it along another one, as of oc.ProcessMesh(ranks, ['pp', 'tp']), and say "
+                    f"Replicate() along {self.axis!r}"
+                )
         return line, line.index(world.get_rank()), self.axis
 
     def schedule_for(self, ranks: int) -> Schedule:
@@ -120,11 +157,46 @@ class Stages(Microbatches):
             schedule = forward_of(schedule)
         recording = recording.with_graph(halved(recording.graph))
         starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here)
+        said = {
+            "the batch": ", ".join(f"{[*x.shape]} {x.dtype}" for x in leaves if isinstance(x, Tensor)),
+            "k_steps": f"k_steps={self.k_steps}, avg={self.avg}",
+            "the schedule": repr(schedule),
+            "where it is cut": ", ".join(f"{n.meta.get('module') or 'the step'}: {words(n)}" for n in starts),
+        }
+        check_alike(ranks, said, recording.graph)
         parts = Parts(recording.graph, starts)
+        _check_gradients(recording, parts)
         made = super().merged(recording, leaves, whole, parts.late)
         made = made.with_graph(adding_products(made.graph))
         weave = woven(made, schedule, ranks, name)
         return on_rank(made, weave, place)
+
+
+def _check_gradients(recording: Step, parts: Parts) -> None:
+    """Whether the step takes the gradients that it makes: those that stay are there on some ranks alone, and grow.
+
+    Raises:
+        RecordingError: no optimizer of the step has a parameter that gets a gradient, or the step has none.
+    """
+    left = {effect.where for effect in recording.effects if effect.kind == "gradient" and effect.output is not None}
+    steps = [n for n in recording.graph.nodes if n.op == "call_function" and phase_of(n) == "optimizer"]
+    written = {root for n in steps for root in parts.order.memory.writes.get(n, ())}
+    trained = {n.meta["input"].where for n in written if "input" in n.meta and n.meta["input"].kind == "parameter"}
+    names = [known.name for known in recording.inputs if known.where in left - trained]
+    if not names or (steps and not trained):
+        return
+    raise RecordingError(
+        f"stages: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} gets a gradient, and no optimizer of the "
+        "step takes it, so that it would grow from step to step: give it to the optimizer "
+        "(torch.optim.AdamW(model.parameters())), freeze it (requires_grad_(False)), and put optimizer.step() and "
+        "optimizer.zero_grad() into the step"
+    )
+
+
+def _is_cut(layout: Layout, name: str) -> bool:
+    """Whether the axis of a name cuts a dim, or waits for its summands."""
+    at = layout.mesh.axis(name)
+    return not isinstance(layout.placements[at], Replicate)
 
 
 def forward_of(schedule: Schedule) -> Schedule:

@@ -83,6 +83,8 @@ def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node
             raise RecordingError(
                 f"stages: at={path!r}: no module of that path runs in the step; there are {', '.join(near)}"
             )
+        if found and at.index(path) < len(found):
+            raise RecordingError(f"stages: at={list(at)} names {path!r} twice: a module begins one stage")
         if found and order[first] <= order[found[-1]]:
             raise RecordingError(
                 f"stages: at={list(at)}: {path!r} runs before {at[len(found) - 1]!r}, or with it: name modules in the order in "

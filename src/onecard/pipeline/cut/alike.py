@@ -1,0 +1,79 @@
+"""Whether all ranks of a pipeline have recorded one program to cut, and cut it alike: asked when it is recorded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from onecard.comm.base import record
+from onecard.comm.issue import collectives, trace
+from onecard.comm.issue.ranks import of_ranks
+from onecard.comm.world.pretend import pretending
+from onecard.errors import RecordingError
+from onecard.static.passes.once import words
+
+LENGTH = 300
+"""Bytes of what a rank is quoted with."""
+
+
+def check_alike(ranks: tuple[int, ...], said: Mapping[str, str], graph: fx.Graph) -> None:
+    """Compare what this rank is about to cut with what the others are. One small message.
+
+    Args:
+        said: by what it is, how this rank cuts: in words.
+        graph: of one microbatch.
+
+    Raises:
+        RecordingError: they differ: a rank would send what another does not expect. On all ranks, with what each has.
+    """
+    if len(ranks) < 2 or pretending() or trace.faking():
+        return
+    lines = [_line(node) for node in graph.nodes if node.op == "call_function"]
+    codes = [_code(text) for text in (*said.values(), "\n".join(lines))]
+    theirs = _gathered(torch.tensor([*codes, len(lines)]), ranks)
+    differs = [i for i in range(len(codes)) if len(set(theirs[:, i].tolist())) > 1]
+    if not differs:
+        return
+    what = [*said, "the program"][differs[0]]
+    mine = said[what] if what in said else _first(lines, int(theirs[:, -1].max()), ranks)
+    found = _quoted(mine, ranks)
+    raise RecordingError(
+        f"stages: the ranks of a pipeline record one step alike, and cut it alike, but {what} differs:\n"
+        + "\n".join(f"  rank {rank}: {text}" for rank, text in zip(ranks, found, strict=True))
+        + "\nEvery rank gives the whole batch, the same one, to the same step with the same onecard.Stages(...): "
+        "let no shape and no option depend on onecard.get_rank()"
+    )
+
+
+def _first(lines: Sequence[str], length: int, ranks: tuple[int, ...]) -> str:
+    """This rank's operator at the first place where two ranks have different ones."""
+    codes = torch.tensor([*map(_code, lines), *[0] * (length - len(lines))])
+    theirs = _gathered(codes, ranks)
+    at = next(i for i in range(length) if len(set(theirs[:, i].tolist())) > 1)
+    return lines[at] if at < len(lines) else "no more operators"
+
+
+def _quoted(text: str, ranks: tuple[int, ...]) -> list[str]:
+    mine = text.encode()[:LENGTH].ljust(LENGTH)
+    theirs = _gathered(torch.tensor([*mine]), ranks)
+    return [bytes(row.tolist()).decode(errors="replace").strip() for row in theirs]
+
+
+def _gathered(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    group = of_ranks(ranks, "stages")
+    record.serving.here = ("to_static", "stages", (len(ranks),))
+    found: Any = collectives.all_gather(x.to(torch.int64)[None], group, 0, [1] * len(ranks))
+    return torch.as_tensor(found)
+
+
+def _line(node: fx.Node) -> str:
+    facts = node.meta.get("tensor")
+    return f"{words(node)}{f' of shape {[*facts[0]]}' if facts else ''}"
+
+
+def _code(text: str) -> int:
+    return zlib.crc32(text.encode())
