@@ -469,8 +469,7 @@ def of_a_pipeline() -> None:
     config = SWITCHES["pp"]
     engine = oc.Engine(model, nn.CrossEntropyLoss(), programs.adamw(model), oc.Accuracy(), config)
     engine.prepare(oc.InputSpec([None, programs.WIDTH]), oc.InputSpec([None], "int64"), mode="train")
-    with bad("stages are cut out of the step when it first runs"):
-        _ = engine.main_program
+    assert len([*engine.main_program.nodes()]) > 10
     assert len([*engine.serial_main_program.nodes()]) > 50
     with bad(
         r"batch_size=6: .*accumulate_steps=2 microbatches of micro_batch_size=4 rows on each of 1 rank\(s\) are 8"

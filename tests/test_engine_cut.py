@@ -43,3 +43,60 @@ def test_fit_stopped_and_resumed_as_on_one_card(tmp_path: Path) -> None:
     for found in run_ranks(_fitted, 2, True, str(tmp_path / "fit"), timeout=300.0):
         for one, other in zip(wanted, found, strict=True):
             assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
+
+
+def _program(recording: Any) -> tuple[list[str], float]:
+    """What a recording does, and what it costs."""
+    nodes = [getattr(n.target, "__name__", None) or str(n.target) for n in recording.graph.nodes]
+    return nodes, recording.cost().seconds
+
+
+def _programs(run: bool) -> list[Any]:
+    """This rank's programs of training and evaluation before the first step, and after some."""
+    engine = _engine(True)
+    width = Samples(1)[0][0].shape[0]
+    engine.prepare(oc.InputSpec([8, width], "float32", "x"), oc.InputSpec([8], "int64", "y"), mode="train")
+    held = str(engine.startup_program)
+    found = [_program(engine.main_program), engine.cost("eval").seconds]
+    assert engine.cost("train").seconds == found[0][1] and len(engine.serial_main_program.graph.nodes) > 20
+    assert str(engine.startup_program) == held
+    if run:
+        x, y = torch.ones(8, width), torch.zeros(8, dtype=torch.int64)
+        for mode in ("train", "train", "train", "eval"):
+            engine.run((x, y), mode=mode)
+        engine.to_mode("train")
+        assert [_program(engine.main_program), engine.cost("eval").seconds] == found
+    return found
+
+
+def _to_static(steps: int) -> Any:
+    """Of ``to_static`` alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, stages=oc.Stages(4, at=["2"]))
+    given = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
+    for _ in range(steps):
+        run(*given)
+    return _program(run.recordings[0] if run.recordings else run.recording_of(*given))
+
+
+def _both() -> list[Any]:
+    return [_programs(True), _to_static(3)]
+
+
+def test_programs_before_the_first_step_are_those_that_run() -> None:
+    found = run_ranks(_both, 2, timeout=120.0)
+    for rank in range(2):
+        with oc.pretend(2, rank):
+            assert _programs(False) == found[rank][0]
+        with oc.pretend(2, rank, fake=True):
+            assert _to_static(1) == found[rank][1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from onecard.comm.world import world
 from onecard.comm.world.pretend import pretend
 from onecard.engine import step as steps
-from onecard.engine.options import pipeline_degree, scaler_of, skips_on_device, static_options
+from onecard.engine.options import scaler_of, skips_on_device, static_options
 from onecard.engine.placing import Place
 from onecard.engine.specs import Feed
 from onecard.engine.strategy import Strategy
@@ -134,11 +134,6 @@ def _traced(engine: Any, mode: str, serial: bool, batch_size: int | None) -> Rec
 
 def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> Recording:
     place = engine.place()
-    if not serial and pipeline_degree(engine.strategy, world.get_world_size(), place.mesh) > 1:
-        raise EngineError(
-            "Engine.main_program: stages are cut out of the step when it first runs: run a step first. serial_main_program is "
-            "there"
-        )
     like, strategy = engine.seen.get(mode) or next(iter(engine.seen.values()), None), _strategy(engine.strategy, serial)
     ranks, rank = (1, 0) if serial else (world.get_world_size(), world.get_rank())
     with pretend(world_size=ranks, rank=rank, fake=True):

@@ -100,7 +100,7 @@ def recorded(
     capture.seen.settle(capture.places.roots)
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     sketched = parts is not None and parts.sketched
-    if sketched:
+    if sketched and not faked.here:
         make_room(recording, roots)
     if not faked.here and (sketched or not recording.makes_states):
         recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))

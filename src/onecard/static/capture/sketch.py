@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.names import tree_map
+from onecard.comm.base.state import faked
 from onecard.rules.call import tensors_in
 from onecard.static.step.facts import as_the_kernel_gives
 from onecard.tensor.dist_tensor import DistTensor
@@ -30,7 +31,8 @@ class Sketch:
     """
 
     def __init__(self, had: Callable[[Tensor], bool], about_to_write: Callable[[Sequence[Any]], None]) -> None:
-        self._mode: Any = _torch.fake_tensors()
+        # In a world without data its own tensors have none: they are of one mode.
+        self._mode: Any = nullcontext() if faked.here else _torch.fake_tensors()
         self._had, self._about_to_write = had, about_to_write
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._real: dict[int, Tensor] = {}
