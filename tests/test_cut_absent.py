@@ -28,6 +28,7 @@ HABITS: dict[str, Callable[[Any], Any]] = {
     "torch.save of states": lambda p: torch.save(p.optimizer.state_dict(), io.BytesIO()),
     "an average": lambda p: [q.detach().clone() for q in p.model.parameters()],
     "written to": lambda p: [q.data.zero_() for q in p.model.parameters()],
+    "other data": lambda p: [setattr(q, "data", torch.ones(q.shape)) for q in p.model.parameters() if is_elsewhere(q)],
     "another dtype": lambda p: p.model.double(),
 }
 

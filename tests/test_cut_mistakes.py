@@ -48,7 +48,7 @@ def layers(act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 
 
 def trained(
-    model: nn.Module | None = None, some: bool = False, steps: bool = True, rows: int = 8, **how: Any
+    model: nn.Module | None = None, some: bool = False, steps: bool = True, rows: int = 8, one: float = 1.0, **how: Any
 ) -> list[float]:
     """Two steps of a pipeline. ``some``: the optimizer has the first layer alone; ``steps``: the step has one."""
     model = model or layers()
@@ -64,7 +64,7 @@ def trained(
         return loss.detach()
 
     run = oc.to_static(step, stages=how.pop("stages", None) or oc.Stages(**how))
-    return [run(torch.ones(rows, 4), torch.arange(rows) % 3).item() for _ in range(2)]
+    return [run(torch.full((rows, 4), one), torch.arange(rows) % 3).item() for _ in range(2)]
 
 
 def laid_out(name: str, cut: bool = False) -> nn.Module:
@@ -171,6 +171,17 @@ def test_each_mistake_is_told_on_all_ranks() -> None:
         assert found.keys() == TABLE.keys()
         wrong = {name: said for name, said in found.items() if not all(part in said for part in TABLE[name][1])}
         assert wrong == {}
+
+
+def _other_values() -> None:
+    trained(one=1.0 + oc.get_rank())
+
+
+def test_batches_of_one_shape_that_differ_are_told() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_other_values, 2, timeout=60.0)
+    assert "argument tensor 0 [8, 4]" in str(caught.value) and "seed the loader alike" in str(caught.value)
+    assert "the whole batch" in str(caught.value)
 
 
 def _no_mistakes() -> list[list[float]]:

@@ -223,6 +223,8 @@ class Engine:
         feed = self._feed(data, mode)
         if feed.rows > self._most.get(mode, 0):
             self.seen[mode] = programs.Shape.of(feed)
+        for metric in self.metrics:
+            metric.mode = mode
         with steps.in_mode(self._parts().modules, mode):
             found = self._step(mode, feed)(feed.args, feed.kwargs, feed.labels)
         if mode == "predict":

@@ -50,6 +50,7 @@ class Accuracy:
 
     def reset(self) -> None:
         """Forget what was counted."""
+        self.batches = 0
         self.count, self.hits = 0, [0] * len(self.topk)
 
     def compute(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -116,6 +117,7 @@ class Held:
         self.metric = metric
         self.label = type(metric).__name__
         self.in_step = hasattr(metric, "accumulate")
+        self.mode, self.batches = "", 0  # of the pass that it counts in, and so far: for errors
         wanted = ("compute", "update", "reset")
         if isinstance(metric, type) or not all(callable(getattr(metric, name, None)) for name in wanted):
             raise EngineError(
@@ -136,14 +138,17 @@ class Held:
         """Add a batch: what was counted in the step, or whole outputs and labels."""
         if self.in_step:
             self._call("update", *tree_map(_whole, counted))
+            self.batches += 1
             return
         first = next((x for x in (outputs, *labels) if isinstance(x, Tensor)), None)
         if isinstance(self.metric, torch.nn.Module) and first is not None:
             self.metric.to(first.device)
         self._asked("update", outputs, labels)
+        self.batches += 1
 
     def reset(self) -> None:
         """Forget what was counted."""
+        self.batches = 0
         self._call("reset")
 
     def values(self) -> dict[str, float]:
@@ -167,9 +172,11 @@ class Held:
             raise
         except Exception as fault:
             shapes = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in args)
+            batch = self.batches + (method != "accumulate" and bool(args))
+            where = f" in batch {batch} of {self.mode!r}" if self.mode and batch else ""
             raise EngineError(
-                f"Engine: metrics: {self.label}.{method}({shapes}) fails: {type(fault).__name__}: {fault}. It is given the "
-                "model's outputs and the labels of the whole batch; Engine(metrics=None) runs without it"
+                f"Engine: metrics: {self.label}.{method}({shapes}) fails{where}: {type(fault).__name__}: {fault}. It is given "
+                "the model's outputs and the labels of the whole batch; Engine(metrics=None) runs without it"
             ) from fault
 
 

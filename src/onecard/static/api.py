@@ -176,6 +176,8 @@ class Static:
         if self._sketched:
             if faked.here:
                 return self._as_it_is(args, kwargs)
+            if self._parts is not None:
+                self._parts.look_at(name_of(self.fn), tree_leaves((args, kwargs)))
         elif check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
             result = self._as_it_is(args, kwargs)

@@ -44,7 +44,7 @@ class Absent(Tensor):
                 return f"{type(x).__name__}({_words(x)})"
             if name == "to" and _stays(x, args[1:], kwargs):
                 return x
-            if name not in _ALIASES:
+            if name not in _ALIASES or _sets(func, x, args):
                 raise StageError(_error(x, name))
             made = _plainly(func, args, kwargs)
             return _as_absent(made, x) if isinstance(made, Tensor) else made
@@ -80,6 +80,11 @@ def _as_absent(made: Tensor, x: Tensor) -> Tensor:
     if type(made) in (Tensor, nn.Parameter):
         let_go(made, stages_of(x), words_of(x))
     return made
+
+
+def _sets(func: Any, x: Tensor, args: Any) -> bool:
+    """Whether ``x.data = y`` gives it another memory, which no step would read."""
+    return getattr(func, "__name__", "") == "__set__" and len(args) > 1 and args[1] is not x
 
 
 def _stays(x: Tensor, args: Any, kwargs: Any) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard.comm.agree import sparse_check
+from onecard.comm.agree.sparse_check import Subject
 from onecard.comm.base import record
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.ranks import of_ranks
@@ -47,6 +49,37 @@ def check_alike(ranks: tuple[int, ...], said: Mapping[str, str], graph: fx.Graph
         + "\nEvery rank gives the whole batch, the same one, to the same step with the same onecard.Stages(...): "
         "let no shape and no option depend on onecard.get_rank()"
     )
+
+
+_BELIEF = (
+    "is given to every rank of a pipeline alike, the whole batch: one rank reads the inputs, another one the labels"
+)
+_CURE = (
+    "Give every rank the same batch: seed the loader alike (onecard.manual_seed before it is made), and take a "
+    "DistributedSampler away (beside dp it goes over the ranks along dp alone)"
+)
+
+
+def check_batch(name: str, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+    """Now and then, compare digests of a batch with those of the rank that came first; it waits for none.
+
+    Args:
+        name: of the step.
+        tensors: what this rank was given, local ones.
+
+    Raises:
+        CommunicationError: the ranks have other batches of one shape: inputs would be trained on labels that are not theirs.
+    """
+    if len(ranks) < 2 or not tensors or not sparse_check.on.here or pretending() or trace.faking():
+        return
+    site = sparse_check.site(("stages", name, ranks), lambda: f"stages {name} {[*ranks]}")
+    if site.tick():
+        said = [
+            Subject(f"argument tensor {i} {[*x.shape]}", x.detach(), _BELIEF, _CURE)
+            for i, x in enumerate(tensors)
+            if x.numel()
+        ]
+        sparse_check.equal(site, f"{name} in stages", said)
 
 
 def _first(lines: Sequence[str], length: int, ranks: tuple[int, ...]) -> str:

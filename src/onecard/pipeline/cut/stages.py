@@ -14,7 +14,7 @@ from onecard.comm.base.state import machine
 from onecard.comm.issue import groups
 from onecard.comm.world import world
 from onecard.errors import RecordingError, ScheduleError
-from onecard.pipeline.cut.alike import check_alike
+from onecard.pipeline.cut.alike import check_alike, check_batch
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.parts import Parts
@@ -29,6 +29,7 @@ from onecard.static.passes.microbatches import Microbatches, Rows, asked
 from onecard.static.passes.once import phase_of, words
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 from onecard.tensor.buckets import apart
+from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators.one_card import one_card_random
 
 
@@ -124,6 +125,20 @@ class Stages(Microbatches):
                     f"Replicate() along {self.axis!r}"
                 )
         return line, line.index(world.get_rank()), self.axis
+
+    def look_at(self, name: str, leaves: Sequence[Any]) -> None:
+        """Whether all ranks of the pipeline were given one batch, now and then."""
+        lines: dict[tuple[int, ...], list[Tensor]] = {}
+        laid_out = any(isinstance(x, DistTensor) for x in leaves)
+        for x in leaves:
+            if isinstance(x, DistTensor) and self.axis in x.mesh.dim_names and x._spec.here:
+                line = tuple(groups.group(x.mesh, x.mesh.axis(self.axis)).ranks)
+                lines.setdefault(line, []).append(x._local)
+            elif isinstance(x, Tensor) and not laid_out:
+                line = tuple(range(world.get_world_size()) if self.ranks is None else self.ranks)
+                lines.setdefault(line, []).append(x)
+        for line, tensors in lines.items():
+            check_batch(name, line, tensors)
 
     def schedule_for(self, ranks: int) -> Schedule:
         """The schedule on so many ranks."""

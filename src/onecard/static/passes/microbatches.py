@@ -35,6 +35,9 @@ class Microbatches:
         """What the step is recorded in."""
         return nullcontext()
 
+    def look_at(self, name: str, leaves: Sequence[Any]) -> None:
+        """A call of the step of a name is about to be replayed on these arguments."""
+
     def first(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The arguments of the first microbatch: of each tensor the first part of this rank's rows.
 

@@ -1,0 +1,127 @@
+"""Mistakes with an Engine under a pipeline: one error each, on all ranks, with the field and what works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.errors import OnecardError
+from onecard.testing import run_ranks
+
+DATA = [(torch.full((4,), float(i)), i % 3) for i in range(16)]
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+class Metric:
+    """One of whose methods raises, at its n-th call."""
+
+    def __init__(self, fails: str, at: int = 1) -> None:
+        self.fails, self.at = fails, at
+
+    def _call(self, method: str) -> float:
+        if method == self.fails:  # what the step reads of it makes another recording
+            self.at -= 1
+            if not self.at:
+                raise ValueError("of mine")
+        return 0.0
+
+    def compute(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self._call("compute")
+        return outputs.sum()
+
+    def update(self, *_: Any) -> None:
+        self._call("update")
+
+    def accumulate(self) -> float:
+        return self._call("accumulate")
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def name(self) -> str:
+        return "mine"
+
+
+def engine(loss: Any = None, metrics: Any = None, **pipeline: Any) -> oc.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    strategy = {"pipeline": {"enable": True, "accumulate_steps": 4, **pipeline}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return oc.Engine(model, loss or nn.CrossEntropyLoss(), optimizer, metrics, strategy)
+
+
+def fit(of: oc.Engine, samples: int = 16, batch_size: int = 8) -> Any:
+    return of.fit(DATA[:samples], batch_size=batch_size, verbose=0)
+
+
+def of_dist_model() -> Any:
+    model = nn.Linear(4, 3)
+    strategy = oc.Strategy({"pipeline": {"enable": True}})
+    made = oc.to_static(model, None, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    made.train()
+    return made(torch.ones(8, 4), torch.arange(8) % 3)
+
+
+BATCH = torch.ones(8, 4), torch.arange(8) % 3
+TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "several losses": (lambda: fit(engine(LOSS)), ("the loss is a tensor of shape [8], not one number", "'mean'")),
+    "several losses, evaluated": (
+        lambda: engine(LOSS).evaluate(DATA, batch_size=8, verbose=0),
+        ("shape [8], not one number",),
+    ),
+    "of a DistModel": (of_dist_model, ("the loss is a tensor of shape [8], not one number",)),
+    "a short dataset": (
+        lambda: fit(engine(), 3),
+        ("batch_size=8: the dataset has 3 sample(s)", "batch_size=3 or less"),
+    ),
+    "a loader of it": (
+        lambda: engine().dataloader(DATA[:3], batch_size=8),
+        ("has 3 sample(s)", "batch_size=3 or less"),
+    ),
+    "no samples": (lambda: engine().evaluate([], batch_size=8, verbose=0), ("the dataset has no samples",)),
+    "rows that do not divide": (lambda: fit(engine(), 12, 6), ("6 rows cannot be cut in 4 microbatches", "4 divides")),
+    "a metric's update": (
+        lambda: fit(engine(metrics=Metric("update", 2))),
+        ("Metric.update(", "fails in batch 2 of 'train': ValueError: of mine", "Engine(metrics=None)"),
+    ),
+    "a metric's compute": (
+        lambda: engine(metrics=Metric("compute")).evaluate(DATA, batch_size=8, verbose=0),
+        ("Metric.compute([8, 3], [8]) fails in batch 1 of 'eval': ValueError: of mine",),
+    ),
+    "a metric's value": (
+        lambda: fit(engine(metrics=Metric("accumulate"))),
+        ("Metric.accumulate() fails in batch 2 of 'train': ValueError: of mine",),
+    ),
+    "not prepared": (lambda: engine().run(BATCH), ("run(mode='train'): the engine is not prepared", "engine.prepare(")),
+    "no shapes": (lambda: engine().cost(), ("nothing says what a batch is yet: prepare(inputs_spec=InputSpec(",)),
+    "no program": (lambda: engine().main_program, ("nothing says what a batch is yet", "or run a step first")),
+    "no such schedule": (lambda: engine(schedule_mode="2F2B"), ("schedule_mode='2F2B'", "there are 1F1B, F-then-B")),
+    "no virtual stages": (
+        lambda: engine(schedule_mode="ZBH2", vpp_degree=2),
+        ("with pipeline.vpp_degree=2", "2 for VPP, BFS and ZBV, 1 for the others"),
+    ),
+    "no such module": (lambda: fit(engine(at=["head"])), ("at='head': no module of that path", "there are ")),
+    "no such degree": (lambda: fit(engine(degree=3)), ("pipeline.degree=3: does not divide the 2 rank(s)",)),
+    "no microbatch": (lambda: engine(accumulate_steps=0), ("pipeline.accumulate_steps=0: want 1 or more",)),
+    "no checkpoint": (lambda: engine().load("nowhere"), ("nowhere was not loaded", "does not exist")),
+}
+
+
+def _said() -> dict[str, str]:
+    found = {}
+    for name, (mistake, _) in TABLE.items():
+        try:
+            found[name] = f"nothing was said: {mistake()}"
+        except OnecardError as fault:
+            found[name] = str(fault)
+    return found
+
+
+def test_each_mistake_is_told_on_all_ranks() -> None:
+    for found in run_ranks(_said, 2, timeout=120.0):
+        wrong = {name: said for name, said in found.items() if not all(part in said for part in TABLE[name][1])}
+        assert wrong == {} and found.keys() == TABLE.keys()
