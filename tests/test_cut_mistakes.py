@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,12 @@ def laid_out(name: str, cut: bool = False) -> nn.Module:
             setattr(layer, key, nn.Parameter(oc.shard_tensor(p, mesh, [oc.Shard(0)])))
 
     return oc.shard_layer(layers(), oc.ProcessMesh([0, 1], [name]), place if cut else None)
+
+
+def _reordered(ranks: int, microbatches: int) -> Any:
+    """As of times that each rank has measured itself: other orders under one name."""
+    make = (oc.pipeline.gpipe, oc.pipeline.one_f_one_b)[oc.get_rank()]
+    return dataclasses.replace(make(ranks, microbatches), name="mine")
 
 
 three = {"schedule": "VPP", "virtual": 2}
@@ -147,6 +154,10 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "other schedules": (
         lambda: trained(schedule="ZBH1" if oc.get_rank() else "1F1B"),
         (f"{alike}the schedule differs", "rank 0: Schedule(1F1B", "rank 1: Schedule(ZB-H1"),
+    ),
+    "other orders": (
+        lambda: trained(schedule=_reordered),
+        (f"{alike}the schedule differs", "rank 0: Schedule(mine", "rank 1: Schedule(mine"),
     ),
     "other microbatches": (
         lambda: trained(k_steps=4 if oc.get_rank() else 2),

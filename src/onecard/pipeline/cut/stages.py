@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from zlib import crc32
 
 from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
@@ -175,7 +176,7 @@ class Stages(Microbatches):
         said = {
             "the batch": ", ".join(f"{[*x.shape]} {x.dtype}" for x in leaves if isinstance(x, Tensor)),
             "k_steps": f"k_steps={self.k_steps}, avg={self.avg}",
-            "the schedule": repr(schedule),
+            "the schedule": f"{schedule!r}, whose orders have the code {crc32(repr(schedule.ranks).encode()):08x}",
             "where it is cut": ", ".join(f"{n.meta.get('module') or 'the step'}: {words(n)}" for n in starts),
         }
         check_alike(ranks, said, recording.graph)
