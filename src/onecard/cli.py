@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("onecard.launch", "run a training script on several ranks"),
+    "run": ("onecard.commands.run", "run a training script on several ranks; --auto: one written for one card"),
     "audit": ("onecard.commands.audit", "read another library's configuration: what is wrong with it, what it takes"),
     "simulate": ("onecard.commands.simulate", "what a step of a job takes, from a model's sizes and a plan"),
     "estimate": ("onecard.commands.estimate", "what a step of an unchanged program takes, run without devices"),

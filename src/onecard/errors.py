@@ -62,6 +62,10 @@ class PlanError(OnecardError, ValueError):
         self.field = field
 
 
+class AutoError(OnecardError, RuntimeError):
+    """A program for one card that cannot run on several ranks as it is (``onecard run --auto``); says which line stops it."""
+
+
 class StrategyError(PlanError):
     """A field of a ``Strategy`` that cannot be, or fields that do not go together. ``field``: which one."""
 

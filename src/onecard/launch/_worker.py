@@ -31,6 +31,10 @@ def main() -> None:
     sys.excepthook = record.exception
     sys.argv[:] = [name, *sys.argv[3:]]
     try:
+        if job := os.environ.pop("ONECARD_AUTO", ""):  # a program for one card: what it is to see is made ahead of it
+            from onecard.auto.rank import begin
+
+            begin(job)
         if kind == "module":
             import runpy
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from onecard._torch import names as _torch
 from onecard.comm.agree.claims import Claim
 from onecard.comm.base import record
-from onecard.comm.base.state import home, machine
+from onecard.comm.base.state import Kept, home, machine
 from onecard.comm.issue.run import run as run_steps
 from onecard.errors import DispatchError
 from onecard.moves import resharding
@@ -29,6 +29,8 @@ _make = Tensor._make_wrapper_subclass
 # C code that asks a tensor for its memory, past all dispatch (``to_dlpack``), raises; it would read at address 0.
 _has_no_memory = _torch.throw_on_data_ptr
 
+as_one_card: Kept[bool] = Kept(bool)
+"""Whether every rank runs one card's program as it is: then what is printed or pickled is the whole tensor."""
 decomposing = 0  # how many of PyTorch's decompositions are running (see ``fallback``)
 
 
@@ -52,7 +54,7 @@ class DistTensor(Tensor):
     # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
     # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see parallel/reducer.py).
     # _blocks: what gathers it (see parallel/blocks.py).
-    __slots__ = ("_local", "_spec")
+    # No __slots__: torch.utils.swap_tensors puts one in a plain parameter's place, wherever a program holds that.
     _local: Tensor
     _spec: Spec
     # Methods that convert.py defines.
@@ -208,6 +210,10 @@ class DistTensor(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if as_one_card.here:
+            whole = self._whole()
+            is_parameter = getattr(self, "_is_param", False)
+            return (torch.nn.Parameter(whole, self.requires_grad) if is_parameter else whole).__reduce_ex__(protocol)
         raise DispatchError(
             f"a DistTensor ({self._spec!r}) cannot be pickled (torch.save): each rank would save its shard as if it were the "
             "whole. onecard.save_state_dict(state, path) saves parts that load under any layout. For one plain file save "
@@ -216,6 +222,8 @@ class DistTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if as_one_card.here:
+            return repr(self._whole().requires_grad_(self.requires_grad))
         if self._local.numel() and not self._local.is_meta and not self._local.untyped_storage().nbytes():
             return f"DistTensor({self._spec!r} on {self.mesh!r}\n  on other ranks)"
         values = self._local if self._local.numel() <= 24 else self._local.flatten()[:6]

@@ -1,0 +1,170 @@
+"""parallelize: a plan applied to a plain model, its optimizers and its batches, in place."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from onecard.auto.entrance import Entrance
+from onecard.auto.swap import lay_out
+from onecard.comm.world import world
+from onecard.errors import PlanError
+from onecard.place.mesh import ProcessMesh
+from onecard.plan.fold import fold
+from onecard.plan.placements import placements_of
+from onecard.plan.plan import Plan
+from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
+
+STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
+_STEP = "oc.to_static(step, stages=oc.Stages(...)), or Engine with Strategy.of_plan(plan), which cut a recorded step"
+_REFUSED = (
+    ("pp", lambda p: p.pp > 1, f"a pipeline is cut out of a whole step: {_STEP}"),
+    ("microbatches", lambda p: p.microbatches > 1, "the batch is computed in one: oc.to_static(step, k_steps=...) divides it"),
+    ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
+    ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do"),
+    ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
+    ("recompute", lambda p: p.recompute in ("selective", "operators"), "'full' or 'none'; a recorded step takes 'operators'"),
+)  # fmt: skip
+"""What of a plan no plain model can have applied: the field, whether a plan has it, why not."""
+
+
+class Applied:
+    """A plan on the ranks of this world.
+
+    Args:
+        plan: of as many ranks as there are.
+
+    Attributes:
+        mesh: its axes are those of the plan that have more than one rank.
+
+    Raises:
+        PlanError: the plan is for another number of ranks, or asks for what cannot be applied to a plain model.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        check(plan, world.get_world_size())
+        self.plan = plan
+        copies, parts = plan.replicas, plan.dp // plan.replicas
+        sizes = [(name, size) for name, size in (("replicas", copies), ("dp", parts), ("tp", plan.tp)) if size > 1]
+        sizes = sizes or [("dp", 1)]
+        self.mesh = ProcessMesh(np.arange(plan.world).reshape([size for _, size in sizes]), [name for name, _ in sizes])
+        self.batch_axes = tuple(name for name in self.mesh.dim_names if name != "tp")
+
+    def model(self, model: nn.Module, placed: bool = True) -> Entrance:
+        """Lay a model out, and divide what it is called with; ``placed``: its parameters by the plan's placements."""
+        patterns = self.plan.placements if placed else ()
+        check_names(model, patterns)
+        lay_out(model, self.mesh, lambda name: self._where(name, patterns))
+        if self.plan.recompute == "full":
+            _again(model)
+        entrance = Entrance(self.mesh, self.batch_axes)
+        if self.batch_axes:
+            entrance.before(model)
+        return entrance
+
+    def _where(self, name: str, patterns: Sequence[tuple[str, str]]) -> Any:
+        text = next((where for pattern, where in patterns if fnmatch.fnmatchcase(name, pattern)), "")
+        named = ", ".join(part for part in text.split(",") if part.split(":")[0].strip() in self.mesh.dim_names)
+        return placements_of(named, self.mesh.dim_names)
+
+    def optimizer(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
+        """States where the plan has them."""
+        zero = self.plan.zero if "dp" in self.mesh.dim_names and self.plan.dp // self.plan.replicas > 1 else 0
+        if not zero:
+            shard_optimizer(optimizer)
+        elif zero == 3:
+            shard_optimizer(optimizer, ShardingStage3("dp", self.mesh, model=model))
+        else:
+            shard_optimizer(optimizer, STAGES[zero]("dp", self.mesh))
+
+
+def check(plan: Plan, ranks: int) -> None:
+    """Whether a plan can be applied to a plain model on so many ranks.
+
+    Raises:
+        PlanError: by the field's name.
+    """
+    if plan.world != ranks:
+        raise PlanError(f"parallelize: the plan is for {plan.world} ranks, and there are {ranks}: make one for these")
+    for field, asks, why in _REFUSED:
+        if asks(plan):
+            raise PlanError(f"parallelize: {field}={getattr(plan, field)!r}: {why}", field)
+
+
+def check_names(model: nn.Module, patterns: Iterable[tuple[str, str]]) -> None:
+    """Whether each pattern of a plan's placements is of some parameter.
+
+    Raises:
+        PlanError: the plan was made for another program.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, _ in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise PlanError(
+                f"parallelize: the plan's placements name {pattern!r}, and {type(model).__name__} has no such parameter: it was "
+                f"made for another program; this one has {', '.join(names[:4])}{', ...' * (len(names) > 4)}",
+                "placements",
+            )
+
+
+def _again(model: nn.Module) -> None:
+    """Blocks whose forward runs again in backward."""
+    folded = fold(model)
+    if not folded:
+        raise PlanError(
+            "parallelize: recompute='full' computes blocks again, and the model has no list of blocks that are alike",
+            "recompute",
+        )
+    for blocks in folded:
+        for name in blocks.names:
+            block = model.get_submodule(name)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loader: Any = None,
+    plan: Plan | str = "auto",
+) -> tuple[Any, Any, Any]:
+    """Lay a plain model, its optimizers and its batches out as a plan says. What comes back is what was given, changed in place.
+
+    Args:
+        model: plain, the same on all ranks, before its first forward with gradients.
+        optimizer: one, several or none; of its parameters.
+        loader: gives whole batches on every rank; the model divides what it is called with.
+        plan: an ``oc.Plan``, or the path of one's file.
+
+    Returns:
+        (model, optimizer, loader).
+
+    Raises:
+        PlanError: the plan is for other ranks or another program, or asks for what only a recorded step can have.
+
+    Source: ``paddle.distributed.parallelize`` and ``to_distributed``.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> weight = model.weight
+        >>> _ = parallelize(model, plan=Plan())
+        >>> weight is model.weight, weight.placements
+        (True, (Replicate(),))
+    """
+    applied = Applied(plan if isinstance(plan, Plan) else Plan.load(plan))
+    applied.model(model)
+    for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []:
+        applied.optimizer(each, model)
+    return model, optimizer, loader
+
+
+def pure(ranks: int) -> Plan:
+    """Data parallelism over all ranks: what any program can have."""
+    return replace(Plan(), dp=ranks, per_host=0, parameters="float32", compute="float32")

@@ -1,0 +1,163 @@
+"""What a program for one card finds on several ranks: one card."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onecard.comm.base.record import user_line
+from onecard.comm.world import world
+from onecard.errors import AutoError
+from onecard.tensor import DistTensor, unshard
+from onecard.tensor.dist_tensor import as_one_card
+
+LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+"""Variables by which a program would take itself for one of several."""
+
+
+def enter(seed: int, stack: ExitStack) -> None:
+    """The program sees one card until the stack closes.
+
+    Args:
+        seed: of all generators that the program does not seed itself.
+    """
+    world.init()
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
+    os.environ.setdefault("WANDB_MODE", "disabled") if world.get_rank() else None
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    as_one_card.here = True
+    stack.callback(setattr, as_one_card, "here", False)
+    for holder, name, instead in [*_ranks(), *_programs(), *_numbers(seed), *_whole()]:
+        if hasattr(holder, name):
+            stack.enter_context(patch.object(holder, name, instead))
+
+
+def _is_users() -> bool:
+    """Whether what calls the caller is neither onecard nor torch's own code for several ranks."""
+    name = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return not name.startswith(("onecard", "torch.", "_onecard"))
+
+
+def _ranks() -> list[tuple[Any, str, Any]]:
+    """To the program there is no process group."""
+
+    def answered(name: str, answer: Any) -> tuple[Any, str, Any]:
+        real = getattr(dist, name)
+
+        def ask(*args: Any, **given: Any) -> Any:
+            return answer if _is_users() else real(*args, **given)
+
+        return dist, name, ask
+
+    def refused(name: str) -> tuple[Any, str, Any]:
+        real = getattr(dist, name)
+
+        def ask(*args: Any, **given: Any) -> Any:
+            if not _is_users():
+                return real(*args, **given)
+            raise AutoError(
+                f"{user_line(sys._getframe(1))}: torch.distributed.{name}: the program divides its work itself, and --auto takes "
+                "a program for one card. Start it without: onecard run --nproc_per_node N script.py"
+            )
+
+        return dist, name, ask
+
+    names = ("init_process_group", "get_rank", "get_world_size", "new_group", "barrier", "all_reduce")
+    return [answered("is_initialized", False), *(refused(name) for name in names)]
+
+
+def _programs() -> list[tuple[Any, str, Any]]:
+    """What a program starts, each rank starts: a command is told once, processes of torch's are refused."""
+    told: set[str] = set()
+    start = subprocess.Popen.__init__
+
+    def begin(self: Any, *args: Any, **given: Any) -> None:
+        line = user_line(_outside(sys._getframe(1)))
+        if line not in told and world.get_rank() == 0 and "site-packages" not in line:
+            told.add(line)
+            print(f"onecard run --auto: {line} starts a process: every rank starts one", file=sys.stderr)
+        start(self, *args, **given)
+
+    def spawned(*_: Any, **__: Any) -> Any:
+        raise AutoError(
+            f"{user_line(sys._getframe(1))}: torch.multiprocessing.spawn: the program starts ranks of its own, and --auto takes "
+            "a program for one card: start it without --auto"
+        )
+
+    def compiled(model: Any = None, *_: Any, **__: Any) -> Any:
+        return (lambda fn: fn) if model is None else model
+
+    return [
+        (subprocess.Popen, "__init__", begin), (torch.multiprocessing, "spawn", spawned), (torch, "compile", compiled),
+        (nn.Module, "compile", lambda *_, **__: None),
+    ]  # fmt: skip
+
+
+def _outside(frame: Any) -> Any:
+    while frame is not None and frame.f_globals.get("__name__") == "subprocess":
+        frame = frame.f_back
+    return frame
+
+
+def _numbers(seed: int) -> list[tuple[Any, str, Any]]:
+    """Generators that take their seed from the system take one that all ranks have."""
+    draw = random.Random(seed)
+    generator, seeded = np.random.default_rng, random.seed
+    numpys = np.random.seed
+
+    def default_rng(seed: Any = None) -> Any:
+        return generator(draw.getrandbits(64) if seed is None else seed)
+
+    def again(a: Any = None, *rest: Any, **given: Any) -> None:
+        seeded(draw.getrandbits(64) if a is None else a, *rest, **given)
+
+    def again_in_numpy(seed: Any = None) -> None:
+        numpys(draw.getrandbits(32) if seed is None else seed)
+
+    def torchs() -> int:
+        torch.manual_seed(number := draw.getrandbits(63))
+        return number
+
+    return [
+        (np.random, "default_rng", default_rng), (random, "seed", again), (np.random, "seed", again_in_numpy),
+        (torch, "seed", torchs),
+    ]  # fmt: skip
+
+
+def whole(x: Any) -> Any:
+    """A tensor as one card has it."""
+    return unshard(x) if isinstance(x, DistTensor) else x
+
+
+def _whole() -> list[tuple[Any, str, Any]]:
+    """Writers that read a tensor's memory are given whole ones."""
+    try:
+        import safetensors.torch as safe
+    except ImportError:
+        return []
+
+    def saved(real: Callable[..., Any]) -> Callable[..., Any]:
+        def save(tensors: dict[str, Tensor], *rest: Any, **given: Any) -> Any:
+            return real({name: whole(x).contiguous() for name, x in tensors.items()}, *rest, **given)
+
+        return save
+
+    return [(safe, "save_file", saved(safe.save_file)), (safe, "save", saved(safe.save))]

@@ -1,0 +1,181 @@
+"""One rank of ``onecard run --auto``: the program as it is, its model laid out when it first trains."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from onecard.auto import calls, one_card
+from onecard.auto.apply import Applied
+from onecard.auto.files import Noted, Overlay
+from onecard.comm.agree import agree
+from onecard.comm.agree.claims import digest
+from onecard.comm.base.record import user_line
+from onecard.comm.world import world
+from onecard.errors import AutoError, PlanError
+from onecard.plan.plan import Plan
+from onecard.tensor import DistTensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher has found out, as the ranks get it.
+
+    Attributes:
+        plan: how to run; program: names and shapes of the model's parameters that it was made for, none: any.
+        seed: of what the program does not seed; since: when it began, in seconds since the epoch.
+    """
+
+    plan: Plan
+    program: dict[str, list[int]] = field(default_factory=dict)
+    seed: int = 0
+    since: float = 0.0
+
+    def to_json(self) -> str:
+        """As text, for the ranks' environment or a file."""
+        return json.dumps(
+            {"plan": json.loads(self.plan.to_json()), "program": self.program, "seed": self.seed, "since": self.since}
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        """What ``to_json`` wrote."""
+        found = json.loads(text)
+        return Job(Plan.from_json(found["plan"]), found["program"], found["seed"], found["since"])
+
+    @staticmethod
+    def read(path: str) -> Job:
+        """A file of ``to_json``, or of a plan alone (``Plan.save``), which is for any program.
+
+        Raises:
+            PlanError: it is neither.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as fault:
+            raise PlanError(f"--auto {path}: {fault.strerror}") from fault
+        with suppress(ValueError, KeyError, TypeError):
+            return Job.from_json(text)
+        return Job(Plan.load(path))
+
+
+def begin(text: str) -> None:
+    """Make this process a rank of a program for one card; called ahead of the program, once."""
+    job, stack = Job.from_json(text), ExitStack()
+    one_card.enter(job.seed, stack)
+    overlay = _files(job, stack)
+    Watch(job).begin(stack)
+    atexit.register(_tell, overlay)
+
+
+def _files(job: Job, stack: ExitStack) -> Overlay:
+    if world.get_rank() == 0:
+        overlay: Overlay = Noted(job.since)
+    else:
+        folder = tempfile.mkdtemp(prefix="onecard-files-")
+        overlay = Overlay(folder, job.since)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    calls.over(overlay, stack)
+    return overlay
+
+
+def _tell(overlay: Overlay) -> None:
+    overlay.flush()
+    names = [os.path.relpath(path) for path in overlay.written if os.path.isfile(path)]
+    if names and world.get_rank() == 0 and world.get_world_size() > 1:
+        shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+        print(f"onecard run --auto: written once, by rank 0: {shown}", file=sys.stderr)
+
+
+class Watch:
+    """Sees the program's optimizers and its model, and lays them out at the first forward with gradients."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.applied = Applied(job.plan)
+        self._optimizers: list[Optimizer] = []
+        self._done: set[int] = set()  # modules that are laid out
+        self._roots: list[nn.Module] = []
+
+    def begin(self, stack: ExitStack) -> None:
+        """Until the stack closes."""
+        made, optimizers = Optimizer.__init__, self._optimizers
+
+        def __init__(self: Any, *args: Any, **given: Any) -> None:
+            made(self, *args, **given)
+            optimizers.append(self)
+
+        stack.enter_context(patch.object(Optimizer, "__init__", __init__))
+        stack.callback(register_module_forward_pre_hook(self._forward).remove)
+        stack.callback(register_optimizer_step_pre_hook(self._step).remove)
+
+    def _forward(self, module: nn.Module, args: Any) -> Any:
+        if id(module) in self._done or not torch.is_grad_enabled() or not module.training:
+            return None
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters or all(isinstance(p, DistTensor) for p in parameters):
+            return None
+        first = not self._roots
+        if first:
+            self._compare(module)
+        self._same_on_all(module)
+        entrance = self.applied.model(module, placed=first)
+        self._roots.append(module)
+        self._done.update(id(m) for m in module.modules())
+        for optimizer in self._optimizers:
+            self._lay_out(optimizer)
+        return entrance(module, args, {})[0]  # torch has listed this call's hooks already
+
+    def _compare(self, module: nn.Module) -> None:
+        """The plan is for this model."""
+        now = {name: list(p.shape) for name, p in module.named_parameters()}
+        known = self.job.program
+        wrong = [name for name in {**known, **now} if known.get(name) != now.get(name)] if known else []
+        if wrong:
+            name = wrong[0]
+            raise AutoError(
+                f"{user_line()}: the plan was made for another program: {name} is {now.get(name, 'not there')} in "
+                f"{type(module).__name__}, and {known.get(name, 'not there')} in the plan ({len(wrong)} of {len(now)} parameters "
+                "differ). Make it again: onecard run --auto --dry_run plan.json"
+            )
+
+    def _same_on_all(self, module: nn.Module) -> None:
+        """Every rank has built the same model."""
+        known = {name: digest(p) for name, p in [*module.named_parameters(), *module.named_buffers()]}
+        found = agree.first_to_say(f"auto/{len(self._roots)}", json.dumps(known))
+        if found is None:
+            return
+        rank, text = found
+        wrong = [name for name, said in json.loads(text).items() if known.get(name) != said]
+        if wrong:
+            raise AutoError(
+                f"{user_line()}: {wrong[0]} is another one on rank {rank} than on rank {world.get_rank()} ({len(wrong)} of "
+                f"{len(known)} tensors differ), before the first step: the program reads something that differs between "
+                "processes: the time, os.urandom, uuid, a file that it writes itself. Seed it: torch.manual_seed(0)"
+            )
+
+    def _lay_out(self, optimizer: Optimizer) -> None:
+        """Divide its states, as soon as all of its parameters lie on the mesh."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if id(optimizer) in self._done or not all(isinstance(p, DistTensor) for p in params):
+            return
+        self._done.add(id(optimizer))
+        self.applied.optimizer(optimizer, self._roots[0] if len(self._roots) == 1 else None)
+
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._lay_out(optimizer)

@@ -1,0 +1,67 @@
+"""Parameters and buffers laid out where they are: whoever holds one holds what lies on the mesh from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from onecard.errors import PlanError
+from onecard.place.mesh import ProcessMesh
+from onecard.tensor import DistTensor, shard_tensor
+from onecard.train import shard_layer
+
+Where = Callable[[str], Sequence[Placement]]
+"""The placements of the parameter or buffer of a name."""
+
+
+def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
+    """Lay a module out in place: each parameter and buffer stays the object that it is.
+
+    Lists of parameters that a program keeps, optimizers with their states, hooks and attributes go on with what lies on the mesh.
+
+    Args:
+        module: its plain tensors are the same on all ranks; what is distributed already stays.
+
+    Raises:
+        PlanError: a graph that autograd keeps holds a parameter, so that nothing can take its place.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in _tensors(module):
+        if id(tensor) in first or isinstance(tensor, DistTensor):
+            continue
+        first[id(tensor)] = name
+        _put(name, tensor, mesh, where(name))
+    shard_layer(module, mesh)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement]) -> None:
+    made: Any = shard_tensor(tensor.detach(), mesh, placements)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    grad, hooks = tensor.grad, [*(tensor._backward_hooks or {}).values()]
+    late = [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    kept = {key: value for key, value in vars(tensor).items() if key not in vars(made)}
+    tensor.grad = None
+    try:
+        torch.utils.swap_tensors(tensor, made)
+    except RuntimeError as fault:
+        raise PlanError(
+            f"{name}: a graph of autograd, or a weak reference, holds this parameter, so that its part cannot take its place. "
+            "Lay the model out before its first forward with gradients; or drop the loss of an earlier one (del loss)"
+        ) from fault
+    vars(tensor).update({key: value for key, value in kept.items() if key not in vars(tensor)})
+    for hook in hooks:
+        tensor.register_hook(hook)
+    for hook in late:
+        tensor.register_post_accumulate_grad_hook(hook)
+    if grad is not None:
+        tensor.grad = shard_tensor(grad, mesh, placements)

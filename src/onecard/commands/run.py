@@ -1,0 +1,106 @@
+"""`onecard run`: the launcher, and ahead of it, with ``--auto``, the plan of a program for one card."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+from onecard.auto.apply import check
+from onecard.auto.rank import Job
+from onecard.commands.find import find
+from onecard.errors import OnecardError
+from onecard.launch._explain import say
+from onecard.launch._main import main as launch
+from onecard.launch._main import plan as ranks_of
+from onecard.launch._options import LaunchError, parse
+
+
+class Asked:
+    """The words of a command line that are ours and not the launcher's.
+
+    Attributes:
+        auto: whether the program is one for one card; plan: the file of its plan, if one is given.
+        dry: whether the plan is printed, and nothing runs; into: the file that it is written to.
+        machine, memory: on what it is priced: a name or a file; GiB of each rank.
+        rest: the launcher's words.
+
+    Example:
+        >>> asked = Asked(["--auto", "plan.json", "--nproc_per_node", "4", "train.py", "--auto"])
+        >>> asked.auto, asked.plan, asked.rest
+        (True, 'plan.json', ['--nproc_per_node', '4', 'train.py', '--auto'])
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.auto = self.dry = False
+        self.plan = self.into = self.machine = ""
+        self.memory = 0.0
+        self.rest: list[str] = []
+        words = list(argv)
+        while words and words[0].startswith("-") and words[0] != "-m":
+            word, _, value = words.pop(0).partition("=")
+            name = word.lstrip("-").replace("-", "_")
+            if name == "auto":
+                self.auto, self.plan = True, value or self._file(words)
+            elif name == "dry_run":
+                self.dry, self.into = True, value or self._file(words)
+            elif name in ("machine", "memory"):
+                value = value or (words.pop(0) if words else "")
+                self._take(name, value)
+            else:
+                alone = value or name in ("h", "help")
+                self.rest += [f"{word}={value}"] if value else [word] if alone else [word, *words[:1]]
+                words = words if alone else words[1:]
+        self.rest += words
+        if (self.dry or self.machine or self.memory) and not self.auto:
+            raise LaunchError(
+                "--dry_run, --machine and --memory are of a program for one card: onecard run --auto --dry_run ..."
+            )
+
+    def _file(self, words: list[str]) -> str:
+        return words.pop(0) if words and words[0].endswith(".json") else ""
+
+    def _take(self, name: str, value: str) -> None:
+        if name == "machine":
+            self.machine = value
+            return
+        try:
+            self.memory = float(value)
+        except ValueError:
+            raise LaunchError(f"--memory is {value!r}; write GiB of one rank: --memory 24") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program named on the command line; returns its exit status, 2 for what cannot be."""
+    try:
+        asked = Asked(argv)
+        if not asked.auto:
+            return launch(argv)
+        job = _job(asked)
+    except (LaunchError, OnecardError) as error:
+        say(str(error))
+        return 2
+    if job is None:
+        return 0
+    with patch.dict(os.environ, {"ONECARD_AUTO": job.to_json(), "PYTHONHASHSEED": "0"}):
+        return launch(asked.rest)
+
+
+def _job(asked: Asked) -> Job | None:
+    """What the ranks are told; None if the plan was asked for alone."""
+    options, target = parse(asked.rest)
+    ranks = ranks_of(options)[0] * options.nnodes
+    if asked.plan:
+        job = Job.read(asked.plan)
+    else:
+        job = find(target, ranks, asked.machine, asked.memory)
+    check(job.plan, ranks)
+    if asked.into:
+        Path(asked.into).write_text(job.to_json(), encoding="utf-8")
+    if asked.dry:
+        return None
+    return replace(job, seed=random.SystemRandom().getrandbits(32), since=time.time())
