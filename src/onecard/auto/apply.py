@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -163,8 +162,3 @@ def parallelize(
     for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []:
         applied.optimizer(each, model)
     return model, optimizer, loader
-
-
-def pure(ranks: int) -> Plan:
-    """Data parallelism over all ranks: what any program can have."""
-    return replace(Plan(), dp=ranks, per_host=0, parameters="float32", compute="float32")

@@ -17,113 +17,176 @@ import torch
 from onecard.auto.files import Overlay
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_READ = ("stat", "lstat", "access", "readlink", "statvfs")
-_CHANGED = ("chmod", "utime", "truncate", "setxattr")
-_MADE = ("mkdir", "mkfifo", "mknod")
 
 
 def over(overlay: Overlay, stack: ExitStack) -> None:
     """Send this process's calls to an overlay, until the stack closes."""
-    kept = {name: getattr(os, name) for name in (*_READ, *_CHANGED, *_MADE) if hasattr(os, name)}
+    calls = _Calls(overlay)
 
-    def put(holder: Any, name: str, instead: Callable[..., Any]) -> None:
-        stack.enter_context(patch.object(holder, name, instead))
+    def put(holder: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if hasattr(holder, name):
+            stack.enter_context(patch.object(holder, name, make(getattr(holder, name))))
 
-    opened = _open(overlay, io.open)
-    put(builtins, "open", opened)
-    put(io, "open", opened)
-    put(os, "open", _os_open(overlay, os.open))
-    for name in kept:
-        put(os, name, _one(overlay, name, kept[name]))
-    for name in ("remove", "unlink", "rmdir"):
-        put(os, name, _deleted(overlay, getattr(os, name)))
+    opened = calls.open(io.open)
+    for module in (builtins, io):
+        put(module, "open", lambda real: opened)
+    put(os, "open", calls.os_open)
+    for name in ("stat", "lstat", "access", "readlink", "statvfs"):
+        put(os, name, calls.at(overlay.reading))
+    for name in ("chmod", "utime", "truncate", "setxattr"):
+        put(os, name, calls.at(lambda path: overlay.writing(path, True)))
+    for name in ("remove", "unlink"):
+        put(os, name, calls.at(overlay.changing))
+    put(os, "rmdir", calls.at(overlay.moving))
+    put(os, "mkdir", calls.mkdir)
     for name in ("rename", "replace"):
-        put(os, name, _renamed(overlay, getattr(os, name), os.lstat))
+        put(os, name, calls.renamed)
     for name in ("link", "symlink"):
-        put(os, name, _linked(overlay, getattr(os, name)))
-    put(os, "scandir", _scandir(overlay, os.scandir))
-    put(os, "listdir", _listed(overlay, os.listdir))
-    put(shutil, "rmtree", _tree_deleted(overlay, shutil.rmtree))
+        put(os, name, calls.linked)
+    put(os, "listdir", calls.listdir)
+    put(os, "scandir", calls.scandir)
+    put(shutil, "rmtree", calls.at(overlay.deleting))
     for module in (torch, torch.serialization):
-        put(module, "save", _saved(overlay, torch.serialization.save))
+        put(module, "save", calls.saved)
 
 
-def _open(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def open(file: Any, mode: str = "r", *rest: Any, **given: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == "tempfile":
-            return real(file, mode, *rest, **given)
-        if any(letter in mode for letter in "wax+"):
-            if "x" in mode:
-                _refuse_if_there(overlay, file)
-            made = real(overlay.writing(file, "w" not in mode), mode.replace("x", "w"), *rest, **given)
-            overlay.opened.add(made)
+def _is_temporary() -> bool:
+    """Whether a call of ours comes from ``tempfile``: the name is drawn."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")) == "tempfile"
+
+
+class _Calls:
+    """What takes the place of Python's calls."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        self.overlay = overlay
+
+    def at(self, place: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Of calls whose first argument is the path."""
+
+        def make(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(path: Any, *rest: Any, **given: Any) -> Any:
+                if given.get("dir_fd") is not None:
+                    return real(path, *rest, **given)
+                return told(path, real, place(path), *rest, **given)
+
+            return call
+
+        return make
+
+    def open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``open``."""
+
+        def open(file: Any, mode: str = "r", *rest: Any, **given: Any) -> Any:
+            if not any(letter in mode for letter in "wax+"):
+                return told(file, real, self.overlay.reading(file), mode, *rest, **given)
+            place = self.overlay.changing(file) if "x" in mode else self.overlay.writing(file, "w" not in mode)
+            made = told(file, real, place, mode, *rest, **given)
+            self.overlay.opened.add(made)
             return made
-        return real(overlay.reading(file), mode, *rest, **given)
 
-    return open
+        return open
+
+    def os_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.open``."""
+
+        def open(path: Any, flags: int, *rest: Any, **given: Any) -> Any:
+            if given.get("dir_fd") is not None:
+                return real(path, flags, *rest, **given)
+            if not flags & _WRITES:
+                return told(path, real, self.overlay.reading(path), flags, *rest, **given)
+            if _is_temporary():
+                self.overlay.own.add(os.path.abspath(os.fsdecode(path)))
+            return told(path, real, self.overlay.writing(path, not flags & os.O_TRUNC), flags, *rest, **given)
+
+        return open
+
+    def mkdir(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.mkdir``."""
+
+        def mkdir(path: Any, *rest: Any, **given: Any) -> None:
+            if given.get("dir_fd") is not None:
+                return real(path, *rest, **given)
+            if _is_temporary():
+                self.overlay.own.add(os.path.abspath(os.fsdecode(path)))
+            told(path, real, self.overlay.changing(path), *rest, **given)
+            return self.overlay.made(path)
+
+        return mkdir
+
+    def renamed(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.rename``, ``os.replace``."""
+
+        def rename(source: Any, target: Any, **given: Any) -> None:
+            told(source, real, self.overlay.moving(source), self.overlay.moving(target), **given)
+            self.overlay.moved(source, target)
+
+        return rename
+
+    def linked(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.link``, ``os.symlink``."""
+
+        def link(source: Any, target: Any, *rest: Any, **given: Any) -> None:
+            told(target, real, source, self.overlay.changing(target), *rest, **given)
+
+        return link
+
+    def listdir(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.listdir``."""
+
+        def listdir(path: Any = ".") -> list[Any]:
+            found = told(path, real, self.overlay.listing(path))
+            if isinstance(path, int):
+                return list(found)
+            folder = os.path.abspath(os.fsdecode(path))
+            return [n for n in found if not self.overlay.is_hidden(os.path.join(folder, os.fsdecode(n)))]
+
+        return listdir
+
+    def scandir(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``os.scandir``."""
+
+        def scandir(path: Any = ".") -> Any:
+            here = self.overlay.listing(path)
+            if here is path and (isinstance(path, int) or not self.overlay.text(path)):
+                return real(path)
+            with told(path, real, here) as entries:
+                shown = [_Entry(entry, os.path.join(os.fsdecode(path), entry.name)) for entry in entries]
+            if here is path:
+                shown = [entry for entry in shown if not self.overlay.is_hidden(os.path.abspath(entry.path))]
+            return _Entries(iter(shown))
+
+        return scandir
+
+    def saved(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.save``, which writes by a path of its own, in C++."""
+
+        def save(obj: Any, f: Any, *rest: Any, **given: Any) -> None:
+            real(obj, self.overlay.writing(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
+
+        return save
 
 
-def _refuse_if_there(overlay: Overlay, path: Any) -> None:
-    if not isinstance(path, int) and os.path.lexists(overlay.reading(path)):
-        raise FileExistsError(17, "File exists", os.fspath(path))
+def told(path: Any, real: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """A call; an error of it speaks of the program's path."""
+    try:
+        return real(*args, **given)
+    except OSError as error:
+        error.filename = path
+        raise
 
 
-def _os_open(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def open(path: Any, flags: int, *rest: Any, **given: Any) -> int:
-        own = sys._getframe(1).f_globals.get("__name__") in ("tempfile", "shutil") or "dir_fd" in given
-        if own:
-            return real(path, flags, *rest, **given)
-        if flags & _WRITES:
-            return real(overlay.writing(path, not flags & os.O_TRUNC), flags, *rest, **given)
-        return real(overlay.reading(path), flags, *rest, **given)
+class _Entry:
+    """An entry of a folder, under the program's path."""
 
-    return open
+    def __init__(self, entry: Any, path: str) -> None:
+        self._entry, self.name, self.path = entry, entry.name, path
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
 
-def _one(overlay: Overlay, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A call whose first argument is the path."""
-
-    def call(path: Any, *rest: Any, **given: Any) -> Any:
-        if given.get("dir_fd") is not None:
-            return real(path, *rest, **given)
-        if name in _READ:
-            return real(overlay.reading(path), *rest, **given)
-        return real(overlay.writing(path, name in _CHANGED), *rest, **given)
-
-    return call
-
-
-def _deleted(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def delete(path: Any, **given: Any) -> None:
-        if given.get("dir_fd") is not None:
-            return real(path, **given)
-        return overlay.delete(path, real)
-
-    return delete
-
-
-def _renamed(overlay: Overlay, real: Callable[..., Any], look: Callable[..., Any]) -> Callable[..., Any]:
-    def rename(source: Any, target: Any, **given: Any) -> None:
-        here = overlay.reading(source)
-        if here == overlay.mine(source) or overlay.mine(source) is None:
-            real(here, overlay.writing(target), **given)
-        else:
-            look(source)  # says that it is not there
-            into = overlay.writing(target)
-            if os.path.isdir(source):
-                shutil.copytree(source, into, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(source, into)
-        overlay.delete(source, lambda path: None)
-
-    return rename
-
-
-def _linked(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def link(source: Any, target: Any, *rest: Any, **given: Any) -> None:
-        real(source, overlay.writing(target), *rest, **given)
-
-    return link
+    def __fspath__(self) -> str:
+        return self.path
 
 
 class _Entries:
@@ -146,46 +209,3 @@ class _Entries:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _scandir(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def scandir(path: Any = ".") -> Any:
-        mine = overlay.mine(path)
-        if mine is None:
-            return real(path)
-        names, found = overlay.names(path), {}
-        for folder in (path, mine):  # the rank's own take the place of others
-            if os.path.isdir(folder):
-                with real(folder) as entries:
-                    found.update({entry.name: entry for entry in entries if entry.name in names})
-        return _Entries(iter(found.values()))
-
-    return scandir
-
-
-def _listed(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def listdir(path: Any = ".") -> Any:
-        return real(path) if overlay.mine(path) is None else sorted(overlay.names(path))
-
-    return listdir
-
-
-def _tree_deleted(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    def rmtree(path: Any, *rest: Any, **given: Any) -> None:
-        mine = overlay.mine(path)
-        if mine is None:
-            return real(path, *rest, **given)
-        if os.path.isdir(mine):
-            real(mine, *rest, **given)
-        return overlay.delete(path, lambda path: None)
-
-    return rmtree
-
-
-def _saved(overlay: Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    """torch writes by a path of its own, in C++."""
-
-    def save(obj: Any, f: Any, *rest: Any, **given: Any) -> None:
-        real(obj, overlay.writing(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
-
-    return save

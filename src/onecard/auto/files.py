@@ -1,35 +1,39 @@
 """Files of a program that runs on several ranks as on one: rank 0 writes them; what others write is theirs alone.
 
-Every rank runs the same program, so that each would write each file. Ranks other than 0 write into a folder of their own, which
-lies over the disk: what a rank has written it reads there, what it has deleted is gone for it, and what rank 0 has written since
-the program began is not there yet. So a program that writes a checkpoint and reads it again finds the same on every rank.
+Every rank runs the same program, so that each would write each file. A rank other than 0 has a copy of each folder that it
+changes, in which files that it has not written are links to the disk's; what it does there, the file system does. What rank 0 has
+written since the program began is not in it. So a program that writes a checkpoint and reads it finds the same on every rank.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 # Python's own, which a process sends here once its calls go through an overlay.
-_lstat, _stat, _listdir = os.lstat, os.stat, os.listdir
+_lstat, _stat, _listdir, _mkdir, _symlink, _unlink, _readlink, _rename = (
+    os.lstat, os.stat, os.listdir, os.mkdir, os.symlink, os.unlink, os.readlink, os.rename,
+)  # fmt: skip
+_open = io.open
+_SYSTEM = ("/dev/", "/proc/", "/sys/")
 
 
-def _is_there(path: Any) -> bool:
+def _kind(path: str) -> int:
+    """The kind of what is there, a link as such; 0 if nothing is."""
     try:
-        _lstat(path)
+        return stat.S_IFMT(_lstat(path).st_mode)
     except OSError:
-        return False
-    return True
+        return 0
 
 
-def _is_folder(path: Any) -> bool:
+def _is_folder(path: str) -> bool:
     try:
         return stat.S_ISDIR(_stat(path).st_mode)
     except OSError:
@@ -40,18 +44,21 @@ class Overlay:
     """A rank's own files over the disk.
 
     Args:
-        folder: where they are; since: seconds since the epoch: what is newer on the disk is another rank's.
+        folder: where its copies of folders are; since: seconds since the epoch: what is newer on the disk is another rank's.
 
     Attributes:
-        written: the paths that the program has written, in order; opened: the files that it writes.
+        written: the paths that the program has written, in order; opened: the files that it writes;
+            own: paths on the disk of this rank alone: temporary ones, whose names nobody else has.
     """
 
     def __init__(self, folder: str | Path, since: float | None = None) -> None:
         self.folder = os.path.realpath(folder)
+        os.makedirs(self.folder, exist_ok=True)
         self.since = time.time() if since is None else since
         self.written: dict[str, None] = {}
         self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._gone: set[str] = set()
+        self.own: set[str] = set()
+        self._copied: set[str] = set()
 
     def flush(self) -> None:
         """What files that are still open hold back, at the program's end."""
@@ -61,77 +68,134 @@ class Overlay:
 
     # -- paths -----------------------------------------------------------------------------------------------------------------
 
-    def mine(self, path: Any) -> str | None:
-        """Where a path would be among the rank's own; None of what is no file of the program's: devices, file numbers."""
+    def text(self, path: Any) -> str | None:
+        """A path of the program's files; None of what is none: devices, file numbers, this rank's own."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.path.abspath(os.fsdecode(path))
-        if text.startswith(("/dev/", "/proc/", "/sys/", self.folder + "/")) or text == os.devnull:
+        if text == self.folder or text.startswith((*_SYSTEM, self.folder + "/")):
             return None
-        return self.folder + text
+        return None if any(text == each or text.startswith(each + "/") for each in self.own) else text
 
     def reading(self, path: Any) -> Any:
         """Where a path is read."""
-        mine = self.mine(path)
-        if mine is None:
+        text = self.text(path)
+        if text is None:
             return path
-        if _is_there(mine):
-            return mine
-        if self._is_gone(mine[len(self.folder) :]) or self._is_new(path):
-            return mine  # where nothing is: the error names the path below it
-        return path
+        if not self._is_governed(text):
+            return self.folder + text if self._is_new(text) else path
+        mine = self.folder + text
+        return _readlink(mine) if _kind(mine) == stat.S_IFLNK and self._is_ours(mine) else mine
 
-    def writing(self, path: Any, copied: bool = False) -> Any:
-        """Where a path is written; ``copied``: with what it holds now."""
-        mine = self.mine(path)
-        if mine is None:
+    def writing(self, path: Any, kept: bool = False) -> Any:
+        """Where a path is written; ``kept``: what it holds now stays."""
+        text = self.text(path)
+        if text is None:
             return path
-        here = self.reading(path)
-        folder = os.path.dirname(mine)
-        if _is_folder(self.reading(os.path.dirname(os.path.abspath(os.fsdecode(path))) or "/")):
-            os.makedirs(folder, exist_ok=True)
-        if copied and here is path and _is_there(path) and not _is_folder(path):
-            shutil.copyfile(path, mine)
-        self.written[mine[len(self.folder) :]] = None
+        mine = self.changing(text)
+        if _kind(mine) == stat.S_IFLNK and self._is_ours(mine) and not _is_folder(mine):
+            source = _readlink(mine)
+            _unlink(mine)
+            if kept:
+                with _open(source, "rb") as old, _open(mine, "wb") as new:
+                    shutil.copyfileobj(old, new)
+        self.written[text] = None
         return mine
 
-    def delete(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Deletes a path, for this rank."""
-        here, mine = self.reading(path), self.mine(path)
-        if mine is None or here == mine:
-            remove(here)
-        elif not _is_there(path):
-            remove(path)  # says that it is not there
-        if mine is not None:
-            self._gone.add(mine[len(self.folder) :])
+    def changing(self, path: Any) -> Any:
+        """Where a path is whose entry in its folder is about to change: made, removed, renamed."""
+        text = self.text(path)
+        if text is None:
+            return path
+        self.copy(os.path.dirname(text))
+        return self.folder + text
 
-    def names(self, path: Any) -> set[str]:
-        """What is in a folder."""
-        text, mine = os.path.abspath(os.fsdecode(path)), self.mine(path)
-        if mine is None:
-            return set(_listdir(path))
-        found = set(_listdir(mine)) if _is_folder(mine) else set()
-        if not self._is_gone(text) and _is_folder(text):
-            found |= {n for n in _listdir(text) if not self._hidden(os.path.join(text, n))}
-        elif not _is_folder(mine):
-            _listdir(mine)  # says that it is not there
-        return found
+    def moving(self, path: Any) -> Any:
+        """``changing``, with all that is below it."""
+        text = self.text(path)
+        if text is None:
+            return path
+        mine = self.changing(text)
+        waiting = [text] if _is_folder(mine) else []
+        while waiting:
+            folder = waiting.pop()
+            self.copy(folder)
+            names = _listdir(self.folder + folder)
+            waiting += [f"{folder}/{n}" for n in names if _kind(f"{self.folder}{folder}/{n}") == stat.S_IFDIR]
+        return mine
 
-    def _hidden(self, text: str) -> bool:
-        return self._is_gone(text) or self._is_new(text)
+    def deleting(self, path: Any) -> Any:
+        """Where a folder is that goes with all that is in it."""
+        mine = self.moving(path)
+        return self.reading(path) if mine is not path and not _is_folder(mine) else mine
 
-    def _is_gone(self, text: str) -> bool:
-        while text not in self._gone:
-            parent = os.path.dirname(text)
-            if parent == text:
+    def listing(self, path: Any) -> Any:
+        """Where a folder is listed; what ``is_hidden`` says is not in it."""
+        text = self.text(path)
+        if text is None or not (self._is_governed(text) or text in self._copied):
+            return path
+        self.copy(text)
+        return self.folder + text
+
+    def is_hidden(self, path: str) -> bool:
+        """Whether an entry of a folder of the disk is another rank's."""
+        return self.text(path) is not None and self._is_new(path)
+
+    def made(self, path: Any) -> None:
+        """A folder has been made: all that is in it is this rank's."""
+        if (text := self.text(path)) is not None:
+            self._copied.add(text)
+            self.written[text] = None
+
+    def moved(self, source: Any, target: Any) -> None:
+        """A folder has another name."""
+        old, new = self.text(source), self.text(target)
+        if old is not None and new is not None:
+            below = [each for each in self._copied if each == old or each.startswith(old + "/")]
+            self._copied.update(new + each[len(old) :] for each in below)
+            self.written[new] = None
+
+    # -- copies of folders -----------------------------------------------------------------------------------------------------
+
+    def copy(self, folder: str) -> None:
+        """This rank gets its own copy of a folder, if there is one: files as links; folders in it are copied when it is time."""
+        mine = self.folder + folder
+        if folder in self._copied:
+            return
+        if self._is_governed(folder):
+            if _kind(mine) == stat.S_IFLNK and _is_folder(mine):
+                _unlink(mine)
+                _mkdir(mine)
+            if _kind(mine) != stat.S_IFDIR:
+                return  # what is done in it says so
+        elif _is_folder(folder):
+            os.makedirs(mine, exist_ok=True)
+        else:
+            return
+        for name in _listdir(folder):
+            real, here = os.path.join(folder, name), os.path.join(mine, name)
+            if not _kind(here) and not self._is_new(real) and self.text(real) is not None:
+                _mkdir(here) if _kind(real) == stat.S_IFDIR else _symlink(real, here)
+        self._copied.add(folder)
+
+    def _is_governed(self, text: str) -> bool:
+        """Whether a path is what this rank's copies say: it has one of the folder, or one from which the way there is gone."""
+        below, folder = text, os.path.dirname(text)
+        while folder not in self._copied:
+            if folder == os.path.dirname(folder):
                 return False
-            text = parent
-        return True
+            below, folder = folder, os.path.dirname(folder)
+        return below == text or _kind(self.folder + below) not in (stat.S_IFDIR, stat.S_IFLNK)
 
-    def _is_new(self, path: Any) -> bool:
+    def _is_ours(self, link: str) -> bool:
+        """Whether a link was made by ``copy``: to the place of the disk where something is."""
+        target = _readlink(link)
+        return os.path.isabs(target) and not target.startswith(self.folder)
+
+    def _is_new(self, text: str) -> bool:
         """Whether another rank has written it since the program began. Of a folder it cannot be told: it is there."""
         try:
-            found = _lstat(path)
+            found = _lstat(text)
         except OSError:
             return False
         return not stat.S_ISDIR(found.st_mode) and found.st_ctime > self.since
@@ -141,15 +205,16 @@ class Noted(Overlay):
     """Rank 0's: the disk itself, and the paths that the program writes."""
 
     def __init__(self, since: float) -> None:
-        super().__init__("/", since)
+        self.since, self.folder, self.own, self._copied = since, "/onecard", set(), set()
+        self.written, self.opened = {}, weakref.WeakSet()
 
-    def mine(self, path: Any) -> str | None:
+    def text(self, path: Any) -> str | None:
         """None: nothing is its own."""
         return None
 
-    def writing(self, path: Any, copied: bool = False) -> Any:
+    def writing(self, path: Any, kept: bool = False) -> Any:
         """The path."""
         text = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else "/dev/"
-        if not text.startswith(("/dev/", "/proc/", "/sys/")):
+        if not text.startswith(_SYSTEM):
             self.written[text] = None
         return path

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from onecard.auto.apply import pure
+from onecard.auto.calls import over
+from onecard.auto.choose import choose, pure
+from onecard.auto.files import Overlay
 from onecard.auto.rank import Job
 from onecard.errors import OnecardError, PlanError
 from onecard.launch._explain import say
 from onecard.launch._options import Target
 from onecard.launch.rehearsal.program import Program
-from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse
-from onecard.machine.cost import Machine
+from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
+from onecard.machine.cost import MACHINE, Machine
 from onecard.plan.machine_file import machine_named
 
 
@@ -59,15 +64,32 @@ def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory:
     on = machine_named(machine, Machine.measure) if machine else _here()
     program = Program()
     try:
-        rehearse(script, arguments, 1, 0, on, program)
-        model, _batch, _loss = program.parts()
-    except (RehearsalError, PlanError) as why:
-        return Job(
-            pure(ranks)
-        ), f"onecard run --auto: {why}\nso it runs under data parallelism; --auto plan.json takes another plan"
-    names = {name: list(p.shape) for name, p in model.named_parameters()}
-    plan = pure(ranks)
-    return Job(plan, names), str(plan)
+        with open(os.devnull, "w") as nothing, redirect_stderr(nothing), files(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the program says it again when it runs
+            rehearse(script, arguments, 1, 0, on, program)
+            model, batch, loss = program.parts()
+            names = {name: list(p.shape) for name, p in model.named_parameters()}
+            found = choose(model, batch, loss, ranks, on, int(memory * 2**30))
+    except RehearsalError as why:
+        return Job(pure(ranks)), _by_default(str(why), ranks)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:
+        if isinstance(why, PlanError) and "nothing fits" in str(why):
+            raise
+        return Job(pure(ranks)), _by_default(f"{script}: {said(why)}", ranks)
+    return Job(found.plan, names), f"onecard run --auto: {found}"
+
+
+def _by_default(why: str, ranks: int) -> str:
+    told = f"so no price is known: data parallelism over {ranks} ranks; --auto plan.json takes another plan"
+    return f"onecard run --auto: {why}\n  {told}"
+
+
+@contextmanager
+def files() -> Iterator[None]:
+    """What is written in a rehearsal is written nowhere."""
+    with TemporaryDirectory(prefix="onecard-files-") as folder, ExitStack() as stack:
+        over(Overlay(folder), stack)
+        yield
 
 
 def _here() -> Machine:
@@ -76,7 +98,7 @@ def _here() -> Machine:
         for known in ("H200", "H100", "A100"):
             if known in name:
                 return Machine.preset(known)
-    return Machine.measure()
+    return MACHINE
 
 
 if __name__ == "__main__":

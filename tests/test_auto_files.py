@@ -1,0 +1,157 @@
+"""Files of a program for one card on several ranks: each rank sees what one card would, and only rank 0 changes the disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from amounts import amount
+
+from onecard.auto.calls import over
+from onecard.auto.files import Noted, Overlay
+
+NAMES = ["a", "b", "d", "d/x", "d/y", "e/z", "new"]
+
+
+def _text(path: Path, mode: str, text: str) -> None:
+    with open(path, mode) as file:
+        file.write(text)
+
+
+def _update(path: Path) -> str:
+    with open(path, "r+") as file:
+        text = file.read()
+        file.write("!")
+    return text
+
+
+OPERATIONS: dict[str, Callable[[Path, Path, str], Any]] = {
+    "write": lambda a, b, t: _text(a, "w", t),
+    "append": lambda a, b, t: _text(a, "a", t),
+    "make": lambda a, b, t: _text(a, "x", t),
+    "update": lambda a, b, t: _update(a),
+    "read": lambda a, b, t: a.read_text(),
+    "pathlib": lambda a, b, t: (a.write_text(t), a.read_bytes()),
+    "exists": lambda a, b, t: (a.exists(), os.path.isdir(a), os.path.isfile(b), os.access(a, os.R_OK)),
+    "size": lambda a, b, t: os.path.getsize(a) if a.is_file() else None,
+    "remove": lambda a, b, t: os.remove(a),
+    "unlink": lambda a, b, t: a.unlink(missing_ok=True),
+    "mkdir": lambda a, b, t: os.mkdir(a),
+    "makedirs": lambda a, b, t: os.makedirs(a, exist_ok=True),
+    "rmdir": lambda a, b, t: os.rmdir(a),
+    "rmtree": lambda a, b, t: shutil.rmtree(a),
+    "rename": lambda a, b, t: os.rename(a, b),
+    "replace": lambda a, b, t: os.replace(a, b),
+    "copy": lambda a, b, t: str(shutil.copyfile(a, b))[-1:],
+    "list": lambda a, b, t: sorted(os.listdir(a)),
+    "scan": lambda a, b, t: sorted((e.name, e.is_dir()) for e in os.scandir(a.parent)),
+    "walk": lambda a, b, t: sorted((Path(f).name, sorted(d), sorted(n)) for f, d, n in os.walk(a.parent)),
+    "glob": lambda a, b, t: sorted(p.name for p in a.parent.glob("*")),
+    "low": lambda a, b, t: os.close(os.open(a, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)),
+}
+
+
+def _begun(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "a").write_text("old a")
+    (folder / "d").mkdir()
+    (folder / "d" / "x").write_text("old x")
+    return folder
+
+
+def _program(seed: int, folder: Path) -> list[str]:
+    """What each of a drawn list of operations gives."""
+    draw, said = random.Random(seed), []
+    for i in range(25):
+        name = draw.choice([*OPERATIONS])
+        a, b = (folder / draw.choice(NAMES) for _ in range(2))
+        try:
+            found = repr(OPERATIONS[name](a, b, f"text {i} "))
+        except OSError as error:
+            found = type(error).__name__
+        said.append(f"{name} {a.relative_to(folder)} {b.relative_to(folder)}: {found}")
+    return said
+
+
+def _disk(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("seed", range(amount(60, 600)))
+def test_an_overlay_is_the_disk(tmp_path, seed):
+    real, other = _begun(tmp_path / "real" / "w"), _begun(tmp_path / "other" / "w")
+    before = _disk(other)
+    wanted = _program(seed, real)
+    with ExitStack() as stack:
+        over(Overlay(tmp_path / "mine"), stack)
+        found = _program(seed, other)
+    assert found == wanted
+    assert _disk(other) == before
+
+
+def test_what_rank_0_has_written_since_is_not_there(tmp_path):
+    old = tmp_path / "old"
+    old.write_text("before")
+    overlay = Overlay(tmp_path / "mine", since=old.stat().st_ctime + 5)
+    late = tmp_path / "late"
+    late.write_text("rank 0")
+    os.utime(late)
+    overlay.since = late.stat().st_ctime - 1e-6
+    old_seen = Overlay(tmp_path / "mine", since=late.stat().st_ctime + 1)
+    with ExitStack() as stack:
+        over(overlay, stack)
+        assert not late.exists() and "late" not in os.listdir(tmp_path)
+        late.write_text("mine")
+        assert late.read_text() == "mine"
+    assert late.read_text() == "rank 0"
+    with ExitStack() as stack:
+        over(old_seen, stack)
+        assert old.read_text() == "before"
+
+
+def test_rank_0_writes_and_notes(tmp_path):
+    noted = Noted(0.0)
+    with ExitStack() as stack:
+        over(noted, stack)
+        (tmp_path / "log").write_text("x")
+        os.mkdir(tmp_path / "folder")
+        os.remove(tmp_path / "log")
+    assert [*noted.written] == [str(tmp_path / "log")]
+    assert not (tmp_path / "log").exists() and (tmp_path / "folder").is_dir()
+
+
+def test_workers_of_a_loader_and_temporary_files(tmp_path):
+    """Sockets between processes lie in temporary folders: those are each rank's own already."""
+    script = tmp_path / "loads.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, tempfile, os
+        from contextlib import ExitStack
+        import torch
+        from onecard.auto.calls import over
+        from onecard.auto.files import Overlay
+        with ExitStack() as stack:
+            over(Overlay(sys.argv[1]), stack)
+            with tempfile.TemporaryDirectory() as folder:
+                with open(os.path.join(folder, "x"), "w") as file:
+                    file.write("here")
+                assert os.listdir(folder) == ["x"]
+            assert not os.path.exists(folder)
+            loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+            print(sum(x.sum().item() for x in loader))
+        assert not os.path.exists(folder)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "mine"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "28.0\n", done.stderr
