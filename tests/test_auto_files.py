@@ -119,7 +119,7 @@ def test_what_rank_0_has_written_since_is_not_there(tmp_path):
 
 
 def test_rank_0_writes_and_notes(tmp_path):
-    noted = Noted(0.0)
+    noted = Noted()
     with ExitStack() as stack:
         over(noted, stack)
         (tmp_path / "log").write_text("x")

@@ -10,6 +10,7 @@ from onecard import fleet as fleet
 from onecard._torch.patches import unpatch
 from onecard._version import __version__ as __version__
 from onecard.as_json import from_json, to_json
+from onecard.auto.apply import parallelize
 from onecard.checkpoint import load_state_dict, save_state_dict
 from onecard.comm import from_device_mesh, get_rank, get_world_size, to_device_mesh
 from onecard.comm.issue import differentiable as differentiable
@@ -98,7 +99,8 @@ __all__ = [
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
     "from_local",
-    "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "pretend",
+    "get_rank", "get_world_size", "load_recording", "load_state_dict", "local_map", "no_implicit_communication", "parallelize",
+    "pretend",
     "record", "register_rule", "reshard", "save_state_dict", "shard_dataloader", "shard_layer", "shard_op", "shard_optimizer",
     "shard_tensor", "Stages", "to_device_mesh", "to_dtensor", "to_json", "to_static", "token_mean", "unpatch", "unshard",
     "ReduceOp", "all_gather", "all_gather_object", "all_reduce", "alltoall", "barrier", "broadcast", "gather", "get_group",

@@ -61,9 +61,10 @@ class Applied:
         """Lay a model out, and divide what it is called with; ``placed``: its parameters by the plan's placements."""
         patterns = self.plan.placements if placed else ()
         check_names(model, patterns)
+        again = _blocks(model) if self.plan.recompute == "full" else []
         lay_out(model, self.mesh, lambda name: self._where(name, patterns))
-        if self.plan.recompute == "full":
-            _again(model)
+        for block in again:  # their forward runs again in backward
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         entrance = Entrance(self.mesh, self.batch_axes)
         if self.batch_axes:
             entrance.before(model)
@@ -114,18 +115,15 @@ def check_names(model: nn.Module, patterns: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def _again(model: nn.Module) -> None:
-    """Blocks whose forward runs again in backward."""
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated layers."""
     folded = fold(model)
     if not folded:
         raise PlanError(
             "parallelize: recompute='full' computes blocks again, and the model has no list of blocks that are alike",
             "recompute",
         )
-    for blocks in folded:
-        for name in blocks.names:
-            block = model.get_submodule(name)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return [model.get_submodule(name) for blocks in folded for name in blocks.names]
 
 
 def parallelize(

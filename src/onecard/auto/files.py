@@ -127,7 +127,9 @@ class Overlay:
     def deleting(self, path: Any) -> Any:
         """Where a folder is that goes with all that is in it."""
         mine = self.moving(path)
-        return self.reading(path) if mine is not path and not _is_folder(mine) else mine
+        if mine is not path and _kind(mine) and not _is_folder(mine):
+            raise NotADirectoryError(20, "Not a directory", path)
+        return mine
 
     def listing(self, path: Any) -> Any:
         """Where a folder is listed; what ``is_hidden`` says is not in it."""
@@ -204,8 +206,8 @@ class Overlay:
 class Noted(Overlay):
     """Rank 0's: the disk itself, and the paths that the program writes."""
 
-    def __init__(self, since: float) -> None:
-        self.since, self.folder, self.own, self._copied = since, "/onecard", set(), set()
+    def __init__(self) -> None:
+        self.since, self.folder, self.own, self._copied = 0.0, "", set(), set()
         self.written, self.opened = {}, weakref.WeakSet()
 
     def text(self, path: Any) -> str | None:

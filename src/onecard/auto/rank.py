@@ -38,7 +38,7 @@ class Job:
 
     Attributes:
         plan: how to run; program: names and shapes of the model's parameters that it was made for, none: any.
-        seed: of what the program does not seed; since: when it began, in seconds since the epoch.
+        seed: of what the program does not seed; since: when it began, in seconds since the epoch; 0: now.
     """
 
     plan: Plan
@@ -79,23 +79,26 @@ def begin(text: str) -> None:
     job, stack = Job.from_json(text), ExitStack()
     one_card.enter(job.seed, stack)
     overlay = _files(job, stack)
-    Watch(job).begin(stack)
-    atexit.register(_tell, overlay)
+    watch = Watch(job)
+    watch.begin(stack)
+    atexit.register(_tell, overlay, watch)
 
 
 def _files(job: Job, stack: ExitStack) -> Overlay:
     if world.get_rank() == 0:
-        overlay: Overlay = Noted(job.since)
+        overlay: Overlay = Noted()
     else:
         folder = tempfile.mkdtemp(prefix="onecard-files-")
-        overlay = Overlay(folder, job.since)
+        overlay = Overlay(folder, job.since or None)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     calls.over(overlay, stack)
     return overlay
 
 
-def _tell(overlay: Overlay) -> None:
+def _tell(overlay: Overlay, watch: Watch) -> None:
     overlay.flush()
+    if not watch.roots and world.get_rank() == 0:
+        print("onecard run --auto: no module has trained: every rank has done all of it", file=sys.stderr)
     names = [os.path.relpath(path) for path in overlay.written if os.path.isfile(path)]
     if names and world.get_rank() == 0 and world.get_world_size() > 1:
         shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
@@ -103,14 +106,18 @@ def _tell(overlay: Overlay) -> None:
 
 
 class Watch:
-    """Sees the program's optimizers and its model, and lays them out at the first forward with gradients."""
+    """Sees the program's optimizers and its model, and lays them out at the first forward with gradients.
+
+    Attributes:
+        roots: the modules that are laid out, the first is the plan's.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.applied = Applied(job.plan)
         self._optimizers: list[Optimizer] = []
         self._done: set[int] = set()  # modules that are laid out
-        self._roots: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
@@ -130,12 +137,12 @@ class Watch:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters or all(isinstance(p, DistTensor) for p in parameters):
             return None
-        first = not self._roots
+        first = not self.roots
         if first:
             self._compare(module)
         self._same_on_all(module)
         entrance = self.applied.model(module, placed=first)
-        self._roots.append(module)
+        self.roots.append(module)
         self._done.update(id(m) for m in module.modules())
         for optimizer in self._optimizers:
             self._lay_out(optimizer)
@@ -157,7 +164,7 @@ class Watch:
     def _same_on_all(self, module: nn.Module) -> None:
         """Every rank has built the same model."""
         known = {name: digest(p) for name, p in [*module.named_parameters(), *module.named_buffers()]}
-        found = agree.first_to_say(f"auto/{len(self._roots)}", json.dumps(known))
+        found = agree.first_to_say(f"auto/{len(self.roots)}", json.dumps(known))
         if found is None:
             return
         rank, text = found
@@ -175,7 +182,7 @@ class Watch:
         if id(optimizer) in self._done or not all(isinstance(p, DistTensor) for p in params):
             return
         self._done.add(id(optimizer))
-        self.applied.optimizer(optimizer, self._roots[0] if len(self._roots) == 1 else None)
+        self.applied.optimizer(optimizer, self.roots[0] if len(self.roots) == 1 else None)
 
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._lay_out(optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate
 
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
@@ -15,7 +15,7 @@ from onecard.tensor import DistTensor, shard_tensor
 from onecard.train import shard_layer
 
 Where = Callable[[str], Sequence[Placement]]
-"""The placements of the parameter or buffer of a name."""
+"""The placements of the parameter of a name; buffers are the same on all ranks."""
 
 
 def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
@@ -34,7 +34,8 @@ def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
         if id(tensor) in first or isinstance(tensor, DistTensor):
             continue
         first[id(tensor)] = name
-        _put(name, tensor, mesh, where(name))
+        replicated = [Replicate()] * mesh.ndim
+        _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
     shard_layer(module, mesh)
 
 
@@ -50,7 +51,9 @@ def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placeme
     grad, hooks = tensor.grad, [*(tensor._backward_hooks or {}).values()]
     late = [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
     kept = {key: value for key, value in vars(tensor).items() if key not in vars(made)}
-    tensor.grad = None
+    tensor.grad = tensor._backward_hooks = (
+        None  # of the object, which stays: those registered again belong to what it becomes
+    )
     try:
         torch.utils.swap_tensors(tensor, made)
     except RuntimeError as fault:

@@ -189,6 +189,8 @@ class DistTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """What torch.compile asks first, and some libraries before they save. A graph would have to hold the messages; it
         cannot yet."""
+        if as_one_card.here:  # who asks wants to know which tensors share memory; what is written is whole
+            return ["_local"], self._spec
         raise no_flat_form(self._spec)
 
     @staticmethod

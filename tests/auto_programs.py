@@ -1,0 +1,191 @@
+"""Programs for one card, as their writers wrote them: none knows of ranks."""
+
+from __future__ import annotations
+
+CLASSIFIER = """
+import argparse, csv, json, os
+import torch, torch.nn as nn, torch.nn.functional as F
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--out", default="out")
+args = parser.parse_args()
+
+torch.manual_seed(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 36, 4)
+
+    def forward(self, x):
+        return self.head(F.relu(self.norm(self.conv(x))).flatten(1))
+
+
+def evaluate(model, loader):
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += (model(x).argmax(1) == y).sum().item()
+    return right / len(loader.dataset)
+
+
+x = torch.randn(100, 1, 8, 8)
+y = x[:, 0, :2, :2].flatten(1).argmax(1)
+data = torch.utils.data.TensorDataset(x, y)
+train = torch.utils.data.DataLoader(data, batch_size=24, shuffle=True)
+test = torch.utils.data.DataLoader(data, batch_size=40)
+model = Net()
+params = [p for p in model.parameters() if p.requires_grad]
+average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda a, p, n: 0.9 * a + 0.1 * p)
+optimizer = torch.optim.AdamW(params, lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+os.makedirs(args.out, exist_ok=True)
+path, first, best = os.path.join(args.out, "last.pt"), 0, 0.0
+if args.resume:
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    torch.set_rng_state(saved["random"])
+    first, best = saved["epoch"] + 1, saved["best"]
+log = open(os.path.join(args.out, "log.csv"), "a")
+rows = csv.writer(log)
+for epoch in range(first, args.epochs):
+    model.train()
+    for i, (image, label) in enumerate(train):
+        loss = F.cross_entropy(model(image), label) / 2
+        loss.backward()
+        if i % 2:
+            norm = nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            average.update_parameters(model)
+        rows.writerow([epoch, i, f"{loss.item():.3f}"])
+    accuracy = evaluate(model, test)
+    best = max(best, accuracy)
+    print(f"epoch {epoch}: loss {loss:.4f}, norm {norm.item():.4f}, accuracy {accuracy:.3f}, best {best:.3f}", flush=True)
+    print(f"average {evaluate(average, test):.3f}", model.norm.running_var, optimizer.param_groups[0]["lr"])
+    torch.save(
+        {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+            "random": torch.get_rng_state(), "epoch": epoch, "best": best,
+        },
+        path,
+    )
+    with open(os.path.join(args.out, "best.json"), "w") as file:
+        json.dump({"best": best, "files": sorted(os.listdir(args.out))}, file)
+"""
+"""In the style of PyTorch's examples: evaluation, accumulation, an average, a schedule, checkpoints, a log."""
+
+LANGUAGE = """
+import math, sys
+import torch, torch.nn as nn, torch.nn.functional as F
+
+text = "the quick brown fox jumps over the lazy dog. " * 20
+chars = sorted(set(text))
+data = torch.tensor([chars.index(c) for c in text])
+torch.manual_seed(1337)
+dropout = 0.1 if "--dropout" in sys.argv else 0.0
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.a(x)).view(*x.shape[:2], 3, 2, -1).unbind(2)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + F.dropout(self.down(F.gelu(self.up(self.b(x)))), dropout, self.training)
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab, width=16, length=12):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.wte.weight = self.head.weight
+
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, loss
+
+
+def batch():
+    at = torch.randint(len(data) - 12, (8,))
+    return torch.stack([data[i : i + 12] for i in at]), torch.stack([data[i + 1 : i + 13] for i in at])
+
+
+model = GPT(len(chars))
+decay = [p for p in model.parameters() if p.dim() >= 2]
+rest = [p for p in model.parameters() if p.dim() < 2]
+optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
+best = math.inf
+for step in range(8):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * min(1.0, (step + 1) / 4)
+    for _ in range(2):
+        _, loss = model(*batch())
+        (loss / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if loss.item() < best:
+        best = loss.item()
+        torch.save({"model": model.state_dict(), "step": step}, "ckpt.pt")
+    print(f"step {step}: {loss.item():.4f}")
+model.eval()
+idx = torch.zeros(1, 1, dtype=torch.long)
+with torch.no_grad():
+    for _ in range(8):
+        logits, _ = model(idx[:, -12:])
+        idx = torch.cat([idx, logits[:, -1].argmax(-1, keepdim=True)], 1)
+print("".join(chars[i] for i in idx[0].tolist()))
+"""
+"""In the style of nanoGPT: tied embeddings, groups, a rate by hand, accumulation, the best checkpoint, a sample."""
+
+_BACKWARD = "model(torch.ones(4, 2)).sum().backward()\n"
+REFUSED = {
+    "a process group": (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
+        r"program\.py:2.*init_process_group.*divides its work itself",
+    ),
+    "a rank": (
+        "import torch\nprint(torch.distributed.get_rank())\n",
+        r"program\.py:2.*get_rank.*divides its work itself",
+    ),
+    "ranks of its own": (
+        "import torch\ntorch.multiprocessing.spawn(print, nprocs=2)\n",
+        r"program\.py:2.*multiprocessing\.spawn",
+    ),
+    "the time": (
+        "import time, torch\nmodel = torch.nn.Linear(2, 2)\n"
+        f"torch.nn.init.constant_(model.bias, time.perf_counter() % 1 * 1000)\n{_BACKWARD}",
+        r"program\.py:4: bias is another one on rank",
+    ),
+    "the system's numbers": (
+        "import os, torch\ntorch.manual_seed(int.from_bytes(os.urandom(4), 'big'))\n"
+        f"model = torch.nn.Linear(2, 2)\n{_BACKWARD}",
+        r"program\.py:4: (weight|bias) is another one on rank",
+    ),
+    "another model": (
+        "import torch\ntorch.nn.Linear(3, 2)(torch.ones(4, 3)).sum().backward()\n",
+        r"program\.py:2: the plan was made for another program: weight",
+    ),
+}
+"""Programs that cannot be kept, and what is said."""

@@ -1,0 +1,260 @@
+"""Programs for one card on several ranks, not one line changed; and the plan applied in place."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import weakref
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amounts import PROOF
+from auto_programs import CLASSIFIER, LANGUAGE, REFUSED
+from torch import nn
+
+import onecard as oc
+from onecard.auto.choose import choose
+from onecard.auto.rank import Job, begin
+from onecard.commands.run import main
+from onecard.errors import PlanError
+from onecard.testing import RankError, run_ranks
+
+LAUNCH = [sys.executable, "-m", "onecard", "run", "--auto"]
+
+
+def ran(folder: Path, *words: Any) -> str:
+    """What a program prints, in a folder of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "\n".join(line for line in done.stdout.splitlines() if not line.startswith("onecard run --auto: "))
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """All that is in a folder but logs of the launcher: texts, and what torch has saved."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and not name.startswith(("logs", "program")):
+            found[name] = torch.load(path) if path.suffix == ".pt" else path.read_text()
+    return found
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Checkpoints: the same structure, plain tensors, values as near as sums in another order are."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=2e-5)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_alike(a, b)
+    else:
+        assert one == other or one == pytest.approx(other, rel=1e-5)
+
+
+def _in_process(plan: dict[str, Any], folder: Path, *words: str) -> str:
+    os.chdir(folder)
+    sys.argv[1:] = words
+    begin(Job(oc.Plan(per_host=0, **plan)).to_json())
+    text, out = (folder / "program.py").read_text(), io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(text, str(folder / "program.py"), "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def several(folder: Path, plan: dict[str, Any], *words: str) -> str:
+    """What rank 0 prints under a plan; the others print the same."""
+    said = run_ranks(_in_process, oc.Plan(**plan).world, plan, folder, *words, timeout=120.0)
+    assert len({*said}) == 1
+    return said[0].rstrip("\n")
+
+
+def folders(tmp_path: Path, text: str, *names: str) -> list[Path]:
+    """A folder for each run, with the program."""
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "program.py").write_text(text)
+    return [tmp_path / name for name in names]
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}] if PROOF else [])], ids=str)
+def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
+    one, other = folders(tmp_path, CLASSIFIER, "one", "several")
+    wanted = [ran(one, sys.executable, "program.py"), ran(one, sys.executable, "program.py", "--epochs", 3, "--resume")]
+    found = [ran(other, *LAUNCH, "--nproc_per_node", oc.Plan(**plan).world, "program.py")]
+    found.append(several(other, plan, "--epochs", "3", "--resume"))
+    assert found == wanted
+    assert set(files(one)) == {"out/last.pt", "out/log.csv", "out/best.json"}
+    assert_alike(files(one), files(other))
+
+
+COLUMNS = (("*.up.*", "tp: Shard(0)"), ("*.down.weight", "tp: Shard(1)"), ("wte.weight", "tp: Shard(0)"))
+LANGUAGE_PLANS = [
+    {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": COLUMNS}, {"dp": 2, "zero": 1, "recompute": "full"},
+    {"dp": 2, "tp": 2, "zero": 2, "placements": COLUMNS},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", LANGUAGE_PLANS, ids=str)
+def test_a_language_model(tmp_path, plan):
+    one, other = folders(tmp_path, LANGUAGE, "one", "several")
+    assert several(other, plan) == ran(one, sys.executable, "program.py")
+    assert_alike(files(one), files(other))
+
+
+def test_dropout_is_that_of_one_rank(tmp_path):
+    """Distributed tensors draw onecard's numbers: of one rank the same."""
+    folders(tmp_path, LANGUAGE, "run")
+    said = [several(tmp_path / "run", {"dp": n}, "--dropout") for n in (1, 2)]
+    assert said[0] == said[1] and "step 7" in said[0]
+
+
+def _refused(name: str, folder: Path) -> None:
+    program = folder / "program.py"
+    begin(Job(oc.Plan(dp=2, per_host=0), {"weight": [2, 2], "bias": [2]}).to_json())
+    exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_is_said_with_its_line(tmp_path, name):
+    text, words = REFUSED[name]
+    (tmp_path / "program.py").write_text(text)
+    with pytest.raises(RankError, match=r"(?s)AutoError: .*" + words):
+        run_ranks(_refused, 2, name, tmp_path, timeout=60.0)
+
+
+def _printed() -> list[Any]:
+    begin(Job(oc.Plan(dp=2, per_host=0), seed=3).to_json())
+    model = nn.Linear(2, 1)
+    loss = model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum()
+    loss.backward()
+    drawn = [torch.rand(1).item(), __import__("numpy").random.default_rng().random(), __import__("random").random()]
+    return [repr(loss.detach()), f"{loss:.3f}", str(model.weight.grad), torch.distributed.is_initialized(), drawn]
+
+
+def test_what_is_seen_is_one_card():
+    first, second = run_ranks(_printed, 2)
+    assert first == second
+    assert re.fullmatch(r"tensor\(-?[\d.]+\)", first[0]) and first[2] == "tensor([[4., 6.]])" and first[3] is False
+
+
+# -- in place --------------------------------------------------------------------------------------------------------------
+
+
+def _trained(plan: dict[str, Any] | None) -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    params, seen = list(model.parameters()), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    params[-1].register_hook(lambda grad: seen.append(float(grad.sum())))
+    params[-1].note = "kept"
+    batches = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (8, 8, 3, 2, 8)]
+    if plan is not None:
+        assert oc.parallelize(model, optimizer, plan=oc.Plan(**plan))[0] is model
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(params, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        seen += [loss.item(), norm.item()]
+    with torch.no_grad():
+        seen.append(float(average(batches[0][0]).sum()))
+    return seen, params[-1] is model[3].bias and params[-1].note == "kept"
+
+
+MIDDLE = (("0.weight", "tp: Shard(0)"), ("1.*", "tp: Shard(0)"), ("3.weight", "tp: Shard(1)"))
+PLANS = [
+    {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": MIDDLE},
+    {"dp": 2, "tp": 2, "zero": 1, "placements": MIDDLE}, {"dp": 4, "zero": 3, "replicas": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_in_place(plan):
+    wanted, _ = _trained(None)
+    ranks = oc.Plan(**plan).world
+    for found, same in run_ranks(_trained, ranks, plan):
+        assert same
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"dp": 2}, "the plan is for 2 ranks, and there are 1"),
+        ({"placements": (("blocks.*.up", "tp: Shard(0)"),)}, r"name 'blocks.\*.up', and Linear has no such parameter"),
+        ({"recompute": "full"}, "has no list of blocks"),
+        ({"recompute": "selective"}, "recompute='selective'"),
+        ({"microbatches": 4}, r"microbatches=4: .*oc.to_static"),
+        ({"sequence_parallel": True}, "sequence_parallel=True"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_applied(plan, words):
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match=words):
+        oc.parallelize(model, plan=oc.Plan(**plan))
+    assert not isinstance(model.weight, oc.DistTensor)
+
+
+def test_a_parameter_that_a_graph_holds():
+    model = nn.Linear(2, 2)
+    loss = model(torch.ones(1, 2)).sum()
+    oc.parallelize(model, plan=oc.Plan())
+    with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):  # not a gradient that goes nowhere
+        loss.backward()
+    other = nn.Linear(2, 2)
+    known = weakref.ref(other.weight)
+    with pytest.raises(PlanError, match="weight: a graph of autograd, or a weak reference"):
+        oc.parallelize(other, plan=oc.Plan())
+    assert known() is other.weight
+
+
+# -- which plan ------------------------------------------------------------------------------------------------------------
+
+
+def _chosen(memory: int = 0, ranks: int = 4) -> Any:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)))
+    return choose(model, [torch.zeros(64, 512)], lambda m, x: m(x).sum(), ranks, oc.Machine.preset("A100"), memory)
+
+
+def test_the_fastest_plan_that_fits():
+    free = _chosen()
+    by_memory = sorted(free.costs, key=lambda cost: cost.peak)
+    assert free.costs[0].seconds <= min(cost.seconds for cost in free.costs) * 1.005
+    least, most = by_memory[0].peak, by_memory[-1].peak
+    for limit in (least, (least + most) // 2, most):
+        found = _chosen(limit)
+        fits = [cost for cost in free.costs if cost.peak <= limit]
+        assert found.costs[0].peak <= limit
+        assert found.costs[0].seconds <= min(cost.seconds for cost in fits) * 1.005
+    assert "too much" in str(_chosen(least)) and "data parallelism" in str(free)
+    with pytest.raises(PlanError, match=r"nothing fits into .* on 4 rank\(s\): data parallelism.* takes least"):
+        _chosen(least - 1)
+
+
+def test_a_plan_file_for_the_launcher(tmp_path, capsys):
+    (tmp_path / "program.py").write_text(LANGUAGE)
+    ran(tmp_path, *LAUNCH, "--dry_run", "plan.json", "--nproc_per_node", 2, "program.py")
+    job = Job.read(str(tmp_path / "plan.json"))
+    assert job.plan.world == 2 and job.program["wte.weight"] == [28, 16]
+    assert not (tmp_path / "ckpt.pt").exists()
+    assert main(["--auto", str(tmp_path / "plan.json"), "--nproc_per_node", "3", str(tmp_path / "program.py")]) == 2
+    assert "the plan is for 2 ranks, and there are 3" in capsys.readouterr().err
