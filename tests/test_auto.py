@@ -72,7 +72,10 @@ def _in_process(plan: dict[str, Any], folder: Path, *words: str) -> str:
     begin(Job(oc.Plan(per_host=0, **plan)).to_json())
     text, out = (folder / "program.py").read_text(), io.StringIO()
     with redirect_stdout(out):
-        exec(compile(text, str(folder / "program.py"), "exec"), {"__name__": "__main__"})
+        exec(compile(text, str(folder / "program.py"), "exec"), names := {"__name__": "__main__"})
+    for value in names.values():  # a rank of a test ends without Python's own end
+        if isinstance(value, io.IOBase):
+            value.close()
     return out.getvalue()
 
 

@@ -254,7 +254,12 @@ def parse(where: str, words: list[str]) -> None:
         tyro.cli(estimate.Asked, args=estimate.divided(words[2:])[0])
         return
     assert words[:2] == ["onecard", "run"] or words[:3] == ["python", "-m", "onecard.launch"], (where, words)
-    ours, theirs = split(words[2 if words[0] == "onecard" else 3 :])
+    words = words[2 if words[0] == "onecard" else 3 :]
+    if "--auto" in words:
+        from onecard.commands.run import Asked
+
+        words = Asked(words).rest
+    ours, theirs = split(words)
     read(ours)
     assert theirs, f"{where}: no script"
 

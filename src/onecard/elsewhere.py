@@ -26,7 +26,7 @@ PADDLE = {
     "ReduceType": '`oc.Partial("sum")`, `"avg"`, `"max"`, `"min"`, `"product"`',
     "group_sharded_parallel": f"`onecard.fleet.group_sharded_parallel`; by marks {_STAGE_1}, `ShardingStage2`, `ShardingStage3`",
     "shard_scaler": "nothing: `torch.amp.GradScaler` works as it is, all ranks skip a step together",
-    "parallelize": "`oc.shard_layer(model, mesh, shard_fn)`; pipeline stages: a mesh for each, `oc.reshard` between them",
+    "to_distributed": "`oc.parallelize(model, optimizer, loader, plan=...)`; for a whole script `onecard run --auto`",
     "ColWiseParallel": _LINEAR,
     "RowWiseParallel": _LINEAR,
     "PrepareLayerInput": "`input_fn` of `oc.shard_layer`",

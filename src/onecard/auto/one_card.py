@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from onecard.comm.base.record import user_line
 from onecard.comm.world import world
+from onecard.comm.world.hidden import hidden
 from onecard.errors import AutoError
 from onecard.tensor import DistTensor, unshard
 from onecard.tensor.dist_tensor import as_one_card
@@ -45,43 +45,9 @@ def enter(seed: int, stack: ExitStack) -> None:
     torch.manual_seed(seed)
     as_one_card.here = True
     stack.callback(setattr, as_one_card, "here", False)
-    for holder, name, instead in [*_ranks(), *_programs(), *_numbers(seed), *_whole()]:
+    for holder, name, instead in [*hidden(), *_programs(), *_numbers(seed), *_whole()]:
         if hasattr(holder, name):
             stack.enter_context(patch.object(holder, name, instead))
-
-
-def _is_users() -> bool:
-    """Whether what calls the caller is neither onecard nor torch's own code for several ranks."""
-    name = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return not name.startswith(("onecard", "torch.", "_onecard"))
-
-
-def _ranks() -> list[tuple[Any, str, Any]]:
-    """To the program there is no process group."""
-
-    def answered(name: str, answer: Any) -> tuple[Any, str, Any]:
-        real = getattr(dist, name)
-
-        def ask(*args: Any, **given: Any) -> Any:
-            return answer if _is_users() else real(*args, **given)
-
-        return dist, name, ask
-
-    def refused(name: str) -> tuple[Any, str, Any]:
-        real = getattr(dist, name)
-
-        def ask(*args: Any, **given: Any) -> Any:
-            if not _is_users():
-                return real(*args, **given)
-            raise AutoError(
-                f"{user_line(sys._getframe(1))}: torch.distributed.{name}: the program divides its work itself, and --auto takes "
-                "a program for one card. Start it without: onecard run --nproc_per_node N script.py"
-            )
-
-        return dist, name, ask
-
-    names = ("init_process_group", "get_rank", "get_world_size", "new_group", "barrier", "all_reduce")
-    return [answered("is_initialized", False), *(refused(name) for name in names)]
 
 
 def _programs() -> list[tuple[Any, str, Any]]:
