@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from onecard.pipeline.cut import sending
+from onecard.comm.issue import staged
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.stages import woven
@@ -111,17 +111,17 @@ def _run(rank: int, graph: fx.Graph, given: Sequence[Any], messages: Any) -> Ite
             values[node] = next(inputs)
         elif node.op == "output":
             return args[0]
-        elif node.target is sending.send:
+        elif node.target is staged.send:
             x, place, tag, *_ = args
             messages[rank, place, tag].append(x.clone())
-        elif node.target is sending.send_packed:
+        elif node.target is staged.send_packed:
             tensors, place, tag, *_ = args
             messages[rank, place, tag].append(torch.cat([x.reshape(-1) for x in tensors]))
-        elif node.target is sending.post:
+        elif node.target is staged.post:
             x, place, tag, *_ = args
             x.fill_(torch.nan) if x.is_floating_point() else x.zero_()
             values[node] = (place, rank, tag)
-        elif node.target is sending.wait:
+        elif node.target is staged.wait:
             key, x = args
             moved = True  # it has run what came before
             while not messages[key]:

@@ -8,7 +8,7 @@ from amounts import PROOF
 from cut_programs import MODELS, K, trained
 
 import onecard as oc
-from onecard.pipeline.cut import sending
+from onecard.comm.issue import staged
 from onecard.testing import run_ranks
 
 MODES = ["F-then-B", "1F1B", "VPP", "ZBH1", "ZBV"]
@@ -45,8 +45,8 @@ def _sends_and_sums() -> tuple[int, int, int]:
     """Messages of a rank's graph, those of several values, and products that are added where the sum is."""
     *_, run = trained("gpt", oc.Stages(K, schedule="1F1B"))
     targets = [n.target for n in run.recordings[0].graph.nodes]
-    packed = targets.count(sending.send_packed)
-    return targets.count(sending.send) + packed, packed, targets.count(torch.ops.aten.addmm_.default)
+    packed = targets.count(staged.send_packed)
+    return targets.count(staged.send) + packed, packed, targets.count(torch.ops.aten.addmm_.default)
 
 
 def test_few_messages_and_products():

@@ -216,3 +216,16 @@ def test_an_error_in_a_stage_names_it_its_microbatch_and_the_line():
         run_ranks(_fails_in_a_stage, 2, timeout=120.0)
     said = str(caught.value)
     assert "stage 0, forward of microbatch 2" in said and "cut_programs.py" in said and "rank 0" in said
+
+
+def _priced() -> tuple[int, dict[str, int]]:
+    program = Program(oc.Stages(K, schedule="ZBV"))
+    program.trained(range(2))
+    with oc.explain() as report:
+        program.trained(range(2, 3))
+    return report.bytes, dict(program.run.recordings[0].cost().sent)
+
+
+def test_the_price_knows_what_is_sent():
+    for sent, cost in run_ranks(_priced, 2, timeout=120.0):
+        assert cost == {"pp": sent} and sent > 0

@@ -104,7 +104,7 @@ def _constant_elsewhere(node: Any) -> bool:
 
 def _sent_early(node: Any) -> bool:
     """As soon as it is made, ahead of what is written to it."""
-    made = node.args[0] if node.target is weave.sending.send else None
+    made = node.args[0] if node.target is weave.staged.send else None
     if made is None or not any(_is(user, "aten.relu_.") for user in made.users):
         return False
     made.append(node)
@@ -112,7 +112,7 @@ def _sent_early(node: Any) -> bool:
 
 
 def _other_message(node: Any) -> bool:
-    if node.target is weave.sending.send:
+    if node.target is weave.staged.send:
         node.args = (node.args[0], node.args[1], node.args[2] ^ 1, *node.args[3:])
         return True
     return False

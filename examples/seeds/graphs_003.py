@@ -23,6 +23,8 @@ import semi_auto_data_parallel_003 as data_parallel
 import semi_auto_model_parallel_003 as model_parallel
 import single_card_003 as single
 import static_group_sharded_003 as group_sharded
+import static_model_parallel_003 as static_model_parallel
+import static_pipeline_parallel_003 as pipeline
 from single_card_003 import batch_size, class_dim, inner_size, input_size, optimizer_setting
 
 
@@ -97,20 +99,21 @@ def recorded(name: str, inner_size: int) -> oc.Recording:
 STATIC: dict[str, tuple[type[nn.Module], oc.Strategy]] = {
     "data_parallel": (single.SimpleNet, oc.Strategy()),
     "group_sharded": (single.SimpleNet, group_sharded.strategy_of(group_sharded.TrainArgs(stage=2))),
-    "model_parallel": (model_parallel.SimpleNet, oc.Strategy()),
+    "model_parallel": (static_model_parallel.SimpleNet, static_model_parallel.auto_strategy),
+    "pipeline_parallel": (single.SimpleNet, pipeline.auto_strategy),
 }
 
 
-def programs(name: str, inner_size: int) -> dict[str, oc.Recording]:
+def programs(name: str, inner_size: int, rank: int = 0) -> dict[str, oc.Recording]:
     """What an engine would run, before it runs: of data parallel the serial program, too, which is that of all."""
     net, strategy = STATIC[name]
-    with oc.pretend(world_size=2, rank=0, fake=True):
+    with oc.pretend(world_size=2, rank=rank, fake=True):
         model = net(input_size, inner_size, class_dim)
         engine = oc.Engine(model, nn.CrossEntropyLoss(), plain(model), oc.Accuracy(topk=(1, 5)), strategy)
         img = oc.InputSpec(shape=[batch_size, input_size], dtype="float32", name="img")
         engine.prepare(img, oc.InputSpec(shape=[batch_size], dtype="int64", name="label"), mode="train")
         serial = {"static_serial": engine.serial_main_program} if name == "data_parallel" else {}
-        return serial | {f"static_{name}": engine.main_program}
+        return serial | {f"static_{name}{'_second' * rank}": engine.main_program}
 
 
 def main(args: Args) -> None:
@@ -118,6 +121,7 @@ def main(args: Args) -> None:
     drawn = {name: recorded(name, args.inner_size) for name in GRAPHS}
     for name in STATIC:
         drawn |= programs(name, args.inner_size)
+    drawn |= programs("pipeline_parallel", args.inner_size, rank=1)  # the other stage
     for name, recording in drawn.items():
         path = args.folder / f"graph_003_{name}.svg"
         recording.draw(path)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from onecard.comm.issue import staged
 from onecard.errors import RecordingError
-from onecard.pipeline.cut import sending
 from onecard.pipeline.cut.messages import Clock, Crossing, Tick, crossings
 from onecard.pipeline.cut.packets import Packet, numel, packed
 from onecard.pipeline.cut.places import Places, is_free
@@ -97,7 +97,7 @@ class _Rank:
             self._post(i, packet)
         for packet in self.waits.get(tick, ()):
             handle, x = self.posted.pop(packet)
-            self._put(packet[0].value, sending.wait, handle, x)
+            self._put(packet[0].value, staged.wait, handle, x)
             self._unpack(packet, x)
         for node in self.nodes.get(tick, ()):
             self._check(node)
@@ -105,7 +105,7 @@ class _Rank:
             self.done.add(node)
         for i, packet in self.sends.get(tick, ()):
             given = [self._name(c.value) for c in packet]
-            how, what = (sending.send, given[0]) if len(given) == 1 else (sending.send_packed, given)
+            how, what = (staged.send, given[0]) if len(given) == 1 else (staged.send_packed, given)
             self._put(packet[0].value, how, what, packet[0].target, i, self.weave.ranks, self.weave.name)
 
     def _post(self, i: int, packet: Packet) -> None:
@@ -117,7 +117,7 @@ class _Rank:
         x = self._put(first.value, aten.empty_strided.default, [*shape], [*dense], dtype=dtype, device=device)
         x.meta.update(tensor=(shape, dense, dtype, device), own=True)
         place = first.source, i, self.weave.ranks, self.weave.name
-        self.posted[packet] = self._put(first.value, sending.post, x, *place), x
+        self.posted[packet] = self._put(first.value, staged.post, x, *place), x
 
     def _unpack(self, packet: Packet, x: fx.Node) -> None:
         """The tensors of a message that has come: of several, parts of its memory."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from onecard.comm.issue import again, started, transfer
+from onecard.comm.issue import again, staged, started, transfer
 from onecard.comm.issue.message import name_of
 from onecard.comm.world import world
 from onecard.machine.cost import Machine, sent
@@ -22,16 +22,23 @@ BETWEEN_MESHES = "between meshes"
 _TRANSFER: Any = unwrap(transfer.run_transfer)
 _SEND: Any = unwrap(started._send)
 _RECEIVE: Any = unwrap(started._receive)
+_SENDS = (_SEND, staged.send, staged.send_packed)
+_RECEIVES = (_RECEIVE, staged.post)
 
 
 def is_message(node: fx.Node) -> bool:
     """Whether a node sends or receives."""
-    return node.target is again.message or node.target in (_TRANSFER, _SEND, _RECEIVE)
+    return node.target is again.message or node.target in (_TRANSFER, *_SENDS, *_RECEIVES)
 
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a message that was started before."""
-    return node.op == "call_function" and node.target is again.wait
+    return node.op == "call_function" and node.target in (again.wait, staged.wait)
+
+
+def is_started(node: fx.Node) -> bool:
+    """Whether a rank goes on while a message is under way, until something here waits for it."""
+    return bool(node.kwargs.get("later")) or node.target is staged.post
 
 
 def is_left(node: fx.Node) -> bool:
@@ -39,12 +46,12 @@ def is_left(node: fx.Node) -> bool:
     if node.target is _TRANSFER:
         plan, _, _, onward = _transfer_of(node)
         return bool(onward) and not any(p.receiver == rank_of(node) != p.sender for p in plan.pieces)
-    return node.target is _SEND
+    return node.target in _SENDS
 
 
 def kind_of(node: fx.Node) -> str:
     """What a message is: torch's name of the collective, "transfer", "send" or "recv"."""
-    names = {_TRANSFER: "transfer", _SEND: "send", _RECEIVE: "recv"}
+    names = {_TRANSFER: "transfer", **dict.fromkeys(_SENDS, "send"), **dict.fromkeys(_RECEIVES, "recv")}
     return names.get(node.target) or str(node.args[2])
 
 
@@ -72,8 +79,8 @@ def sent_by(node: fx.Node) -> int:
     """Bytes that a message sends from this rank, as ``explain`` counts them."""
     if node.target is _TRANSFER:
         return int(_transfer_of(node)[0].sent_by(rank_of(node)))
-    if node.target in (_SEND, _RECEIVE):
-        return _bytes(node.args[0]) if node.target is _SEND else 0
+    if node.target in (*_SENDS, *_RECEIVES):
+        return _bytes(node.args[0]) if node.target in _SENDS else 0
     _, given, kind, rest, line = node.args
     count = line.mesh.shape[line.axis]  # type: ignore[union-attr]
     size = size_of(given)  # type: ignore[arg-type]
@@ -89,9 +96,9 @@ def seconds_of(node: fx.Node, machine: Machine) -> float:
     """Seconds of a message: latency and bandwidth of what it goes over, or what was measured."""
     if node.target is _TRANSFER:
         return float(_transfer_of(node)[0].seconds_of(rank_of(node), machine, machine.links.get(BETWEEN_MESHES)))
-    if node.target in (_SEND, _RECEIVE):
+    if node.target in (*_SENDS, *_RECEIVES):
         given: Any = node.args
-        x, peer, _, ranks, name, _ = given
+        x, peer, _, ranks, name, *_ = given
         count, link = _bytes(x), machine.links.get(str(name))
         far = count if machine.is_far(rank_of(node), ranks[peer]) else 0
         return machine.message(count, far, link)
@@ -110,6 +117,8 @@ def _transfer_of(node: fx.Node) -> tuple[Any, Any, Any, Any]:
 
 
 def _bytes(x: Any) -> int:
-    """Of a message that is packed: what is expanded travels with all its elements."""
+    """Of a message that is packed: what is expanded travels with all its elements; of several tensors in one, all."""
+    if isinstance(x, list | tuple):
+        return sum(map(_bytes, x))
     shape, _, dtype, _ = x.meta["tensor"]
     return int(prod(shape) * dtype.itemsize)

@@ -23,6 +23,7 @@ from onecard.static.price.messages import (
     axis_of,
     is_left,
     is_message,
+    is_started,
     is_wait,
     kind_of,
     seconds_of,
@@ -217,7 +218,7 @@ class _Clock:
         self._links[axis] = self._arrives[node] = there + seconds
         if alone:
             self.now += (1 - self._machine.beside) * seconds
-        elif node.kwargs.get("later"):
+        elif is_started(node):
             self._started[node] = begun
             self.now += (1 - self._machine.beside) * seconds
         else:
