@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from engine_programs import Samples
@@ -100,3 +101,32 @@ def test_programs_before_the_first_step_are_those_that_run() -> None:
             assert _programs(False) == found[rank][0]
         with oc.pretend(2, rank, fake=True):
             assert _to_static(1) == found[rank][1]
+
+
+def _without(kind: str, staged: bool) -> list[float]:
+    """Losses of a model of which a stage has no parameters, or none that is trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3), nn.Tanh())
+    if kind == "frozen":
+        model[0].requires_grad_(False)
+    stages = oc.Stages(4, at=("3",) if kind == "none" else ("1",)) if staged else None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, stages=stages) if stages is not None else step
+    return [float(run(torch.full((8, 6), 0.1 * i), torch.ones(8, 3))) for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("kind", ["none", "frozen"])
+def test_a_stage_that_has_nothing_to_train(kind: str) -> None:
+    """It has no states that its first step makes: all ranks record the second step all the same."""
+    wanted = _without(kind, False)
+    for found in run_ranks(_without, 2, kind, True, timeout=60.0):
+        assert found == pytest.approx(wanted, rel=1e-5)

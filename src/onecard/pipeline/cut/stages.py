@@ -257,7 +257,7 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
             node = given_before[effect.output.position]
             here = effect.output.position in numbers
             name = f"the optimizer's {effect.where[-1]}"
-            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, (), name))
+            staged.append(Elsewhere(effect.where, node.meta["tensor"], effect.output.spec, here, (), name, True))
     made = recording.with_graph(graph)
     made.results, made.effects, made.elsewhere = tuple(map(moved, recording.results)), tuple(effects), tuple(staged)
     return made

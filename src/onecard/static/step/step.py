@@ -68,7 +68,8 @@ class Elsewhere:
     """A tensor of the program of which a pipeline's ranks have different ones.
 
     Attributes:
-        here: whether this rank has it; ``stages``: which of them read it; ``name``: what errors call it.
+        here: whether this rank has it; ``stages``: which of them read it; ``name``: what errors call it;
+            ``new``: whether this step makes it.
         facts: shape, strides, dtype, device of the local tensor; ``spec``: of the distributed one.
     """
 
@@ -78,6 +79,7 @@ class Elsewhere:
     here: bool
     stages: tuple[int, ...]
     name: str = ""
+    new: bool = False
 
 
 @dataclass(slots=True, repr=False)
@@ -133,7 +135,8 @@ class Step:
     @property
     def makes_states(self) -> bool:
         """Whether an optimizer made states in this step: a replay would begin with new ones each time, so there is none."""
-        return any(effect.kind == "new state" for effect in self.effects)
+        made = any(effect.kind == "new state" for effect in self.effects)
+        return made or any(known.new for known in self.elsewhere)  # also on a rank of a pipeline that has none of them
 
     def with_graph(self, graph: fx.Graph) -> Self:
         """The same step by another graph with the same inputs and outputs, bound to nothing."""
