@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amounts import PROOF
+from auto_habits import HABITS
 from auto_programs import CLASSIFIER, LANGUAGE, REFUSED
 from torch import nn
 
@@ -138,6 +139,25 @@ def test_what_cannot_be_kept_is_said_with_its_line(tmp_path, name):
     (tmp_path / "program.py").write_text(text)
     with pytest.raises(RankError, match=r"(?s)AutoError: .*" + words):
         run_ranks(_refused, 2, name, tmp_path, timeout=60.0)
+
+
+def _all_habits(plan: dict[str, Any] | None) -> dict[str, str]:
+    """What each habit prints, one after the other in one process."""
+    if plan is not None:
+        begin(Job(oc.Plan(per_host=0, **plan)).to_json())
+    said = {}
+    for name, text in HABITS.items():
+        with redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, f"{name}.py", "exec"), {"__name__": "__main__"})
+        said[name] = out.getvalue()
+    return said
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 2}, {"dp": 2, "zero": 3}] if PROOF else [])], ids=str)
+def test_habits(plan):
+    wanted = run_ranks(_all_habits, 1, None, timeout=100.0)[0]
+    for found in run_ranks(_all_habits, 2, plan, timeout=100.0):
+        assert found == wanted
 
 
 def _printed() -> list[Any]:

@@ -360,3 +360,16 @@ def group_named(name: str) -> AbstractContextManager[Any]:
     if _take(f"{_C10D}:_hash_ranks_to_str", None) is None:
         return nullcontext()
     return patch.object(import_module(_C10D), "_hash_ranks_to_str", lambda _: name)
+
+
+@contextmanager
+def without_weak_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, no recurrent layer of a module refers to its weights weakly: what is referred to so cannot be swapped."""
+    layers = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()

@@ -55,6 +55,11 @@ def _is_temporary() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")) == "tempfile"
 
 
+def _is_sockets() -> bool:
+    """Whether a call of ours comes from ``multiprocessing``: its sockets are this rank's, and made past us."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("multiprocessing.")
+
+
 class _Calls:
     """What takes the place of Python's calls."""
 
@@ -66,7 +71,7 @@ class _Calls:
 
         def make(real: Callable[..., Any]) -> Callable[..., Any]:
             def call(path: Any, *rest: Any, **given: Any) -> Any:
-                if given.get("dir_fd") is not None:
+                if given.get("dir_fd") is not None or _is_sockets():
                     return real(path, *rest, **given)
                 return told(path, real, place(path), *rest, **given)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
+from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
@@ -30,12 +31,13 @@ def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
         PlanError: a graph that autograd keeps holds a parameter, so that nothing can take its place.
     """
     first: dict[int, str] = {}
-    for name, tensor in _tensors(module):
-        if id(tensor) in first or isinstance(tensor, DistTensor):
-            continue
-        first[id(tensor)] = name
-        replicated = [Replicate()] * mesh.ndim
-        _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
+    with without_weak_weights(module):
+        for name, tensor in _tensors(module):
+            if id(tensor) in first or isinstance(tensor, DistTensor):
+                continue
+            first[id(tensor)] = name
+            replicated = [Replicate()] * mesh.ndim
+            _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
     shard_layer(module, mesh)
 
 
