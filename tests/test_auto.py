@@ -281,3 +281,16 @@ def test_a_plan_file_for_the_launcher(tmp_path, capsys):
     assert not (tmp_path / "ckpt.pt").exists()
     assert main(["--auto", str(tmp_path / "plan.json"), "--nproc_per_node", "3", str(tmp_path / "program.py")]) == 2
     assert "the plan is for 2 ranks, and there are 3" in capsys.readouterr().err
+
+
+def test_help_says_what_auto_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "--nproc" in said and "--auto [plan.json]" in said and "not one line changed" in said
+
+
+def test_words_of_one_card_only():
+    assert main(["--memory", "x", "--auto", "train.py"]) == 2
+    assert main(["--dry_run", "--nproc_per_node", "2", "train.py"]) == 2
+    assert main(["--auto", "--nproc_per_node", "2", "missing_program.py"]) == 2

@@ -74,8 +74,24 @@ class Asked:
             raise LaunchError(f"--memory is {value!r}; write GiB of one rank: --memory 24") from None
 
 
+HELP = """
+A script written for one card, not one line changed:
+  --auto [plan.json]     divides its work over the ranks: by the plan, or by the fastest one that fits
+  --dry_run [plan.json]  prints that plan, writes it to a file, runs nothing
+  --machine NAME         what the plan is priced on: A100, H100, H200, here, or machine.json
+  --memory GIB           what a rank may take
+"""
+"""What ``onecard run --help`` says below the launcher's options."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the program named on the command line; returns its exit status, 2 for what cannot be."""
+    if argv[:1] in (["-h"], ["--help"]):
+        try:
+            launch(argv)
+        except SystemExit:
+            print(HELP)
+            raise
     try:
         asked = Asked(argv)
         if not asked.auto:
