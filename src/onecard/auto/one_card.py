@@ -36,10 +36,12 @@ def enter(seed: int, stack: ExitStack) -> None:
     Args:
         seed: of all generators that the program does not seed itself.
     """
+    _own_gpu()
     world.init()
     for name in LAUNCHERS:
         os.environ.pop(name, None)
-    os.environ.setdefault("WANDB_MODE", "disabled") if world.get_rank() else None
+    if world.get_rank():  # a process of its own, which writes past us
+        os.environ.setdefault("WANDB_MODE", "disabled")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -48,6 +50,16 @@ def enter(seed: int, stack: ExitStack) -> None:
     for holder, name, instead in [*hidden(), *_programs(), *_numbers(seed), *_whole()]:
         if hasattr(holder, name):
             stack.enter_context(patch.object(holder, name, instead))
+
+
+def _own_gpu() -> None:
+    """This rank's GPU is the only one that it sees: "cuda" and "cuda:0" are it."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if (torch.version.cuda is None and torch.version.hip is None) or given == "":
+        return
+    local, names = int(os.environ.get("LOCAL_RANK", "0")), given.split(",") if given else []
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[local] if local < len(names) else str(local)
+    os.environ["LOCAL_RANK"] = "0"
 
 
 def _programs() -> list[tuple[Any, str, Any]]:
