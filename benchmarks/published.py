@@ -21,8 +21,8 @@ from rich.table import Table
 import onecard as oc
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.pipeline.schedule.timing import Times, simulate
-from onecard.plan import activations
-from onecard.plan.state import TrainingState
+from onecard.planning import activations
+from onecard.planning.state import TrainingState
 
 FOLDER = Path(__file__).parent / "published"
 JOBS = ("megatron_2022", "megatron_2021", "torchtitan_2024")

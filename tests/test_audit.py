@@ -11,9 +11,9 @@ import pytest
 
 from onecard import cli
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.read import read
-from onecard.plan.plan import Plan
+from onecard.planning.audit.audit import Audit, Given
+from onecard.planning.audit.read import read
+from onecard.planning.plan import Plan
 
 DATA = Path(__file__).parent / "data" / "audit"
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.page import as_json, page
-from onecard.plan.audit.read import read
-from onecard.plan.audit.shell import script
-from onecard.plan.audit.shell_values import Values
-from onecard.plan.audit.yaml_text import read_yaml
+from onecard.planning.audit.audit import Audit, Given
+from onecard.planning.audit.page import as_json, page
+from onecard.planning.audit.read import read
+from onecard.planning.audit.shell import script
+from onecard.planning.audit.shell_values import Values
+from onecard.planning.audit.yaml_text import read_yaml
 
 DATA = Path(__file__).parent / "data" / "audit"
 FILES = sorted(path for path in DATA.iterdir() if path.suffix in (".sh", ".slurm", ".toml", ".yaml", ".json"))

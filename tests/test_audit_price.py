@@ -12,11 +12,11 @@ from test_plan import any_plan
 
 import onecard as oc
 from onecard import cli
-from onecard.plan.audit import worth as worths
-from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.read import read
-from onecard.plan.audit.worth import neighbours, worth
-from onecard.plan.audit.write import write
+from onecard.planning.audit import worth as worths
+from onecard.planning.audit.audit import Audit, Given
+from onecard.planning.audit.read import read
+from onecard.planning.audit.worth import neighbours, worth
+from onecard.planning.audit.write import write
 
 DATA = Path(__file__).parent / "data" / "audit"
 A100 = oc.Machine.preset("A100")

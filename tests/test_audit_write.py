@@ -11,12 +11,12 @@ import pytest
 from test_plan import any_plan
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Given
-from onecard.plan.audit.flavors import FLAVORS
-from onecard.plan.audit.read import read
-from onecard.plan.audit.write import _ALONG, LIBRARIES, write
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.audit import Given
+from onecard.planning.audit.flavors import FLAVORS
+from onecard.planning.audit.read import read
+from onecard.planning.audit.write import _ALONG, LIBRARIES, write
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 MODEL = Transformer(sequence=8192, **FLAVORS["llama3"]["8B"])
 # What a library's file can say, each with values that it can have.

@@ -12,8 +12,8 @@ import pytest
 
 import onecard as oc
 from onecard.cli import COMMANDS, main
-from onecard.plan.known_models import MODELS
-from onecard.plan.machine_file import load_machine, save_machine
+from onecard.planning.known_models import MODELS
+from onecard.planning.machine_file import load_machine, save_machine
 
 SMALL = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence", "32"]
 SIZES = oc.Transformer(layers=4, hidden=64, heads=4, vocab=256, sequence=32)

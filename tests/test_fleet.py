@@ -279,7 +279,7 @@ def test_a_strategy_may_come_with_the_optimizer() -> None:
 
 
 def test_activation_memory_is_that_of_seed_003() -> None:
-    from onecard.plan.activations import MIB, Sizes, measure
+    from onecard.planning.activations import MIB, Sizes, measure
 
     measured = [row.measured / MIB for row in measure(Sizes())]
     assert measured == pytest.approx([2736, 552, 342, 102, 48], rel=0.001)  # the issue allows 3 %

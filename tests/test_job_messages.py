@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import onecard as oc
-from onecard.plan.activations import Sizes, formula
+from onecard.planning.activations import Sizes, formula
 
 A100 = oc.Machine.preset("A100")
 SIZES = oc.Transformer(layers=8, hidden=2048, heads=16, vocab=51200, sequence=1024, attention="scores")

@@ -13,10 +13,10 @@ from torch import nn
 import onecard as oc
 from onecard.pipeline.schedule.action import Action
 from onecard.pipeline.schedule.timing import Span
-from onecard.plan.fold import fold
-from onecard.plan.memory import RankMemory
-from onecard.plan.stages import StageCost
-from onecard.plan.state import TrainingState
+from onecard.planning.fold import fold
+from onecard.planning.memory import RankMemory
+from onecard.planning.stages import StageCost
+from onecard.planning.state import TrainingState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from jobs import JOBS, priced, program

@@ -12,8 +12,8 @@ from amounts import share
 
 import onecard as oc
 from onecard import fleet
-from onecard.plan import memory, record
-from onecard.plan.decoder import build
+from onecard.planning import memory, record
+from onecard.planning.decoder import build
 from onecard.tensor import buckets
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
@@ -139,7 +139,7 @@ def test_bytes_of_many_blocks_are_those_of_three():
 
 
 def test_a_message_that_is_left_out_is_seen(monkeypatch):
-    from onecard.plan import pieces
+    from onecard.planning import pieces
 
     monkeypatch.setattr(pieces, "is_message", lambda node: False)
     sizes = oc.Transformer(layers=5, hidden=128, heads=4, vocab=256, sequence=32)

@@ -12,9 +12,9 @@ import torch
 
 import onecard as oc
 from onecard.errors import PlanError
-from onecard.plan import json_text
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning import json_text
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 LLAMA: dict[str, Any] = {
     "vocab": 128256, "sequence": 8192, "kv_heads": 8, "gated": True, "norm": "rms", "positions": "rotary", "bias": False,

@@ -14,10 +14,10 @@ from torch import Tensor
 import onecard as oc
 from onecard import fleet
 from onecard.fleet.layers import context
-from onecard.plan.activations import saved_bytes
-from onecard.plan.decoder import build
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.activations import saved_bytes
+from onecard.planning.decoder import build
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 from onecard.testing import run_ranks
 
 GPT = Transformer(layers=2, hidden=16, heads=4, vocab=24, sequence=8, attention="scores", tied=True)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 import onecard as oc
 from browser import browser
-from onecard.plan.known_models import known_model
+from onecard.planning.known_models import known_model
 from onecard.reports.job_page import write_page
 
 PLAN = oc.Plan(pp=4, dp=2, tp=8, microbatches=32, zero=1, sequence_parallel=True, recompute="selective")

@@ -53,10 +53,10 @@ from onecard.machine.cost import Link, Machine
 from onecard.pipeline.cut.stages import Stages
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.plan.job import JobCost, PieceCost, RankCost
-from onecard.plan.plan import Plan
-from onecard.plan.price import price
-from onecard.plan.transformer import Transformer
+from onecard.planning.job import JobCost, PieceCost, RankCost
+from onecard.planning.plan import Plan
+from onecard.planning.price import price
+from onecard.planning.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule

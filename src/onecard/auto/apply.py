@@ -17,9 +17,9 @@ from onecard.auto.swap import lay_out
 from onecard.comm.world import world
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
-from onecard.plan.fold import fold
-from onecard.plan.placements import placements_of
-from onecard.plan.plan import Plan
+from onecard.planning.fold import fold
+from onecard.planning.placements import placements_of
+from onecard.planning.plan import Plan
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
 
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from onecard.errors import PlanError
 from onecard.machine.cost import Machine
-from onecard.plan.fold import fold
-from onecard.plan.job import JobCost, bytes_in_words, seconds_in_words
-from onecard.plan.plan import Plan, Recompute
-from onecard.plan.price import price
+from onecard.planning.fold import fold
+from onecard.planning.job import JobCost, bytes_in_words, seconds_in_words
+from onecard.planning.plan import Plan, Recompute
+from onecard.planning.price import price
 
 ALIKE = 0.005
 """Share of a step by which two plans are no different."""

@@ -28,7 +28,7 @@ from onecard.comm.agree.claims import digest
 from onecard.comm.base.record import user_line
 from onecard.comm.world import world
 from onecard.errors import AutoError, PlanError
-from onecard.plan.plan import Plan
+from onecard.planning.plan import Plan
 from onecard.tensor import DistTensor
 
 

@@ -16,14 +16,14 @@ from onecard.commands.options import model_fields
 from onecard.commands.waiting import waiting
 from onecard.errors import OnecardError, PlanError
 from onecard.machine.cost import Machine
-from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.page import LIBRARIES, as_json, page, price_page
-from onecard.plan.audit.read import read
-from onecard.plan.audit.worth import Worth, worth
-from onecard.plan.audit.write import write
-from onecard.plan.machine_file import machine_named
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.audit import Audit, Given
+from onecard.planning.audit.page import LIBRARIES, as_json, page, price_page
+from onecard.planning.audit.read import read
+from onecard.planning.audit.worth import Worth, worth
+from onecard.planning.audit.write import write
+from onecard.planning.machine_file import machine_named
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
 

@@ -19,10 +19,10 @@ from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
 from onecard.machine.cost import Machine
 from onecard.machine.events import Panel, write_trace
-from onecard.plan.job import JobCost
-from onecard.plan.machine_file import machine_named
-from onecard.plan.plan import Plan
-from onecard.plan.price import price
+from onecard.planning.job import JobCost
+from onecard.planning.machine_file import machine_named
+from onecard.planning.plan import Plan
+from onecard.planning.price import price
 from onecard.reports.rank_step import RankStep, rank_step
 
 

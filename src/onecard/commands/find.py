@@ -23,7 +23,7 @@ from onecard.launch._options import Target
 from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
 from onecard.machine.cost import MACHINE, Machine
-from onecard.plan.machine_file import machine_named
+from onecard.planning.machine_file import machine_named
 
 
 def find(target: Target, ranks: int, machine: str, memory: float) -> Job:

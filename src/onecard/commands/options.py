@@ -12,10 +12,10 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from onecard.errors import PlanError
-from onecard.plan import json_text
-from onecard.plan.known_models import known_model
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning import json_text
+from onecard.planning.known_models import known_model
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 FLAGS = [name for name in (field.name for field in fields(Plan)) if name != "placements"]
 SIZES = {

@@ -25,12 +25,12 @@ from onecard.commands.options import (
 from onecard.commands.waiting import waiting
 from onecard.errors import OnecardError
 from onecard.machine.cost import Machine
-from onecard.plan.job import JobCost
-from onecard.plan.machine_file import machine_named
-from onecard.plan.page import MEANS
-from onecard.plan.plan import Plan
-from onecard.plan.price import price
-from onecard.plan.transformer import Transformer
+from onecard.planning.job import JobCost
+from onecard.planning.machine_file import machine_named
+from onecard.planning.page import MEANS
+from onecard.planning.plan import Plan
+from onecard.planning.price import price
+from onecard.planning.transformer import Transformer
 
 
 @dataclass(frozen=True)

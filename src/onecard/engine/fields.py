@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 from onecard.errors import StrategyError
-from onecard.plan.json_text import near
-from onecard.plan.wanted import spoken
+from onecard.planning.json_text import near
+from onecard.planning.wanted import spoken
 
 Check = Callable[[str, Any], Any]
 """What a field may be: of its path and what is given, the value that is kept; StrategyError where it cannot be."""

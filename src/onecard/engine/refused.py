@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onecard.errors import PlanError, StrategyError
-from onecard.plan.plan import Plan
+from onecard.planning.plan import Plan
 from onecard.static.passes import PASSES
 
 

@@ -13,8 +13,8 @@ from onecard.engine import with_plan
 from onecard.engine.fields import Checked
 from onecard.errors import StrategyError
 from onecard.pipeline.schedule import modes
-from onecard.plan import json_text
-from onecard.plan.plan import Plan
+from onecard.planning import json_text
+from onecard.planning.plan import Plan
 
 VERSION = 1
 _CLIP = "Engine(..., clip_grad_norm=1.0)"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from onecard.errors import StrategyError
-from onecard.plan.plan import Plan, Recompute
+from onecard.planning.plan import Plan, Recompute
 
 REPEATED = "repeated"
 """Of ``recompute.checkpoints``: the model's repeated layers."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event, Panel
-from onecard.plan.job import JobCost, RankCost
+from onecard.planning.job import JobCost, RankCost
 
 VERSION = 1
 MOST_EVENTS = 200_000  # that a page holds: 4 MB of it

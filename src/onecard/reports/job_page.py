@@ -11,7 +11,7 @@ from typing import Any
 
 from onecard._version import __version__
 from onecard.pipeline.schedule.timeline_pictures import COLOURS
-from onecard.plan.job import JobCost
+from onecard.planning.job import JobCost
 from onecard.reports.job_data import job_data, memory, timeline
 
 # Told apart by people with any of the common kinds of colour blindness, as the schedules' pictures: Okabe and Ito (2008).

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from onecard.plan.job import bytes_in_words, seconds_in_words
+from onecard.planning.job import bytes_in_words, seconds_in_words
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait
 from onecard.static.price.price import Cost

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.settings import ARGUMENTS, Settings, flat, shown
-from onecard.plan.audit.shell import Argument, Script, script
-from onecard.plan.audit.yaml_text import read_yaml
-from onecard.plan.json_text import text_of
+from onecard.planning.audit.settings import ARGUMENTS, Settings, flat, shown
+from onecard.planning.audit.shell import Argument, Script, script
+from onecard.planning.audit.yaml_text import read_yaml
+from onecard.planning.json_text import text_of
 
 TELL = {
     "num-layers", "hidden-size", "num-attention-heads", "tensor-model-parallel-size", "pipeline-model-parallel-size",

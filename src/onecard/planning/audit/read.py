@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.accelerate import read_accelerate
-from onecard.plan.audit.audit import Audit, Given
-from onecard.plan.audit.deepspeed import MARKS, read_deepspeed
-from onecard.plan.audit.megatron import read_megatron
-from onecard.plan.audit.settings import Understood
-from onecard.plan.audit.torchtitan import read_torchtitan
-from onecard.plan.hugging_face import sizes_of
-from onecard.plan.json_text import Located, located, text_of
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.accelerate import read_accelerate
+from onecard.planning.audit.audit import Audit, Given
+from onecard.planning.audit.deepspeed import MARKS, read_deepspeed
+from onecard.planning.audit.megatron import read_megatron
+from onecard.planning.audit.settings import Understood
+from onecard.planning.audit.torchtitan import read_torchtitan
+from onecard.planning.hugging_face import sizes_of
+from onecard.planning.json_text import Located, located, text_of
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 WHICH = (
     "a script or a file of arguments of Megatron-LM, a DeepSpeed JSON with a Hugging Face config.json, a torchtitan TOML, an "

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Audit, Given, audited, share
-from onecard.plan.audit.settings import JSON, Settings, flat
-from onecard.plan.fit import Finding
-from onecard.plan.json_text import Located
+from onecard.planning.audit.audit import Audit, Given, audited, share
+from onecard.planning.audit.settings import JSON, Settings, flat
+from onecard.planning.fit import Finding
+from onecard.planning.json_text import Located
 
 MARKS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "bf16", "fp16",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event
-from onecard.plan.plan import Plan
+from onecard.planning.plan import Plan
 
 if TYPE_CHECKING:  # rich is loaded by what prints
     from rich.console import Group

@@ -16,8 +16,8 @@ from onecard.fleet.layers import context, sequence
 from onecard.fleet.layers.linear import ColumnParallelLinear
 from onecard.fleet.layers.transformer import NORMS, ParallelTransformerLayer, rotary_turns
 from onecard.fleet.layers.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 
 def build(transformer: Transformer, plan: Plan, device: Any = None) -> Decoder:

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from onecard.plan.audit.audit import Audit
-from onecard.plan.audit.megatron import NO_EFFECT
-from onecard.plan.audit.worth import Worth
-from onecard.plan.fit import Finding
+from onecard.planning.audit.audit import Audit
+from onecard.planning.audit.megatron import NO_EFFECT
+from onecard.planning.audit.worth import Worth
+from onecard.planning.fit import Finding
 
 _TITLES = {"mistake": ("mistakes", "bold red"), "cost": ("costs", "bold yellow"), "idle": ("without effect", "bold")}
 LIBRARIES = {

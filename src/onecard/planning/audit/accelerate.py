@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Audit, Given, audited, share
-from onecard.plan.audit.deepspeed import deepspeed_plan, deepspeed_settings
-from onecard.plan.audit.settings import YAML, Settings, flat
-from onecard.plan.audit.yaml_text import read_yaml
-from onecard.plan.fit import Finding
-from onecard.plan.json_text import Located, located, text_of
+from onecard.planning.audit.audit import Audit, Given, audited, share
+from onecard.planning.audit.deepspeed import deepspeed_plan, deepspeed_settings
+from onecard.planning.audit.settings import YAML, Settings, flat
+from onecard.planning.audit.yaml_text import read_yaml
+from onecard.planning.fit import Finding
+from onecard.planning.json_text import Located, located, text_of
 
 _KINDS = {"FSDP": "fsdp", "MULTI_GPU": "plain", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron", "NO": "plain"}
 _SHARDS = {

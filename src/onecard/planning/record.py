@@ -22,13 +22,13 @@ from onecard.comm.world.pretend import pretend
 from onecard.errors import PlanError
 from onecard.machine.cost import Machine
 from onecard.place.mesh import ProcessMesh
-from onecard.plan.decoder import build
-from onecard.plan.fold import Folded, face, fold
-from onecard.plan.job import PieceCost
-from onecard.plan.pieces import Pieces
-from onecard.plan.placements import placements_of
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.decoder import build
+from onecard.planning.fold import Folded, face, fold
+from onecard.planning.job import PieceCost
+from onecard.planning.pieces import Pieces
+from onecard.planning.placements import placements_of
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 from onecard.static.api import record
 from onecard.static.passes.awaited import awaited
 from onecard.static.passes.fused import fused

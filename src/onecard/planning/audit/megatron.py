@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.arguments import megatron_arguments
-from onecard.plan.audit.audit import Audit, Given, audited, microbatches, share
-from onecard.plan.audit.settings import Ignored, Settings
-from onecard.plan.fit import Finding
+from onecard.planning.audit.arguments import megatron_arguments
+from onecard.planning.audit.audit import Audit, Given, audited, microbatches, share
+from onecard.planning.audit.settings import Ignored, Settings
+from onecard.planning.fit import Finding
 
 GPT2_VOCABULARY = 50257
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}

@@ -1,7 +1,7 @@
 """Activation memory of a transformer layer, measured: what autograd keeps for backward, without devices or data.
 
-python -m onecard.plan.activations                       # a layer of GPT-3 175B
-python -m onecard.plan.activations --hidden 8192 --heads 64 --tensor-parallel 4
+python -m onecard.planning.activations                       # a layer of GPT-3 175B
+python -m onecard.planning.activations --hidden 8192 --heads 64 --tensor-parallel 4
 """
 
 from __future__ import annotations

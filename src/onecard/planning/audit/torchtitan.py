@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Audit, Given, audited, share
-from onecard.plan.audit.flavors import FLAVORS
-from onecard.plan.audit.settings import TOML, Settings, flat
-from onecard.plan.fit import Finding
-from onecard.plan.json_text import text_of
+from onecard.planning.audit.audit import Audit, Given, audited, share
+from onecard.planning.audit.flavors import FLAVORS
+from onecard.planning.audit.settings import TOML, Settings, flat
+from onecard.planning.fit import Finding
+from onecard.planning.json_text import text_of
 
 SCHEDULES = {
     "1F1B": "1F1B", "GPipe": "F-then-B", "Interleaved1F1B": "VPP", "LoopedBFS": "BFS", "InterleavedZeroBubble": "ZBH1",

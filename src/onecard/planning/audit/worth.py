@@ -9,12 +9,12 @@ from typing import Any
 
 from onecard.errors import OnecardError, PlanError
 from onecard.machine.cost import Machine
-from onecard.plan.audit.audit import Audit
-from onecard.plan.audit.write import LIBRARIES, write
-from onecard.plan.job import JobCost, RankCost
-from onecard.plan.plan import Plan
-from onecard.plan.price import price
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.audit import Audit
+from onecard.planning.audit.write import LIBRARIES, write
+from onecard.planning.job import JobCost, RankCost
+from onecard.planning.plan import Plan
+from onecard.planning.price import price
+from onecard.planning.transformer import Transformer
 
 LIMIT = 60.0  # seconds for changes; each that cuts the model anew records blocks
 LARGEST = 2 * 10**5  # stages times microbatches that a schedule is simulated for

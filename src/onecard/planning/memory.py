@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onecard.pipeline.schedule.timing import Span
-from onecard.plan.job import PieceCost
-from onecard.plan.stages import StageCost, makes_gradients
-from onecard.plan.state import TrainingState, size
+from onecard.planning.job import PieceCost
+from onecard.planning.stages import StageCost, makes_gradients
+from onecard.planning.state import TrainingState, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from onecard.errors import PlanError
 from onecard.pipeline.schedule.action import Action
-from onecard.plan.job import PieceCost
-from onecard.plan.plan import Plan
+from onecard.planning.job import PieceCost
+from onecard.planning.plan import Plan
 
 Run = tuple[PieceCost, int]
 """A piece, and how often it comes, one after the other."""

@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.transformer import Transformer
+from onecard.planning.transformer import Transformer
 
 _LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "positions": "rotary", "bias": False}
 

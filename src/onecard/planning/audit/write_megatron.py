@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -11,9 +11,9 @@ from typing import Any
 
 from onecard.errors import CostError, PlanError
 from onecard.machine.cost import PRESETS, Link, Machine
-from onecard.plan import json_text
-from onecard.plan.json_text import Located
-from onecard.plan.wanted import spoken
+from onecard.planning import json_text
+from onecard.planning.json_text import Located
+from onecard.planning.wanted import spoken
 
 VERSION = 1
 _LEFT_OUT = ("kernels",)  # of a data sheet's machine: "like" brings them

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from onecard.errors import PlanError
 from onecard.pipeline.schedule import modes
-from onecard.plan import json_text
-from onecard.plan.fit import SIZES, Finding, findings, sizes_of
-from onecard.plan.page import difference, page
-from onecard.plan.transformer import Transformer
-from onecard.plan.wanted import Fields
+from onecard.planning import json_text
+from onecard.planning.fit import SIZES, Finding, findings, sizes_of
+from onecard.planning.page import difference, page
+from onecard.planning.transformer import Transformer
+from onecard.planning.wanted import Fields
 
 Recompute = Literal["none", "selective", "operators", "full"]
 VERSION = 1

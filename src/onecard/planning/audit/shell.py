@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from onecard.errors import PlanError
-from onecard.plan.audit.settings import shown
-from onecard.plan.audit.shell_values import Values
-from onecard.plan.audit.shell_words import Statement, Word, statements
-from onecard.plan.json_text import text_of
+from onecard.planning.audit.settings import shown
+from onecard.planning.audit.shell_values import Values
+from onecard.planning.audit.shell_words import Statement, Word, statements
+from onecard.planning.json_text import text_of
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset", "set")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from onecard.pipeline.schedule.timing import Span
-from onecard.plan.job import PieceCost, RankCost
-from onecard.plan.stages import StageCost, makes_gradients
-from onecard.plan.state import TrainingState
+from onecard.planning.job import PieceCost, RankCost
+from onecard.planning.stages import StageCost, makes_gradients
+from onecard.planning.state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.json_text import Located
-from onecard.plan.wanted import spoken
+from onecard.planning.json_text import Located
+from onecard.planning.wanted import spoken
 
 _LLAMA = {"norm": "rms", "positions": "rotary", "bias": False, "gated": True}
 _NEOX = {"norm": "layer", "positions": "rotary", "bias": True, "gated": False}

@@ -12,8 +12,8 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.machine.cost import Machine, sent
-from onecard.plan.fold import Folded
-from onecard.plan.job import PieceCost
+from onecard.planning.fold import Folded
+from onecard.planning.job import PieceCost
 from onecard.static.price.convolutions import workspace
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait

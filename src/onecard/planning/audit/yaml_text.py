@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.json_text import DEEPEST, Located, Way
+from onecard.planning.json_text import DEEPEST, Located, Way
 
 _KEY = re.compile(
     r"""("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[^\s\-?:,\[\]{}#&*!|>'"%@`][^\n]*?|[-?:][^\s][^\n]*?)\s*:(?=\s|$)"""

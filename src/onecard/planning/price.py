@@ -11,14 +11,14 @@ from onecard.machine.events import Event
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
-from onecard.plan.job import JobCost, RankCost
-from onecard.plan.lines import AxisLine
-from onecard.plan.memory import RankMemory
-from onecard.plan.plan import Plan
-from onecard.plan.rank import RankTime, StageTime, stage_time
-from onecard.plan.record import Loss, Model, recorded
-from onecard.plan.stages import StageCost, stages_of
-from onecard.plan.state import TrainingState
+from onecard.planning.job import JobCost, RankCost
+from onecard.planning.lines import AxisLine
+from onecard.planning.memory import RankMemory
+from onecard.planning.plan import Plan
+from onecard.planning.rank import RankTime, StageTime, stage_time
+from onecard.planning.record import Loss, Model, recorded
+from onecard.planning.stages import StageCost, stages_of
+from onecard.planning.state import TrainingState
 
 
 def price(

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.audit import Given
-from onecard.plan.audit.flavors import FLAVORS, flavor_of
-from onecard.plan.audit.read import read
-from onecard.plan.audit.torchtitan import SCHEDULES
-from onecard.plan.audit.write_megatron import SHORT, hosts_of, write_megatron
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.audit import Given
+from onecard.planning.audit.flavors import FLAVORS, flavor_of
+from onecard.planning.audit.read import read
+from onecard.planning.audit.torchtitan import SCHEDULES
+from onecard.planning.audit.write_megatron import SHORT, hosts_of, write_megatron
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 
 @dataclass(frozen=True)

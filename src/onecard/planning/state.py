@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from onecard.machine.cost import Machine, read
-from onecard.plan.job import PieceCost
-from onecard.plan.lines import AxisLine
-from onecard.plan.plan import Plan
+from onecard.planning.job import PieceCost
+from onecard.planning.lines import AxisLine
+from onecard.planning.plan import Plan
 from onecard.tensor.buckets import BUCKET_BYTES, LARGE
 
 

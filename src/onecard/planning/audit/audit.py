@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.audit.settings import Ignored, Settings, Understood
-from onecard.plan.fit import Finding
-from onecard.plan.plan import Plan
-from onecard.plan.transformer import Transformer
+from onecard.planning.audit.settings import Ignored, Settings, Understood
+from onecard.planning.fit import Finding
+from onecard.planning.plan import Plan
+from onecard.planning.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from onecard.plan import json_text
-from onecard.plan.hugging_face import sizes_of
-from onecard.plan.wanted import Fields, spoken
+from onecard.planning import json_text
+from onecard.planning.hugging_face import sizes_of
+from onecard.planning.wanted import Fields, spoken
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onecard.errors import PlanError
-from onecard.plan.wanted import spoken
+from onecard.planning.wanted import spoken
 
 LARGEST = 2**40
 Numbers = tuple[int, ...]
