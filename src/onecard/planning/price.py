@@ -11,7 +11,7 @@ from onecard.machine.events import Event
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
-from onecard.planning.job import JobCost, RankCost
+from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.lines import AxisLine
 from onecard.planning.memory import RankMemory
 from onecard.planning.plan import Plan
@@ -57,12 +57,23 @@ def price(
         raise PlanError(
             "compute='tfloat32' is not priced; 'float32', 'bfloat16', 'float16' and 'float8_e4m3fn' are", "compute"
         )
-    machine = _changed(machine, per_host=plan.per_host)
+    machine = on_hosts(machine, plan.per_host)
     model_costs = recorded(model, plan, batch, loss)
     pieces = model_costs.costs(machine)
     other = pieces
     if plan.recompute_blocks:
         other = recorded(model, replace(plan, recompute="none", recompute_blocks=0), batch, loss).costs(machine)
+    return composed(plan, machine, pieces, other, model_costs.tokens)
+
+
+def composed(
+    plan: Plan, machine: Machine, pieces: Sequence[PieceCost], other: Sequence[PieceCost], tokens: int
+) -> JobCost:
+    """A job of pieces whose costs are known; ``other``: the same where nothing is computed again.
+
+    Args:
+        machine: of ``on_hosts``. tokens: of a row of the batch.
+    """
     state = TrainingState(plan, machine)
     stages = stages_of(pieces, other, plan)
     times = [stage_time(stage, state) for stage in stages]
@@ -72,7 +83,7 @@ def price(
     timeline = _timeline(schedule, times, message, plan.overlap_pp)
     ranks = [_rank(place, schedule, stages, times, timeline, state) for place in range(plan.pp)]
     without = _timeline(schedule, times, 0.0, True).makespan if message else timeline.makespan
-    return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, model_costs.tokens)
+    return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, tokens)
 
 
 def _to_the_next(nbytes: int, state: TrainingState) -> float:
@@ -84,19 +95,19 @@ def _to_the_next(nbytes: int, state: TrainingState) -> float:
     return line.send(part) + joined
 
 
-_changes: dict[tuple[object, ...], tuple[Machine, Machine]] = {}
+_changes: dict[tuple[int, int], tuple[Machine, Machine]] = {}
 """Machines with what a plan changes of them: the same object for the same machine, as prices are kept by it."""
 
 
-def _changed(machine: Machine, **given: float) -> Machine:
-    """The machine with other fields."""
-    if all(getattr(machine, name) == value for name, value in given.items()):
+def on_hosts(machine: Machine, per_host: int) -> Machine:
+    """The machine with so many ranks on a host."""
+    if machine.per_host == per_host:
         return machine
-    key = (id(machine), *given.items())
+    key = (id(machine), per_host)
     if key not in _changes:
         if len(_changes) >= 64:
             _changes.pop(next(iter(_changes)))
-        _changes[key] = machine, replace(machine, **given)  # type: ignore[arg-type]
+        _changes[key] = machine, replace(machine, per_host=per_host)
     return _changes[key][1]
 
 
@@ -128,7 +139,7 @@ def _rank(
 
 def _job(
     plan: Plan, machine: Machine, ranks: Sequence[RankTime], timeline: Timeline, messages: float,
-    pieces: Sequence[object], tokens: int,
+    pieces: Sequence[PieceCost], tokens: int,
 ) -> JobCost:  # fmt: skip
     # Clipping and the check for finite gradients meet on all ranks: the optimizer begins when the last one has its sums.
     seconds = (
@@ -147,7 +158,7 @@ def _job(
     longest = max(found, key=lambda rank: rank.terms["compute"])
     return JobCost(
         plan, machine, seconds, longest.terms, plan.batch * tokens, 2 * (macs - again), 2 * macs, tuple(found),
-        tuple(pieces), tuple(_event(span) for span in timeline.spans),  # type: ignore[arg-type]
+        tuple(pieces), tuple(_event(span) for span in timeline.spans),
     )  # fmt: skip
 
 
