@@ -56,6 +56,8 @@ from onecard.place.mesh import ProcessMesh
 from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.plan import Plan
 from onecard.planning.price import price
+from onecard.planning.search.api import plan
+from onecard.planning.search.plans import Choice, Plans
 from onecard.planning.transformer import Transformer
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
@@ -95,7 +97,7 @@ from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM
 __all__ = [
     "Accuracy", "DistModel", "Engine", "InputSpec", "Strategy",
     "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
-    "Partial", "PieceCost", "Plan", "RankCost", "price",
+    "Partial", "PieceCost", "Plan", "RankCost", "price", "plan", "Plans", "Choice",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
     "from_local",

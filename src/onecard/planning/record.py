@@ -29,9 +29,12 @@ from onecard.planning.pieces import Pieces
 from onecard.planning.placements import placements_of
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
-from onecard.static.api import record
+from onecard.static.call import flat
+from onecard.static.call import recorded as recorded_call
+from onecard.static.passes import PASSES
 from onecard.static.passes.awaited import awaited
 from onecard.static.passes.fused import fused
+from onecard.static.passes.options import StaticOptions
 from onecard.static.price.by_kernels import compute_in
 from onecard.tensor.convert import shard_tensor
 from onecard.train.layer import shard_layer
@@ -48,10 +51,12 @@ class RecordedModel:
     Attributes:
         pieces: the recording, by pieces.
         tokens: of a row of the batch: what a model predicts there; 1 if it is no sequence.
+        folded: the blocks that were taken out.
     """
 
     pieces: Pieces
     tokens: int
+    folded: tuple[Folded, ...] = ()
     _costs: dict[int, tuple[Machine, list[PieceCost]]] = field(default_factory=dict)
 
     def costs(self, machine: Machine) -> list[PieceCost]:
@@ -69,11 +74,11 @@ _known: dict[tuple[Any, ...], tuple[Any, RecordedModel]] = {}
 
 def recorded(model: Model, plan: Plan, batch: Any, loss: Loss | None) -> RecordedModel:
     """The recording of a model under a plan: made once for all plans that differ in other things."""
-    key = (_face(model, plan), _of_batch(batch), id(loss), _part(model, plan))
+    key = (_face(model, plan), _of_batch(batch), id(loss), part_of(plan, _is_fleets(model, plan)))
     if key not in _known:
         if len(_known) >= KEPT:
             _known.pop(next(iter(_known)))
-        made = _of_sizes(model, plan) if isinstance(model, Transformer) else _of_program(model, plan, batch, loss)
+        made = record_decoder(model, plan) if isinstance(model, Transformer) else _of_program(model, plan, batch, loss)
         _known[key] = (model, batch, loss), made
     return _known[key][1]
 
@@ -102,14 +107,14 @@ def _seen(model: nn.Module) -> Any:
     return tuple(face(model)), tuple(shared)
 
 
-def _part(model: Model, plan: Plan) -> Plan:
-    """The plan without what recordings do not depend on."""
+def part_of(plan: Plan, fleets: bool) -> Plan:
+    """The plan without what recordings do not depend on; ``fleets``: the layers themselves say how they are divided."""
     one = replace(
         plan, pp=1, ep=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
         states="float32", master=True, offload=False, overlap=True, overlap_pp=True, partial_sends=False,
         recompute_blocks=0, per_host=8,
     )  # fmt: skip
-    return replace(one, dp=1) if _is_fleets(model, plan) else one
+    return replace(one, dp=1) if fleets else one
 
 
 def _is_fleets(model: Model, plan: Plan) -> bool:
@@ -120,14 +125,16 @@ def _is_fleets(model: Model, plan: Plan) -> bool:
 # -- a decoder by its sizes ------------------------------------------------------------------------------------------------
 
 
-def _of_sizes(sizes: Transformer, plan: Plan) -> RecordedModel:
+def record_decoder(sizes: Transformer, plan: Plan) -> RecordedModel:
+    """A decoder's forward and backward under a plan; not kept."""
     few = min(sizes.layers, 3)
     folded = [Folded("blocks", (1, sizes.layers - 2, 1) if sizes.layers > 3 else (1,) * few)]
     with pretend(plan.tp * plan.cp, fake=True):
         _begin_fleet(plan)
         model = build(replace(sizes, layers=few), plan)
         tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
-        return RecordedModel(Pieces(_record(model, (tokens, tokens), None, plan), folded), sizes.sequence)
+        recording = _record(model, (tokens, tokens), None, plan)
+        return RecordedModel(Pieces(recording, folded), sizes.sequence, tuple(folded))
 
 
 def _begin_fleet(plan: Plan) -> None:
@@ -171,7 +178,7 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
                 f"tp={plan.tp}, cp={plan.cp} divide nothing of {type(model).__name__}: it has no layers of onecard.fleet. Say "
                 'how its parameters lie: Plan(placements=(("*.fc1.weight", "tp: Shard(0)"), ...)), or leave tp and cp out'
             )
-        return RecordedModel(pieces, tokens)
+        return RecordedModel(pieces, tokens, tuple(folded))
 
 
 def _refuse(plan: Plan) -> None:
@@ -190,7 +197,9 @@ def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Pla
     def forward_and_backward(*given: Any) -> None:
         _number(loss(model, *given) if loss is not None else model(*given)).backward()
 
-    recording = record(forward_and_backward)(*batch)
+    leaves, names, tree = flat(forward_and_backward, batch, {})
+    options = StaticOptions(without=[*PASSES], replayed=False)
+    recording = recorded_call(forward_and_backward, leaves, names, tree, options)[0]
     if plan.compute.startswith("float8"):
         compute_in(recording.graph, plan.compute)
     graph = awaited(recording.graph) if plan.overlap_tp else recording.graph

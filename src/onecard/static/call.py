@@ -71,7 +71,13 @@ def recorded(
     kinds, parts = kinds_of(leaves), options.microbatches
     if parts is not None and parts.sketched:
         whole = _sketched(fn, leaves, names, tree, options, parts)
-    capture = Capture(leaves if parts is None else parts.first(leaves, names), names, _given(fn, leaves), options.ask)
+    capture = Capture(
+        leaves if parts is None else parts.first(leaves, names),
+        names,
+        _given(fn, leaves),
+        options.ask,
+        options.replayed,
+    )
     undo = None if parts is None else capture.undone(parts.sketched)
     try:
         with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():

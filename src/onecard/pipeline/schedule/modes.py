@@ -22,7 +22,7 @@ from onecard.pipeline.schedule.orders import (
 from onecard.pipeline.schedule.schedule_auto import zb_1p, zb_2p
 from onecard.pipeline.schedule.schedule_v import dualpipe_v, v_half, v_min, zb_v
 
-KEPT = 32  # schedules, one for each number of microbatches in use
+KEPT = 128  # schedules, one for each number of microbatches in use
 Make = Callable[..., Schedule]
 _PLAIN: dict[str, Make] = {
     "1F1B": one_f_one_b, "F-then-B": gpipe, "naive": naive, "Eager1F1B": eager_one_f_one_b,
@@ -98,5 +98,6 @@ def known(mode: Any) -> str:
     return found
 
 
+@lru_cache(256)
 def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -27,7 +27,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
-from onecard.static.guards.ran import Ran
+from onecard.static.guards.ran import NotWatched, Ran
 from onecard.static.guards.results import taken_apart
 from onecard.static.guards.seen import Seen
 from onecard.static.step import refusals
@@ -44,11 +44,17 @@ class Capture:
     """One run of a step, written down."""
 
     def __init__(
-        self, leaves: Sequence[Any], names: Sequence[str], roots: Sequence[tuple[str, Any]], ask: bool = False
+        self,
+        leaves: Sequence[Any],
+        names: Sequence[str],
+        roots: Sequence[tuple[str, Any]],
+        ask: bool = False,
+        replayed: bool = True,
     ) -> None:
         self.leaves, self.names, self.given_roots = leaves, names, roots
         self.before, self.phases = Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask)
+        self._replayed = replayed
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
         self._outer: list[tuple[dict[str, Any], str, Any, Any]] = []  # numbers of optimizers that the step reads itself
@@ -71,7 +77,9 @@ class Capture:
         recorder = self.recorder
         given = [self._argument(i, x) for i, x in enumerate(self.leaves)]
         args, kwargs = tree_unflatten(given, tree)
-        self.ran = Ran(fn, self.leaves, self.before.had, self._found)
+        self.ran: Ran | NotWatched = NotWatched(self.before.had, self._found)
+        if self._replayed:
+            self.ran = Ran(fn, self.leaves, self.before.had, self._found)
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:

@@ -17,7 +17,7 @@ RENAMED = {"apart": "decompositions", "names": "noop_views", "equal": "common_su
 
 @dataclass(frozen=True, slots=True)
 class StaticOptions:
-    """What a step is recorded and rewritten with.
+    """What a step is recorded and rewritten with. ``replayed``: False for a recording that is only looked at.
 
     Raises:
         RecordingError: no such backend, or no number of microbatches. Names of passes are looked at by ``passes.chosen``.
@@ -33,6 +33,7 @@ class StaticOptions:
     k_steps: int = 1
     avg: bool = True
     stages: Microbatches | None = None
+    replayed: bool = True
 
     def __post_init__(self) -> None:
         check_backend(self.backend)

@@ -249,12 +249,12 @@ def work(node: fx.Node) -> Work:
         return Work(0, node.meta["touched"])
     if not isinstance(node.target, OpOverload) or is_name(node):
         return Work(0, 0)
-    call, given = _call(node)
+    call, given = call_of(node)
     operands = [size_of(n) if n not in given[:i] else 0 for i, n in enumerate(given)]
     return work_of_call(call, operands, [size_of(n) for n in _results(node)])
 
 
-def _call(node: fx.Node) -> tuple[Call, list[fx.Node]]:
+def call_of(node: fx.Node) -> tuple[Call, list[fx.Node]]:
     """The call of an operator on tensors without data, with its results, and the nodes of its operands."""
     nodes: dict[int, fx.Node] = {}
 

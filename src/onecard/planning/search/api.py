@@ -1,0 +1,179 @@
+"""plan: the best way to run a job on so many ranks, found without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from onecard.errors import PlanError
+from onecard.machine.cost import MACHINE, Machine
+from onecard.planning.job import JobCost, bytes_in_words
+from onecard.planning.plan import Plan
+from onecard.planning.record import Loss, Model
+from onecard.planning.search.find import ALIKE, Found, Search
+from onecard.planning.search.plans import Choice, Plans, beside, chosen
+from onecard.planning.search.space import Space
+from onecard.planning.search.subject import Subject, subject_of
+from onecard.planning.search.words import in_words, largest
+
+OBJECTIVES = ("time", "memory")
+SHOWN = 5
+"""Runners-up that are shown."""
+
+
+def plan(
+    model: Model | tuple[Any, ...],
+    *,
+    world: int,
+    machine: Machine = MACHINE,
+    batch: Any = None,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    objective: str = "time",
+) -> Plans:
+    """The best plan of a job on so many ranks, and why. Nothing of the model runs.
+
+    Looked at is every way to divide the ranks (dp, tp with sequence parallelism, cp, pp), the rows (microbatches), the training
+    state (ZeRO, copies), what is computed again, the pipeline's schedule and where it is cut. Recorded is one microbatch for each
+    way to divide layers; a plan is priced (``oc.price``) only if what it takes at least is less than the best price so far: the
+    first one is the best of all, or ``ALIKE`` (0.5 %) from it where that divides less.
+
+    Args:
+        model: an ``oc.Transformer``; a module of plain torch, whose tensors lie as is found here for each degree of tp; a
+            function that builds one; or (model, loss, optimizer, batch).
+        world: ranks.
+        machine: on what.
+        batch: what a step is given on all ranks together: of a Transformer the number of its rows (sequences); of a module an
+            example, a tensor or a tuple.
+        loss: (model, *batch) -> the loss, where the model does not return it; or a criterion, such as ``nn.CrossEntropyLoss()``,
+            of the model's output and the batch's last tensor.
+        memory: bytes of each rank; None: what the machine has; 0: any.
+        fixed: fields of ``oc.Plan`` that are given; also precision and ``per_host``. The optimizer is Adam, as for ``oc.price``.
+        objective: "time" of a step, or "memory" of the fullest rank.
+
+    Raises:
+        PlanError: nothing fits: says which plan takes least, and what is missing; a field that cannot be.
+
+    Source: bounds and pruning as in Calculon (Isaev et al., 2023) and Galvatron (Miao et al., 2022); prices by recordings.
+
+    Example:
+        >>> import onecard as oc
+        >>> sizes = oc.Transformer(layers=4, hidden=512, heads=8, vocab=4096, sequence=512)
+        >>> found = oc.plan(sizes, world=2, machine=oc.Machine.preset("A100"), batch=8)
+        >>> found.best.dp, found.what_if(tp=2).plan.tp
+        (2, 2)
+    """
+    if isinstance(model, tuple):
+        if len(model) != 4:
+            raise PlanError(f"plan: want (model, loss, optimizer, batch), not {len(model)} values")
+        model, loss, _, batch = model
+    if objective not in OBJECTIVES:
+        raise PlanError(f"plan: objective={objective!r}; want one of {', '.join(OBJECTIVES)}", "objective")
+    given = dict(fixed or {})
+    subject = subject_of(model, batch, loss, given)
+    limit = int(machine.capacity or 0) if memory is None else int(memory)
+    return _planned(subject, world, machine, limit, given, objective, obvious=True)
+
+
+def _planned(
+    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str, obvious: bool = False
+) -> Plans:  # fmt: skip
+    search = Search(Space(subject, world, machine, dict(fixed)), machine, limit, objective)
+    found = search.run()
+    if not found.priced:
+        raise _nothing(subject, world, machine, limit, fixed, search)
+    ordered = in_order(found.priced, objective)
+    best = ordered[0]
+
+    def again(more: Mapping[str, Any]) -> Plans:
+        new = dict(more)
+        bytes_ = int(new.pop("limit", limit))
+        return _planned(subject, world, machine, bytes_, {**fixed, **new}, objective)
+
+    runners = _runners(ordered)
+    first = chosen(best, limit, found.looked, runners[0] if runners else None)
+    choices = (first, *(beside(cost, best, limit) for cost in runners[:SHOWN]))
+    plain = tuple(_obvious(subject, world, machine, limit, fixed, best)) if obvious else ()
+    return Plans(choices, plain, found.looked, len(found.priced), found.recorded, limit, again)
+
+
+def in_order(priced: Sequence[JobCost], objective: str = "time") -> list[JobCost]:
+    """The best first: of those that are alike, what divides least."""
+
+    def of(cost: JobCost) -> float:
+        return cost.seconds if objective == "time" else float(cost.peak)
+
+    least = min(map(of, priced))
+    near = sorted((c for c in priced if of(c) <= least * (1 + ALIKE)), key=lambda c: (_divides(c.plan), of(c)))
+    return [*near, *sorted((c for c in priced if of(c) > least * (1 + ALIKE)), key=lambda c: (of(c), _divides(c.plan)))]
+
+
+def _divides(plan: Plan) -> tuple[Any, ...]:
+    """How much a plan divides and does again: of two that are alike, the smaller is taken."""
+    return (
+        plan.pp, plan.cp, plan.tp, plan.virtual, plan.recompute != "none", plan.zero, plan.replicas, plan.microbatches,
+        plan.recompute_blocks, plan.stages, plan.schedule, plan.recompute, plan.placements,
+    )  # fmt: skip
+
+
+def _runners(ordered: Sequence[JobCost]) -> list[JobCost]:
+    """The best of each other way to divide the ranks."""
+    best = ordered[0].plan
+    seen, found = {(best.dp, best.cp, best.tp, best.pp)}, []
+    for cost in ordered[1:]:
+        way = cost.plan.dp, cost.plan.cp, cost.plan.tp, cost.plan.pp
+        if way not in seen:
+            seen.add(way)
+            found.append(cost)
+    return found
+
+
+def _obvious(
+    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], best: JobCost
+) -> list[Choice]:
+    """What many would try first, and why not."""
+    found: list[Choice] = []
+    for name, ways in _ways(subject, world).items():
+        if any(fixed.get(field, value) != value for field, value in ways.items()):
+            continue
+        with suppress(PlanError):
+            one = _planned(subject, world, machine, 0, {**fixed, **ways}, "time").cost
+            if one.plan == best.plan or any(one.plan == c.plan for c in found):
+                continue
+            near = None
+            if limit and one.peak > limit:
+                with suppress(PlanError):
+                    free = {k: v for k, v in ways.items() if k != "recompute"}
+                    near = _planned(subject, world, machine, limit, {**fixed, **free}, "time").cost
+            found.append(beside(one, best, limit, near, name))
+    return found
+
+
+def _ways(subject: Subject, world: int) -> dict[str, dict[str, Any]]:
+    if world == 1:
+        return {}
+    whole = {"dp": world, "tp": 1, "cp": 1, "pp": 1, "recompute": "none"}
+    ways = {"pure dp": {**whole, "zero": 0}, "ZeRO-3": {**whole, "zero": 3, "replicas": 1}}
+    host = subject.base.per_host or world
+    degrees = [n for n in subject.tensor_degrees(min(host, world)) if world % n == 0 and n > 1]
+    if degrees and subject.sequence():
+        tp = max(degrees)
+        ways["Megatron's recipe"] = {"tp": tp, "cp": 1, "recompute": "none", "zero": 1 if world > tp else 0}
+    return ways
+
+
+def _nothing(
+    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], search: Search
+) -> PlanError:
+    """Nothing fits: which plan takes least, and what is missing."""
+    least: Found = Search(Space(subject, world, machine, dict(fixed)), machine, 0, "memory").run()
+    if not least.priced:
+        why = max(search.space.why, key=lambda w: search.space.why[w], default="no plan has these fields")
+        return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")
+    cost = least.priced[0]
+    return PlanError(
+        f"nothing fits into {bytes_in_words(limit)} on {world} rank(s): {in_words(cost.plan)} takes least, "
+        f"{bytes_in_words(cost.peak)} ({largest(cost)}). More ranks, fewer rows, or fixed={{'offload': True}}"
+    )

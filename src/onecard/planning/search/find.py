@@ -1,0 +1,261 @@
+"""The best plan, by branch and bound: plans are priced in the order of what they take at least, until no other can be better."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from onecard.errors import PlanError, ScheduleError
+from onecard.machine.cost import Machine
+from onecard.planning.job import JobCost, PieceCost
+from onecard.planning.plan import Plan
+from onecard.planning.price import composed, on_hosts
+from onecard.planning.search.bounds import Bounds, divided
+from onecard.planning.search.space import Space
+
+ALIKE = 0.005
+"""Share of a step by which two plans are no different: the one that divides less is taken."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search has seen.
+
+    Attributes:
+        priced: the plans that were priced, with their costs.
+        looked: how many plans there were; recorded: of how many recordings.
+        smallest: bytes that the plan of least memory takes at least, of those that cannot fit.
+    """
+
+    priced: list[JobCost] = field(default_factory=list)
+    looked: int = 0
+    recorded: int = 0
+    smallest: int = 0
+
+
+class Search:
+    """Plans of a space on a machine, with so many bytes of memory on each rank (0: any).
+
+    Example:
+        >>> import onecard as oc
+        >>> from onecard.planning.search.subject import subject_of
+        >>> sizes = oc.Transformer(layers=4, hidden=256, heads=8, vocab=1024, sequence=128)
+        >>> machine = oc.Machine.preset("A100")
+        >>> search = Search(Space(subject_of(sizes, 16, None, {}), 2, machine, {}), machine, 0)
+        >>> best = search.run().priced
+        >>> min(cost.seconds for cost in best) == min(cost.seconds for cost in search.everything())
+        True
+    """
+
+    def __init__(self, space: Space, machine: Machine, limit: int, objective: str = "time") -> None:
+        self.space, self.machine, self.limit, self.objective = space, machine, limit, objective
+        self._open: dict[Plan, tuple[Bounds, int]] = {}
+        self._fitting: set[Plan] = set()
+        self._again: set[Plan] = set()  # groups whose plans are looked at with recomputation, too
+
+    # -- one plan --------------------------------------------------------------------------------------------------------
+
+    def opened(self, group: Plan) -> tuple[Bounds, int]:
+        """The pieces of a group: recorded when it is asked for first."""
+        if group not in self._open:
+            machine = on_hosts(self.machine, group.per_host)
+            pieces, tokens = self.space.subject.pieces(group, machine)
+            other: Sequence[PieceCost] = pieces
+            if group.recompute != "none":
+                other, _ = self.space.subject.pieces(replace(group, recompute="none"), machine)
+            self._open[group] = Bounds(pieces, other, machine), tokens
+        return self._open[group]
+
+    def cost(self, group: Plan, plan: Plan) -> JobCost:
+        """What a plan of a group takes."""
+        bounds, tokens = self.opened(group)
+        return composed(plan, bounds.machine, bounds.pieces, bounds.other, tokens)
+
+    def members(self, group: Plan) -> Iterator[Plan]:
+        """The plans of a group, pipelines also with stages that are cut where they take the same time."""
+        for plan in self.space.members(group):
+            yield plan
+            if plan.pp > 1 and not plan.stages and not plan.recompute_blocks:
+                with suppress(PlanError):
+                    even = balanced(self.opened(group)[0], plan)
+                    if even:
+                        yield replace(plan, stages=even)
+
+    def everything(self) -> Iterator[JobCost]:
+        """Every plan priced, as no search does it: to compare with."""
+        for first in list(self.space.groups()):
+            for group in self._all(first):
+                for plan in list(self.members(group)):
+                    with suppress(PlanError, ScheduleError):
+                        cost = self.cost(group, plan)
+                        if self._fits(cost.peak):
+                            yield cost
+
+    def _all(self, group: Plan) -> Iterator[Plan]:
+        yield group
+        for other in self.space.again(group):
+            yield from self._all(other)
+
+    # -- the search ------------------------------------------------------------------------------------------------------
+
+    def run(self, tell: Callable[[Found], None] | None = None) -> Found:
+        """Price what can be the best."""
+        found, line, best = Found(), _Line(), float("inf")
+        for group in self.space.groups():
+            line.put(0.0, _Entry(group))
+        while line and line.least <= best * (1 + ALIKE):
+            bound, entry = line.take()
+            group, plan = entry.group, entry.plan
+            if plan is None:
+                least = self._at_least(entry)
+                if least > bound:
+                    line.put(least, entry)
+                    continue
+                found.recorded += 1
+                self._open_all(entry, found, line)
+                if tell is not None:
+                    tell(found)
+                continue
+            close = max(bound, self._open[group][0].closely(plan)) if self.objective == "time" else bound
+            if close > bound * (1 + 1e-9) and not entry.close:
+                line.put(close, replace(entry, close=True))
+                continue
+            with suppress(PlanError, ScheduleError):
+                cost = self.cost(group, plan)
+                if self._fits(cost.peak):
+                    found.priced.append(cost)
+                    self._fitting.add(plan)
+                    best = min(best, self._of(cost))
+                else:
+                    found.smallest = min(found.smallest or cost.peak, cost.peak)
+                    self._with_recompute(group, close, line)
+        found.priced.sort(key=self._of)
+        return found
+
+    def _of(self, cost: JobCost) -> float:
+        return cost.seconds if self.objective == "time" else float(cost.peak)
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self.limit or nbytes <= self.limit
+
+    def _at_least(self, entry: _Entry) -> float:
+        """What the plans of a group take at least, before it is recorded: by a group whose layers are divided less."""
+        group = entry.group
+        if self.objective != "time" or group in self._open or self.space.subject.is_cheap(group):
+            return 0.0
+        of = self._alike(group)
+        if of is None:
+            return 0.0
+        less, _ = self.opened(of)
+        pieces = divided(less.pieces, (group.tp * group.cp) // (of.tp * of.cp))
+        guess = Bounds(pieces, pieces, less.machine)
+        return min((seconds for plan in self.space.members(group)
+                    for seconds, peak in [guess.quickly(plan)] if self._fits(peak)), default=float("inf"))  # fmt: skip
+
+    def _alike(self, group: Plan) -> Plan | None:
+        """A group with the same rows that divides its layers less, and that is known, or need not be recorded."""
+        found = None
+        for tp in range(1, group.tp + 1):
+            for cp in range(1, group.cp + 1):
+                if group.tp % tp or group.cp % cp or (tp, cp) == (group.tp, group.cp):
+                    continue
+                dp = self.space.world // (tp * cp * group.pp)
+                one = replace(group, tp=tp, cp=cp, dp=dp, sequence_parallel=group.sequence_parallel and tp > 1)
+                if self.space.subject.is_cheap(one):
+                    found = one
+        return found
+
+    def _open_all(self, entry: _Entry, found: Found, line: _Line) -> None:
+        """Put the plans of a group in line."""
+        group = entry.group
+        bounds, _ = self.opened(group)
+        large = float("inf")
+        for plan in self.members(group):
+            found.looked += 1
+            if group.recompute != "none" and self.objective == "time":
+                without = replace(plan, recompute="none", recompute_blocks=0)
+                if without in self._fitting:
+                    continue  # it fits without, and is faster then
+            try:
+                seconds, peak = bounds.quickly(plan)
+            except PlanError:
+                continue
+            if self._fits(peak):
+                line.put(seconds if self.objective == "time" else float(peak), _Entry(group, plan))
+                continue
+            found.smallest = min(found.smallest or peak, peak)
+            large = min(large, seconds)
+        if self.objective != "time":
+            large = 0.0
+        if large < float("inf"):
+            self._with_recompute(group, large, line)
+
+    def _with_recompute(self, group: Plan, least: float, line: _Line) -> None:
+        """A plan of a group does not fit: look at those that compute again. They take no less time."""
+        if group in self._again:
+            return
+        self._again.add(group)
+        for other in self.space.again(group):
+            line.put(least, _Entry(other))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A group that is not recorded yet, or one of its plans; ``close``: by its second bound."""
+
+    group: Plan
+    plan: Plan | None = None
+    close: bool = False
+
+
+class _Line:
+    """Entries by what they take at least."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, _Entry]] = []
+        self._order = count()
+
+    def put(self, least: float, entry: _Entry) -> None:
+        """Entries of one bound come in the order in which they were put."""
+        heapq.heappush(self._heap, (least, next(self._order), entry))
+
+    def take(self) -> tuple[float, _Entry]:
+        """The one with the least."""
+        least, _, entry = heapq.heappop(self._heap)
+        return least, entry
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def least(self) -> float:
+        """The bound of the next one."""
+        return self._heap[0][0]
+
+
+def balanced(bounds: Bounds, plan: Plan) -> tuple[int, ...]:
+    """Blocks of each stage such that the slowest takes least, if that is better than equal numbers; else ().
+
+    Blocks go one by one to the stage that would be the fastest with it: for blocks that are alike that is the best.
+    """
+    pieces, stages = bounds.pieces, plan.pp * plan.virtual
+    if len(pieces) < 3:
+        return ()
+    blocks = sum(p.alike for p in pieces[1:-1])
+    each = sum(p.alike * (p.forward + p.backward) for p in pieces[1:-1]) / blocks
+    ends = [0.0] * stages
+    ends[0] += pieces[0].forward + pieces[0].backward
+    ends[-1] += pieces[-1].forward + pieces[-1].backward
+    found, line = [0] * stages, [(ends[i] + each, i) for i in range(stages)]
+    heapq.heapify(line)
+    for _ in range(blocks):
+        load, i = heapq.heappop(line)
+        found[i] += 1
+        heapq.heappush(line, (load + each, i))
+    equal = [blocks // stages + (i < blocks % stages) for i in range(stages)]
+    # A rank with several stages waits for the sum of them.
+    slowest = [max(ends[i] + n * each for i, n in enumerate(numbers)) for numbers in (found, equal)]
+    return tuple(found) if slowest[0] < (1 - 1e-9) * slowest[1] else ()

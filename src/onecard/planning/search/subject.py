@@ -1,0 +1,226 @@
+"""What a plan is searched for: a decoder by its sizes, or a module. What of a plan it may have, and what its pieces take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from onecard.comm.world.pretend import pretend
+from onecard.errors import PlanError
+from onecard.machine.cost import Machine
+from onecard.planning.fold import fold
+from onecard.planning.job import PieceCost
+from onecard.planning.pieces import Pieces
+from onecard.planning.plan import Plan, Recompute
+from onecard.planning.record import Loss, RecordedModel, part_of, record_decoder, recorded, without_data
+from onecard.planning.search.placing import placements_for
+from onecard.planning.search.rows import FROM, of_rows
+from onecard.planning.transformer import Transformer
+
+Placements = tuple[tuple[str, str], ...]
+Key = tuple[Any, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class Subject:
+    """Something to be planned.
+
+    Attributes:
+        rows: of the batch of a step, on all ranks together; layers: blocks between which a pipeline can be cut.
+        base: a plan of one rank with the precision that the job has.
+        recompute: what may be computed again.
+        pinned: placements that the user gave; () to have them found.
+    """
+
+    rows: int
+    layers: int
+    base: Plan
+    recompute: tuple[Recompute, ...]
+    pinned: Placements = ()
+    known: dict[Key, RecordedModel] = field(default_factory=dict)
+
+    def sequence(self) -> int:
+        """Tokens of a row; 0 if the model is not known to have any."""
+        return 0
+
+    def can(self, plan: Plan) -> str:
+        """Why a plan cannot be; "" if it can."""
+        raise NotImplementedError
+
+    def tensor_degrees(self, most: int) -> list[int]:
+        """The degrees of tensor parallelism that may be worth a look."""
+        raise NotImplementedError
+
+    def placed(self, plan: Plan, machine: Machine) -> list[Plan]:
+        """The plan with the placements that a plain model needs for its degree of tensor parallelism."""
+        return [plan]
+
+    def key(self, plan: Plan) -> Key:
+        """Plans of one key are of one recording."""
+        raise NotImplementedError
+
+    def _recorded(self, plan: Plan) -> RecordedModel:
+        raise NotImplementedError
+
+    def is_cheap(self, plan: Plan) -> bool:
+        """Whether nothing has to be recorded for a plan."""
+        return self.key(plan) in self.known
+
+    def pieces(self, plan: Plan, machine: Machine) -> tuple[list[PieceCost], int]:
+        """What its pieces take for a microbatch under a plan, and the tokens of a row."""
+        key = self.key(plan)
+        if key not in self.known:
+            self.known[key] = self._recorded(plan)
+        found = self.known[key]
+        return found.costs(machine), found.tokens
+
+
+@dataclass(eq=False, kw_only=True)
+class OfSizes(Subject):
+    """A decoder by its sizes."""
+
+    sizes: Transformer
+
+    def sequence(self) -> int:
+        return self.sizes.sequence
+
+    def can(self, plan: Plan) -> str:
+        return next((str(f) for f in plan.check(self.sizes) if f.kind == "mistake"), "")
+
+    def tensor_degrees(self, most: int) -> list[int]:
+        return [n for n in range(1, most + 1) if not self.can(replace(self.base, tp=n))]
+
+    def key(self, plan: Plan) -> Key:
+        return (part_of(plan, True),)
+
+    def _recorded(self, plan: Plan) -> RecordedModel:
+        """Of more than four rows not recorded, but made of the recordings of two and of four."""
+        if plan.microbatch > max(FROM):
+            few = [self._whole(replace(plan, microbatch=n)) for n in FROM]
+            made = of_rows(few[0].pieces.recording, few[1].pieces.recording, plan.microbatch)
+            if made is not None:
+                return RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
+        return self._whole(plan)
+
+    def is_cheap(self, plan: Plan) -> bool:
+        few = (self.key(replace(plan, microbatch=n)) in self.known for n in FROM)
+        return super().is_cheap(plan) or (plan.microbatch > max(FROM) and all(few))
+
+    def _whole(self, plan: Plan) -> RecordedModel:
+        key = self.key(plan)
+        if key not in self.known:
+            self.known[key] = record_decoder(self.sizes, plan)
+        return self.known[key]
+
+
+@dataclass(eq=False, kw_only=True)
+class OfModule(Subject):
+    """A module of plain torch, or a function that builds one."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: tuple[Any, ...]
+    loss: Loss | None
+    names: dict[int, list[Placements]] = field(default_factory=dict)
+
+    def can(self, plan: Plan) -> str:
+        if plan.cp > 1 or plan.sequence_parallel:
+            return "cp and sequence_parallel need layers that know of them"
+        if plan.recompute not in self.recompute:
+            return f"recompute={plan.recompute!r}: {' or '.join(self.recompute)}"
+        if plan.pp * plan.virtual > max(1, self.layers):
+            return f"{self.layers} blocks cannot fill {plan.pp} x {plan.virtual} stages"
+        return ""
+
+    def tensor_degrees(self, most: int) -> list[int]:
+        return list(range(1, most + 1))
+
+    def placed(self, plan: Plan, machine: Machine) -> list[Plan]:
+        if plan.tp == 1 or plan.placements:
+            return [plan]
+        if plan.tp not in self.names:
+            one = replace(self.base, microbatch=plan.microbatch)
+            known = recorded(self.model, one, self.batch, self.loss)
+            names = placements_for(known.pieces, known.folded, self._module(), plan.tp, machine, plan)
+            self.names[plan.tp] = names
+        return [replace(plan, placements=found) for found in self.names[plan.tp]]
+
+    def _module(self) -> nn.Module:
+        return self.model if isinstance(self.model, nn.Module) else self.model()
+
+    def key(self, plan: Plan) -> Key:
+        return (part_of(plan, False),)
+
+    def _recorded(self, plan: Plan) -> RecordedModel:
+        return recorded(self.model, plan, self.batch, self.loss)
+
+
+def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Subject:
+    """What is given, as a subject.
+
+    Raises:
+        PlanError: it is nothing that can be planned, or its batch is missing.
+    """
+    if isinstance(model, Transformer):
+        if type(batch) is not int or batch < 1:
+            raise PlanError(
+                f"plan: a Transformer needs the rows (sequences) of a step, on all ranks together: batch=1024, not {batch!r}",
+                "batch",
+            )
+        again: tuple[Recompute, ...] = ("none", "selective", "full")
+        return OfSizes(rows=batch, layers=model.layers, base=Plan(**_precision(fixed)), recompute=again, sizes=model)
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise PlanError(
+            f"plan: the model is {model!r}; want an oc.Transformer, a module, a function that builds one, or (model, loss, "
+            "optimizer, batch)"
+        )
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    first = next((t for t in parts if isinstance(t, Tensor) and t.ndim), None)
+    if first is None:
+        raise PlanError("plan: a module needs an example of the batch of a whole step: batch=(x, y)", "batch")
+    made = model if isinstance(model, nn.Module) else model()
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in made.parameters()), "float32")
+    kept: dict[str, Any] = {"parameters": dtype, "compute": dtype, "gradients": dtype, "states": dtype, "master": False}
+    base = Plan(**(kept | {"per_host": 0} | _precision(fixed)))
+    layers, folds = _blocks(made)
+    return OfModule(
+        rows=len(first), layers=layers, base=base, recompute=("none", "full") if folds else ("none",),
+        pinned=tuple(fixed.get("placements", ())), model=model, batch=parts, loss=as_function(loss),
+    )  # fmt: skip
+
+
+def as_function(loss: Any) -> Loss | None:
+    """A criterion of the model's output and the batch's last tensor as a function of (model, *batch)."""
+    if isinstance(loss, nn.Module) or getattr(loss, "__module__", "") in ("torch.nn.functional", "torch._C._nn"):
+        return lambda model, *given: loss(model(*given[:-1]), given[-1])
+    return loss
+
+
+FULL = 32768
+"""Tokens with which the operators of a decoder's block are as fast as they get."""
+
+_PRECISION = (
+    "parameters", "gradients", "states", "compute", "master", "offload", "compiled", "overlap", "overlap_tp", "overlap_pp",
+    "partial_sends", "per_host",
+)  # fmt: skip
+
+
+def _precision(fixed: dict[str, Any]) -> dict[str, Any]:
+    return {name: fixed[name] for name in _PRECISION if name in fixed}
+
+
+def _blocks(model: nn.Module) -> tuple[int, bool]:
+    """How many blocks a model has in its lists, and whether it has any."""
+    with pretend(1, fake=True):
+        folded = fold(without_data(model))
+    return sum(sum(f.alike) for f in folded), bool(folded)
+
+
+def steps_of(subject: Subject, plan: Plan) -> list[int]:
+    """The sizes of microbatches: a rank's rows in 1, 2, 4, ... parts, of a decoder at most ``FULL`` tokens in each."""
+    rows = subject.rows // plan.dp
+    sizes = [rows // 2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
+    few = [n for n in sizes if n * subject.sequence() <= FULL]
+    return few or sizes[-1:]
