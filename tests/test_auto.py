@@ -21,7 +21,6 @@ from auto_programs import CLASSIFIER, LANGUAGE, REFUSED
 from torch import nn
 
 import onecard as oc
-from onecard.auto.choose import choose
 from onecard.auto.rank import Job, begin
 from onecard.commands.run import main
 from onecard.errors import PlanError
@@ -253,24 +252,41 @@ def test_a_parameter_that_a_graph_holds():
 # -- which plan ------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(memory: int = 0, ranks: int = 4) -> Any:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)))
-    return choose(model, [torch.zeros(64, 512)], lambda m, x: m(x).sum(), ranks, oc.Machine.preset("A100"), memory)
+class _Wide(nn.Module):
+    """Few rows, wide layers: what a rank does with all rows is cheaper than sums of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
 
 
-def test_the_fastest_plan_that_fits():
-    free = _chosen()
-    by_memory = sorted(free.costs, key=lambda cost: cost.peak)
-    assert free.costs[0].seconds <= min(cost.seconds for cost in free.costs) * 1.005
-    least, most = by_memory[0].peak, by_memory[-1].peak
-    for limit in (least, (least + most) // 2, most):
-        found = _chosen(limit)
-        fits = [cost for cost in free.costs if cost.peak <= limit]
-        assert found.costs[0].peak <= limit
-        assert found.costs[0].seconds <= min(cost.seconds for cost in fits) * 1.005
-    assert "too much" in str(_chosen(least)) and "data parallelism" in str(free)
-    with pytest.raises(PlanError, match=r"nothing fits into .* on 4 rank\(s\): data parallelism.* takes least"):
-        _chosen(least - 1)
+def _searched(ranks: int) -> tuple[list[float], str]:
+    torch.manual_seed(3)
+    model = _Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader([(torch.randn(64), torch.randn(64)) for _ in range(24)], 6, shuffle=True)
+    if ranks > 1:
+        oc.parallelize(model, optimizer, loader, "auto", loss=nn.MSELoss(), machine=oc.Machine.preset("A100"))
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, str(getattr(model.up.weight, "placements", ""))
+
+
+def test_parallelize_finds_a_plan_for_the_loaders_batches():
+    """The first batch is looked at; the order of the next ones and all random numbers are as if nobody had."""
+    wanted, _ = _searched(1)
+    for found, placements in run_ranks(_searched, 2, 2, timeout=120.0):
+        assert found == pytest.approx(wanted, rel=1e-5) and placements == "(Shard(dim=0),)"
+    with pytest.raises(PlanError, match="give a loader too"):
+        oc.parallelize(_Wide())
 
 
 def test_a_plan_file_for_the_launcher(tmp_path, capsys):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
+import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -16,10 +20,12 @@ from onecard.auto.entrance import Entrance
 from onecard.auto.swap import lay_out
 from onecard.comm.world import world
 from onecard.errors import PlanError
+from onecard.machine.cost import MACHINE, Machine
 from onecard.place.mesh import ProcessMesh
-from onecard.planning.fold import fold
+from onecard.planning.fold import blocks_of
 from onecard.planning.placements import placements_of
 from onecard.planning.plan import Plan
+from onecard.planning.search.api import plan as search
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
 
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
@@ -33,6 +39,15 @@ _REFUSED = (
     ("recompute", lambda p: p.recompute in ("selective", "operators"), "'full' or 'none'; a recorded step takes 'operators'"),
 )  # fmt: skip
 """What of a plan no plain model can have applied: the field, whether a plan has it, why not."""
+
+
+PLAIN = {"pp": 1, "cp": 1, "microbatches": 1}
+"""Fields of the plans that can be applied to a plain model, as it trains in a loop of its own."""
+
+
+def pure(ranks: int) -> Plan:
+    """Data parallelism over all ranks: what any program can have."""
+    return Plan(dp=ranks, per_host=0, parameters="float32", compute="float32")
 
 
 class Applied:
@@ -117,20 +132,24 @@ def check_names(model: nn.Module, patterns: Iterable[tuple[str, str]]) -> None:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated layers."""
-    folded = fold(model)
-    if not folded:
+    found = blocks_of(model)
+    if not found:
         raise PlanError(
             "parallelize: recompute='full' computes blocks again, and the model has no list of blocks that are alike",
             "recompute",
         )
-    return [model.get_submodule(name) for blocks in folded for name in blocks.names]
+    return found
 
 
 def parallelize(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     loader: Any = None,
-    plan: Plan | str = "auto",
+    plan: Plan | str | Path = "auto",
+    *,
+    loss: Any = None,
+    machine: Machine = MACHINE,
+    memory: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """Lay a plain model, its optimizers and its batches out as a plan says. What comes back is what was given, changed in place.
 
@@ -138,7 +157,9 @@ def parallelize(
         model: plain, the same on all ranks, before its first forward with gradients.
         optimizer: one, several or none; of its parameters.
         loader: gives whole batches on every rank; the model divides what it is called with.
-        plan: an ``oc.Plan``, or the path of one's file.
+        plan: an ``oc.Plan``, the path of one's file, or "auto": the best one for the loader's first batch (``oc.plan``).
+        loss, machine, memory: of that search: (model, *batch) -> the loss, or a criterion of the model's output and the batch's
+            last tensor; None if the model returns it.
 
     Returns:
         (model, optimizer, loader).
@@ -155,8 +176,29 @@ def parallelize(
         >>> weight is model.weight, weight.placements
         (True, (Replicate(),))
     """
+    if plan == "auto":
+        plan = _found(model, loader, loss, machine, memory)
     applied = Applied(plan if isinstance(plan, Plan) else Plan.load(plan))
     applied.model(model)
     for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []:
         applied.optimizer(each, model)
     return model, optimizer, loader
+
+
+def _found(model: nn.Module, loader: Any, loss: Any, machine: Machine, memory: int | None) -> Plan:
+    """The best plan for a loader's first batch, which is read for its shapes: the random numbers are as if it had not been."""
+    if loader is None:
+        raise PlanError(
+            'parallelize(plan="auto"): the step is priced with the shapes of a batch: give a loader too, or plan=oc.Plan(dp=8)',
+            "plan",
+        )
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    batch = next(iter(loader))
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+    parts = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+    ranks = world.get_world_size()
+    found = search(model, world=ranks, machine=machine, batch=parts, loss=loss, memory=memory, fixed=PLAIN).best
+    gc.collect()  # what a recording has looked at refers to the parameters weakly, in cycles; then they could not be swapped
+    return found

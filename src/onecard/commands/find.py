@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from onecard.auto.apply import PLAIN, pure
 from onecard.auto.calls import over
-from onecard.auto.choose import choose, pure
 from onecard.auto.files import Overlay
 from onecard.auto.rank import Job
 from onecard.errors import OnecardError, PlanError
@@ -24,6 +24,7 @@ from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
 from onecard.machine.cost import MACHINE, Machine
 from onecard.planning.machine_file import machine_named
+from onecard.planning.search.api import plan
 
 
 def find(target: Target, ranks: int, machine: str, memory: float) -> Job:
@@ -69,14 +70,15 @@ def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory:
             rehearse(script, arguments, 1, 0, on, program)
             model, batch, loss = program.parts()
             names = {name: list(p.shape) for name, p in model.named_parameters()}
-            found = choose(model, batch, loss, ranks, on, int(memory * 2**30))
+            limit = int(memory * 2**30) if memory else None
+            found = plan(model, world=ranks, machine=on, batch=tuple(batch), loss=loss, memory=limit, fixed=PLAIN)
     except RehearsalError as why:
         return Job(pure(ranks)), _by_default(str(why), ranks)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:
         if isinstance(why, PlanError) and "nothing fits" in str(why):
             raise
         return Job(pure(ranks)), _by_default(f"{script}: {said(why)}", ranks)
-    return Job(found.plan, names), f"onecard run --auto: {found}"
+    return Job(found.best, names), f"onecard run --auto: {found}"
 
 
 def _by_default(why: str, ranks: int) -> str:

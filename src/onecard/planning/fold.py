@@ -54,6 +54,16 @@ def fold(model: nn.Module) -> list[Folded]:
     return found
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """All blocks of a model's lists of blocks, in order; the model stays as it is.
+
+    Example:
+        >>> len(blocks_of(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(9))})))
+        9
+    """
+    return [block for _, blocks in _lists(model, "") for block in blocks]
+
+
 def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """The outermost lists of more than one block."""
     for name, child in module.named_children():

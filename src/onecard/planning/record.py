@@ -41,7 +41,7 @@ from onecard.train.layer import shard_layer
 
 Loss = Callable[..., Tensor]
 Model = Transformer | nn.Module | Callable[[], nn.Module]
-KEPT = 16  # recordings, and prices of each
+KEPT = 64  # recordings, and prices of each
 
 
 @dataclass(eq=False)

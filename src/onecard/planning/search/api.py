@@ -80,7 +80,8 @@ def plan(
 def _planned(
     subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str, obvious: bool = False
 ) -> Plans:  # fmt: skip
-    search = Search(Space(subject, world, machine, dict(fixed)), machine, limit, objective)
+    smallest = objective == "memory"
+    search = Search(Space(subject, world, machine, dict(fixed), smallest), machine, limit, objective)
     found = search.run()
     if not found.priced:
         raise _nothing(subject, world, machine, limit, fixed, search)
@@ -138,15 +139,18 @@ def _obvious(
     for name, ways in _ways(subject, world).items():
         if any(fixed.get(field, value) != value for field, value in ways.items()):
             continue
-        with suppress(PlanError):
-            one = _planned(subject, world, machine, 0, {**fixed, **ways}, "time").cost
-            if one.plan == best.plan or any(one.plan == c.plan for c in found):
+        near = None
+        try:
+            one = _planned(subject, world, machine, limit, {**fixed, **ways}, "time").cost
+        except PlanError:
+            try:
+                one = _planned(subject, world, machine, 0, {**fixed, **ways}, "memory").cost
+            except PlanError:  # nor with any memory
                 continue
-            near = None
-            if limit and one.peak > limit:
-                with suppress(PlanError):
-                    free = {k: v for k, v in ways.items() if k != "recompute"}
-                    near = _planned(subject, world, machine, limit, {**fixed, **free}, "time").cost
+            with suppress(PlanError):
+                free = {name: value for name, value in ways.items() if name != "recompute"}
+                near = _planned(subject, world, machine, limit, {**fixed, **free}, "time").cost
+        if one.plan != best.plan and all(one.plan != other.plan for other in found):
             found.append(beside(one, best, limit, near, name))
     return found
 
@@ -168,7 +172,7 @@ def _nothing(
     subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], search: Search
 ) -> PlanError:
     """Nothing fits: which plan takes least, and what is missing."""
-    least: Found = Search(Space(subject, world, machine, dict(fixed)), machine, 0, "memory").run()
+    least: Found = Search(Space(subject, world, machine, dict(fixed), True), machine, 0, "memory").run()
     if not least.priced:
         why = max(search.space.why, key=lambda w: search.space.why[w], default="no plan has these fields")
         return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from onecard.errors import PlanError, ScheduleError
 from onecard.machine.cost import Machine
@@ -54,6 +55,9 @@ class Search:
         self.space, self.machine, self.limit, self.objective = space, machine, limit, objective
         self._open: dict[Plan, tuple[Bounds, int]] = {}
         self._fitting: set[Plan] = set()
+        self._seen: set[Any] = (
+            set()
+        )  # what this search has asked for, whether it was known or not: so it goes the same way again
         self._again: set[Plan] = set()  # groups whose plans are looked at with recomputation, too
 
     # -- one plan --------------------------------------------------------------------------------------------------------
@@ -67,6 +71,7 @@ class Search:
             if group.recompute != "none":
                 other, _ = self.space.subject.pieces(replace(group, recompute="none"), machine)
             self._open[group] = Bounds(pieces, other, machine), tokens
+            self._seen.add(self.space.subject.key(group))
         return self._open[group]
 
     def cost(self, group: Plan, plan: Plan) -> JobCost:
@@ -144,7 +149,7 @@ class Search:
     def _at_least(self, entry: _Entry) -> float:
         """What the plans of a group take at least, before it is recorded: by a group whose layers are divided less."""
         group = entry.group
-        if self.objective != "time" or group in self._open or self.space.subject.is_cheap(group):
+        if self.objective != "time" or group in self._open or self.space.subject.is_cheap(group, self._seen):
             return 0.0
         of = self._alike(group)
         if of is None:
@@ -164,7 +169,7 @@ class Search:
                     continue
                 dp = self.space.world // (tp * cp * group.pp)
                 one = replace(group, tp=tp, cp=cp, dp=dp, sequence_parallel=group.sequence_parallel and tp > 1)
-                if self.space.subject.is_cheap(one):
+                if self.space.subject.is_cheap(one, self._seen):
                     found = one
         return found
 

@@ -57,12 +57,14 @@ def _along(one: Any, two: Any, rows: int, nodes: dict[fx.Node, fx.Node]) -> Any:
         return one + (two - one) // (FROM[1] - FROM[0]) * (rows - FROM[0])
     if isinstance(one, tuple | list) and isinstance(two, tuple | list) and len(one) == len(two):
         found = [_along(a, b, rows, nodes) for a, b in zip(one, two, strict=True)]
+        if hasattr(one, "_fields"):  # a named tuple
+            return type(one)(*found)
         return found if isinstance(one, list) else tuple(found)
     if isinstance(one, slice) and isinstance(two, slice):
         parts = [_along(getattr(one, n), getattr(two, n), rows, nodes) for n in ("start", "stop", "step")]
         return slice(*parts)
     if isinstance(one, dict) and isinstance(two, dict) and list(one) == list(two):
         return {key: _along(one[key], two[key], rows, nodes) for key in one}
-    if one is two or one == two:
-        return one
+    if one is two or one == two or (isinstance(one, float) and isinstance(two, float)):
+        return one  # which number it is changes no price
     raise NotLinear

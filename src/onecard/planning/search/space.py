@@ -11,7 +11,7 @@ from onecard.machine.cost import Machine
 from onecard.pipeline.schedule.modes import known
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.planning.plan import Plan
-from onecard.planning.search.subject import Subject, steps_of
+from onecard.planning.search.subject import Subject
 
 SCHEDULES = (("1F1B", 1), ("ZBH1", 1), ("ZBV", 2), ("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("1F1B", 6), ("1F1B", 8))
 """Schedules, and stages of each rank."""
@@ -28,19 +28,23 @@ class Space:
     """All plans of a subject on so many ranks.
 
     Args:
-        subject: what is planned; world: ranks; fixed: fields of ``Plan`` that are given.
+        subject: what is planned; world: ranks; fixed: fields of ``Plan`` that are given; smallest: only the least memory is asked
+            for, so that of microbatches only the smallest are looked at.
 
     Raises:
         PlanError: a fixed field that is none, or that cannot be on so many ranks.
     """
 
-    def __init__(self, subject: Subject, world: int, machine: Machine, fixed: dict[str, Any]) -> None:
+    def __init__(
+        self, subject: Subject, world: int, machine: Machine, fixed: dict[str, Any], smallest: bool = False
+    ) -> None:
         for name in fixed:
             if name not in FIELDS:
                 raise PlanError(f"plan: fixed names {name!r}; the fields of a Plan are {', '.join(FIELDS)}", name)
         if type(world) is not int or world < 1:
             raise PlanError(f"plan: world={world!r}: want a whole number of ranks, 1 or more", "world")
         self.subject, self.world, self.machine, self.fixed = subject, world, machine, dict(fixed)
+        self._smallest = smallest
         if "schedule" in fixed:
             self.fixed["schedule"] = known(fixed["schedule"])
         for axis in ("dp", "tp", "cp", "pp"):
@@ -56,23 +60,24 @@ class Space:
         for tp in self._pick("tp", subject.tensor_degrees(min(self.world, host)), self.world):
             for cp in self._pick("cp", self._context(tp), self.world // tp):
                 for dp in self._divisors(self.world // (tp * cp), "dp"):
-                    if subject.rows % dp:
-                        self._left_out(f"{subject.rows} rows are not divided by dp")
-                        continue
                     pp = self.world // (dp * tp * cp)
                     for rows in self._pick("microbatch", self._microbatches(dp, pp)):
                         yield from self._group(dp, tp, cp, rows)
 
     def _microbatches(self, dp: int, pp: int) -> list[int]:
         """Rows of a microbatch: without a pipeline as many as can be, with one such that each rank has enough to do."""
-        sizes = steps_of(self.subject, replace(self.subject.base, dp=dp))
+        sizes = self.subject.microbatches(dp, pp)
+        if not sizes:
+            self._left_out(f"dp={dp} does not divide {self.subject.rows} rows")
+        if self._smallest and "microbatches" not in self.fixed:
+            return sizes[-1:]
         if pp == 1 or "microbatches" in self.fixed:
             return sizes if "microbatches" in self.fixed else sizes[:1]
         filled = [n for n in sizes if pp <= self.subject.rows // dp // n <= ENOUGH * pp]
         return filled or sizes[-1:]
 
     def _group(self, dp: int, tp: int, cp: int, rows: int) -> Iterator[Plan]:
-        per_rank = self.subject.rows // dp
+        per_rank = -(-self.subject.rows // dp)
         pp = self.world // (dp * tp * cp)
         if per_rank % rows or ("pp" in self.fixed and self.fixed["pp"] != pp):
             return

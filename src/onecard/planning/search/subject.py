@@ -46,6 +46,13 @@ class Subject:
         """Tokens of a row; 0 if the model is not known to have any."""
         return 0
 
+    def microbatches(self, dp: int, pp: int) -> list[int]:
+        """Rows of a rank's microbatch: its rows in 1, 2, 4, ... parts, the largest first; none if dp does not divide them."""
+        if self.rows % dp:
+            return []
+        rows = self.rows // dp
+        return [rows // 2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
+
     def can(self, plan: Plan) -> str:
         """Why a plan cannot be; "" if it can."""
         raise NotImplementedError
@@ -65,9 +72,9 @@ class Subject:
     def _recorded(self, plan: Plan) -> RecordedModel:
         raise NotImplementedError
 
-    def is_cheap(self, plan: Plan) -> bool:
-        """Whether nothing has to be recorded for a plan."""
-        return self.key(plan) in self.known
+    def is_cheap(self, plan: Plan, seen: set[Key]) -> bool:
+        """Whether nothing has to be recorded for a plan, if these are."""
+        return self.key(plan) in seen
 
     def pieces(self, plan: Plan, machine: Machine) -> tuple[list[PieceCost], int]:
         """What its pieces take for a microbatch under a plan, and the tokens of a row."""
@@ -87,6 +94,11 @@ class OfSizes(Subject):
     def sequence(self) -> int:
         return self.sizes.sequence
 
+    def microbatches(self, dp: int, pp: int) -> list[int]:
+        """Of at most ``FULL`` tokens each."""
+        sizes = super().microbatches(dp, pp)
+        return [n for n in sizes if n * self.sizes.sequence <= FULL] or sizes[-1:]
+
     def can(self, plan: Plan) -> str:
         return next((str(f) for f in plan.check(self.sizes) if f.kind == "mistake"), "")
 
@@ -105,9 +117,9 @@ class OfSizes(Subject):
                 return RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
         return self._whole(plan)
 
-    def is_cheap(self, plan: Plan) -> bool:
-        few = (self.key(replace(plan, microbatch=n)) in self.known for n in FROM)
-        return super().is_cheap(plan) or (plan.microbatch > max(FROM) and all(few))
+    def is_cheap(self, plan: Plan, seen: set[Key]) -> bool:
+        few = (self.key(replace(plan, microbatch=n)) in seen for n in FROM)
+        return super().is_cheap(plan, seen) or (plan.microbatch > max(FROM) and all(few))
 
     def _whole(self, plan: Plan) -> RecordedModel:
         key = self.key(plan)
@@ -124,6 +136,11 @@ class OfModule(Subject):
     batch: tuple[Any, ...]
     loss: Loss | None
     names: dict[int, list[Placements]] = field(default_factory=dict)
+
+    def microbatches(self, dp: int, pp: int) -> list[int]:
+        """Without a pipeline the rows need not be divided evenly."""
+        sizes = super().microbatches(dp, pp)
+        return sizes if sizes or pp > 1 or dp > self.rows else [-(-self.rows // dp)]
 
     def can(self, plan: Plan) -> str:
         if plan.cp > 1 or plan.sequence_parallel:
@@ -170,7 +187,8 @@ def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Subj
                 "batch",
             )
         again: tuple[Recompute, ...] = ("none", "selective", "full")
-        return OfSizes(rows=batch, layers=model.layers, base=Plan(**_precision(fixed)), recompute=again, sizes=model)
+        return OfSizes(rows=batch, layers=model.layers, base=Plan(**_precision(fixed)), recompute=again, sizes=model,
+                       known=_known(model))  # fmt: skip
     if not isinstance(model, nn.Module) and not callable(model):
         raise PlanError(
             f"plan: the model is {model!r}; want an oc.Transformer, a module, a function that builds one, or (model, loss, "
@@ -198,6 +216,19 @@ def as_function(loss: Any) -> Loss | None:
     return loss
 
 
+KEPT = 4
+"""Decoders of which the recordings are kept, for the next question about them."""
+_decoders: dict[Transformer, dict[Key, RecordedModel]] = {}
+
+
+def _known(sizes: Transformer) -> dict[Key, RecordedModel]:
+    known = _decoders.pop(sizes, {})
+    while len(_decoders) >= KEPT:
+        _decoders.pop(next(iter(_decoders)))
+    _decoders[sizes] = known
+    return known
+
+
 FULL = 32768
 """Tokens with which the operators of a decoder's block are as fast as they get."""
 
@@ -216,11 +247,3 @@ def _blocks(model: nn.Module) -> tuple[int, bool]:
     with pretend(1, fake=True):
         folded = fold(without_data(model))
     return sum(sum(f.alike) for f in folded), bool(folded)
-
-
-def steps_of(subject: Subject, plan: Plan) -> list[int]:
-    """The sizes of microbatches: a rank's rows in 1, 2, 4, ... parts, of a decoder at most ``FULL`` tokens in each."""
-    rows = subject.rows // plan.dp
-    sizes = [rows // 2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
-    few = [n for n in sizes if n * subject.sequence() <= FULL]
-    return few or sizes[-1:]
