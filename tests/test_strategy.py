@@ -37,8 +37,7 @@ WRONG = [
     ("amp.incr_ratio", 1.0, "want a number above 1"),
     ("gradient_merge.k_steps", "4", "want a whole number, not a string; write 4"),
     ("fused_passes.enable", None, "want True or False, not a nothing"),
-    ("auto_mode", "full", "the planner that chooses layouts is not there yet"),
-    ("auto_mode", "manual", "want one of 'semi'"),
+    ("auto_mode", "manual", "want one of 'semi', 'full'"),
     ("seed", -1, "want 0 or more (or None)"),
     ("sharding", True, "want a dict of enable, stage, degree"),
 ]

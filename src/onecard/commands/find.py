@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from onecard.auto.apply import PLAIN, pure
 from onecard.auto.calls import over
 from onecard.auto.files import Overlay
@@ -22,8 +20,8 @@ from onecard.launch._explain import say
 from onecard.launch._options import Target
 from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
-from onecard.machine.cost import MACHINE, Machine
-from onecard.planning.machine_file import machine_named
+from onecard.machine.cost import Machine
+from onecard.planning.machine_file import machine_named, this_machine
 from onecard.planning.search.api import plan
 
 
@@ -62,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory: float) -> tuple[Job, str]:
     """The plan, and why it was chosen."""
-    on = machine_named(machine, Machine.measure) if machine else _here()
+    on = machine_named(machine, Machine.measure) if machine else this_machine()
     program = Program()
     try:
         with open(os.devnull, "w") as nothing, redirect_stderr(nothing), files(), warnings.catch_warnings():
@@ -92,15 +90,6 @@ def files() -> Iterator[None]:
     with TemporaryDirectory(prefix="onecard-files-") as folder, ExitStack() as stack:
         over(Overlay(folder), stack)
         yield
-
-
-def _here() -> Machine:
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        for known in ("H200", "H100", "A100"):
-            if known in name:
-                return Machine.preset(known)
-    return MACHINE
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from onecard._torch.names import tree_map
 from onecard.comm.world import world
-from onecard.engine import again, lists, loop, programs, refused, saved
+from onecard.engine import again, full, lists, loop, programs, refused, saved
 from onecard.engine import step as steps
 from onecard.engine.loaders import EngineLoader, loader_of
 from onecard.engine.metrics import held
@@ -22,6 +22,7 @@ from onecard.engine.specs import Feed, Splitter, specs_of
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError
 from onecard.machine.cost import MACHINE, Machine
+from onecard.planning.search.plans import Plans
 from onecard.static.api import Static
 from onecard.static.api import to_static as recorded
 from onecard.static.price.price import Cost
@@ -98,6 +99,7 @@ class Engine:
         self._most: dict[str, int] = {}  # rows of the longest batch so far, by mode
         self._skeleton: programs.Skeleton | None = None
         self.seen: dict[str, Feed] = {}  # shapes of a batch, by mode
+        self.plans: Plans | None = None  # those that were found, best first
 
     # preparing
 
@@ -120,7 +122,23 @@ class Engine:
         inputs, labels = specs_of(inputs_spec, "inputs_spec"), specs_of(labels_spec, "labels_spec")
         if inputs is not None or labels is not None or sample_split:
             self._split = Splitter(self.model.forward, self.loss is not None, inputs, labels, sample_split)
-        self.place()
+        if full.is_wanted(self):
+            self._plan_for(full.of_specs(inputs, labels))
+        if not full.is_wanted(self):
+            self.place()
+
+    def look_at(self, data: Any, batch_size: int, collate_fn: Any = None, sample_split: int = 0) -> None:
+        """With ``auto_mode="full"``: find the plan for batches of these data, unless there is one."""
+        if full.is_wanted(self):
+            if sample_split:
+                self._split = Splitter(self.model.forward, self.loss is not None, split=sample_split)
+            self._plan_for(full.example(data, batch_size, collate_fn))
+
+    def _plan_for(self, batch: Any) -> None:
+        """Lay the model out as the plan says that is found for a whole batch; None: nothing says yet what one is."""
+        if batch is not None:
+            self.plans = full.found_for(self, self._split(batch, "train"))
+            full.apply(self, self.plans, self._optimizers)
 
     def to_mode(self, mode: str) -> None:
         """What ``run`` does from now on: "train", "eval" or "predict"."""
@@ -134,6 +152,8 @@ class Engine:
 
     def place(self) -> Place:
         """Where the model and the batch lie; lays them out at the first call."""
+        if full.is_wanted(self):
+            raise full.unknown()
         if self._place is None:
             static_options(self.strategy, self.mode, world.get_world_size(), programs.mesh_of(self.model))
             self._skeleton = programs.skeleton(self._parts())
@@ -184,6 +204,7 @@ class Engine:
         Raises:
             EngineError: the dataset is empty, or shorter than a batch that is trained on.
         """
+        self.look_at(dataset, batch_size, collate_fn, sample_split)
         self.prepare(mode=mode, sample_split=sample_split)
         options |= {"shuffle": shuffle or None, "drop_last": drop_last, "collate_fn": collate_fn}
         found = loader_of(dataset, self.place(), batch_size, self.mode == "train", steps_per_epoch, **options)

@@ -184,10 +184,10 @@ def _is_laid_out(optimizer: Optimizer) -> bool:
     return any(getattr(hook, "__module__", "").startswith("onecard.train.zero") for hook in hooks)
 
 
-def lay_out(module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer]) -> None:
+def lay_out(module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer], shard_fn: Any = None) -> None:
     """Lay a module out; what takes a parameter's place does so in optimizers too, with its hooks, states and attributes."""
     before = dict(module.named_parameters(remove_duplicate=False))
-    shard_layer(module, mesh)
+    shard_layer(module, mesh, shard_fn)
     after = dict(module.named_parameters(remove_duplicate=False))
     taken = {id(old): (old, after[name]) for name, old in before.items() if after[name] is not old}
     for old, new in taken.values():

@@ -27,14 +27,6 @@ def _schedule(path: str, value: Any) -> str:
         raise may.stop(path, value, f"there is no such schedule; there are {', '.join(modes.MODES)}") from None
 
 
-def _auto_mode(path: str, value: Any) -> str:
-    if value in ("full", "full_random"):
-        raise may.stop(
-            path, value, "the planner that chooses layouts is not there yet; mark the model, and take 'semi'"
-        )
-    return may.one_of("semi")(path, value)
-
-
 @dataclass
 class Sharding(Checked):
     """ZeRO: what of the training state is divided over the ranks that divide the batch.
@@ -225,7 +217,8 @@ class Strategy(Checked):
     Attributes:
         sharding, pipeline, recompute, amp, gradient_merge, fused_passes: see ``help(type(strategy.sharding))``, and so on; a dict
             may be assigned to each.
-        auto_mode: "semi": what is not marked is laid out by itself.
+        auto_mode: "semi": what is not marked is laid out by itself; "full": a model without marks is laid out as the plan
+            says that is found for the first batch (``oc.plan``); what is enabled here is pinned.
         seed: of the random numbers, on all ranks, at ``prepare``; None: as they are.
 
     Raises:
@@ -258,7 +251,7 @@ class Strategy(Checked):
     checks: ClassVar[Mapping[str, may.Check]] = {
         "sharding": may.section(Sharding), "pipeline": may.section(Pipeline), "recompute": may.section(Recompute),
         "amp": may.section(Amp), "gradient_merge": may.section(GradientMerge), "fused_passes": may.section(FusedPasses),
-        "auto_mode": _auto_mode, "seed": may.whole(least=0, none=True),
+        "auto_mode": may.one_of("semi", "full"), "seed": may.whole(least=0, none=True),
     }  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
         "hybrid_configs": "the model's mesh for mp; sharding.degree, pipeline.degree; the ranks that are left divide the batch",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,23 +19,35 @@ class Folded:
 
     Attributes:
         path: of the list in the model.
-        alike: for each block that is left, for how many it stands.
+        alike: for each block that is left, for how many it stands; ``kept``: which one it was.
     """
 
     path: str
     alike: tuple[int, ...]
+    kept: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def names(self) -> list[str]:
         """The paths of the blocks that are left."""
         return [f"{self.path}.{i}" for i in range(len(self.alike))]
 
+    def before(self, name: str) -> str:
+        """The name in the whole model of what has this one now."""
+        head, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        if not name.startswith(f"{self.path}.") or not head.isdecimal() or int(head) >= len(self.kept):
+            return name
+        return f"{self.path}.{self.kept[int(head)]}" + (f".{rest}" if rest else "")
 
-def fold(model: nn.Module) -> list[Folded]:
+
+def fold(model: nn.Module, mark: Callable[[str], str] = str, all_stay: bool = False) -> list[Folded]:
     """Take out of each list of blocks (``nn.ModuleList``, ``nn.Sequential``) those that are like their neighbours.
 
     Blocks are alike if their modules, parameters, buffers and plain attributes are; a number that counts blocks may differ. Lists
     inside of blocks stay as they are.
+
+    Args:
+        mark: for the name of a parameter what else tells it from others, such as how it is to lie; ``str``: nothing does.
+        all_stay: only say which blocks there are: their code asks for them by numbers.
 
     Example:
         >>> model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(9)), "head": nn.Linear(4, 2)})
@@ -44,14 +56,21 @@ def fold(model: nn.Module) -> list[Folded]:
     """
     found = []
     for path, blocks in list(_lists(model, "")):
-        kept, alike = _kept(list(blocks))
+        faces = [[*face(block), *_marks(block, f"{path}.{i}.", mark)] for i, block in enumerate(blocks)]
+        kept, alike = (list(range(len(faces))), [1] * len(faces)) if all_stay else _kept(faces)
         if len(kept) < len(blocks):
             left = [blocks[i] for i in kept]
             for name in list(blocks._modules):
                 del blocks._modules[name]
             blocks._modules.update({str(i): block for i, block in enumerate(left)})
-        found.append(Folded(path, tuple(alike)))
+        found.append(Folded(path, tuple(alike), tuple(kept)))
     return found
+
+
+def _marks(block: nn.Module, head: str, mark: Callable[[str], str]) -> Iterator[tuple[Any, ...]]:
+    if mark is not str:
+        for name, _ in block.named_parameters():
+            yield "", "mark", name, mark(head + name)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -80,13 +99,12 @@ def _is_chain(blocks: Any) -> bool:
     return any(_alike(faces, i, i + 1) for i in range(len(faces) - 1))
 
 
-def _kept(blocks: list[nn.Module]) -> tuple[list[int], list[int]]:
+def _kept(faces: list[list[tuple[Any, ...]]]) -> tuple[list[int], list[int]]:
     """Which blocks stay, and for how many each stands."""
-    faces = [face(block) for block in blocks]
     kept, alike, i = [], [], 0
-    while i < len(blocks):
+    while i < len(faces):
         end = i + 1
-        while end < len(blocks) and _alike(faces, i, end):
+        while end < len(faces) and _alike(faces, i, end):
             end += 1
         if end - i > KEPT:
             kept += [i, i + 1, end - 1]

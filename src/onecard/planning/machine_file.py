@@ -9,8 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from onecard.errors import CostError, PlanError
-from onecard.machine.cost import PRESETS, Link, Machine
+from onecard.machine.cost import MACHINE, PRESETS, Link, Machine
 from onecard.planning import json_text
 from onecard.planning.json_text import Located
 from onecard.planning.wanted import spoken
@@ -78,6 +80,16 @@ def machine_named(text: str, measure: Callable[[], Machine]) -> Machine:
     raise CostError(
         f"there is no machine {text!r}; there are {', '.join(PRESETS)}, here (this one is measured), or a file machine.json"
     )
+
+
+def this_machine() -> Machine:
+    """The preset of this process's GPU; a machine by default where there is none, or another one."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        for known in ("H200", "H100", "A100"):
+            if known in name:
+                return Machine.preset(known)
+    return MACHINE
 
 
 def _like(found: Located, name: Any) -> Machine:

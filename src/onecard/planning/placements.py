@@ -1,13 +1,17 @@
-"""Placements as text, as a plan and its file have them: "tp: Shard(0), dp: Replicate". Pure."""
+"""Placements as text, as a plan and its file have them: "tp: Shard(0), dp: Replicate"; and what they mean for a module."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from onecard.errors import PlanError
+from onecard.place.mesh import ProcessMesh
+from onecard.tensor.convert import shard_tensor
 
 _ONE = re.compile(r"\s*(\w+)\s*:\s*(?:(Shard)\s*\(\s*(?:dim\s*=\s*)?(\d+)\s*\)|(Replicate)(?:\s*\(\s*\))?)\s*")
 
@@ -45,3 +49,30 @@ def placements_of(text: str, axes: Sequence[str]) -> list[Placement]:
     if strange := sorted(set(found) - set(axes)):
         raise PlanError(f"placements {text!r}: there is no axis {strange[0]!r}; there are {', '.join(axes)}")
     return [found.get(axis, Replicate()) for axis in axes]
+
+
+def where(patterns: Sequence[tuple[str, str]], name: str) -> str:
+    """What the first pattern that fits says of a parameter; "" if none does."""
+    return next((text for pattern, text in patterns if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+def place_by_name(
+    patterns: Sequence[tuple[str, str]],
+    known: dict[int, Tensor],
+    whole: Callable[[str], str],
+    name: str,
+    layer: nn.Module,
+    mesh: ProcessMesh,
+) -> None:
+    """Lay a layer's parameters out by their names, for ``shard_layer``.
+
+    Args:
+        patterns: of a plan. known: what became of each parameter: those that two layers share stay one.
+        whole: the name that the patterns mean, by the parameter's own.
+    """
+    for short, parameter in list(layer.named_parameters(recurse=False)):
+        text = where(patterns, whole(f"{name}.{short}" if name else short))
+        named = ", ".join(part for part in text.split(",") if part.split(":")[0].strip() in mesh.dim_names)
+        if id(parameter) not in known:
+            known[id(parameter)] = shard_tensor(parameter, mesh, placements_of(named, mesh.dim_names))
+        setattr(layer, short, known[id(parameter)])

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement
 from torch.utils.checkpoint import checkpoint
 
 from onecard import fleet
-from onecard._torch.names import tree_map
+from onecard._torch.names import tree_leaves, tree_map
 from onecard.comm.world.pretend import pretend
 from onecard.errors import PlanError
 from onecard.machine.cost import Machine
@@ -26,7 +25,8 @@ from onecard.planning.decoder import build
 from onecard.planning.fold import Folded, face, fold
 from onecard.planning.job import PieceCost
 from onecard.planning.pieces import Pieces
-from onecard.planning.placements import placements_of
+from onecard.planning.placements import place_by_name, placements_of
+from onecard.planning.placements import where as _where
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
 from onecard.static.call import flat
@@ -152,6 +152,14 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
         raise PlanError(
             "price: a module has no sizes of its own: give an example batch, as in oc.price(model, plan, batch=(x, y))"
         )
+    try:
+        return _of_blocks(given, plan, batch, loss, False)
+    except LookupError:  # its code asks for blocks by their numbers, so that all of them have to be there
+        return _of_blocks(given, plan, batch, loss, True)
+
+
+def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: bool) -> RecordedModel:
+    """``all_stay``: no block is left out."""
     fleets = _is_fleets(given, plan)
     dp = 1 if fleets else plan.dp
     parts = batch if isinstance(batch, tuple) else (batch,)
@@ -161,16 +169,16 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
         model = without_data(given) if isinstance(given, nn.Module) else given()
         dtype = getattr(torch, plan.parameters)
         _convert(model, dtype)
-        folded = fold(model)
+        _check_fits(model, plan)
+        folded = fold(model, partial(_where, plan.placements), all_stay)
         rows = [tree_map(partial(_rows, count=plan.microbatch * dp, dtype=dtype), part) for part in parts]
         if not fleets:
             mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
-            _check_fits(model, plan)
-            model = shard_layer(model, mesh, partial(_place, plan.placements, {}))
+            model = shard_layer(model, mesh, partial(place_by_name, plan.placements, {}, _names(folded)))
             rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
         if plan.recompute == "full":
             _again(model, folded)
-        tokens = next((t.shape[1] for t in parts if isinstance(t, Tensor) and _is_text(t)), 1)
+        tokens = next((t.shape[1] for t in tree_leaves(parts) if isinstance(t, Tensor) and _is_text(t)), 1)
         with _precision(plan):
             pieces = Pieces(_record(model, rows, loss, plan), folded)
         if fleets and not pieces.messages:
@@ -179,6 +187,17 @@ def _of_program(given: Any, plan: Plan, batch: Any, loss: Loss | None) -> Record
                 'how its parameters lie: Plan(placements=(("*.fc1.weight", "tp: Shard(0)"), ...)), or leave tp and cp out'
             )
         return RecordedModel(pieces, tokens, tuple(folded))
+
+
+def _names(folded: Sequence[Folded]) -> Callable[[str], str]:
+    """A parameter's name in the whole model, by its name where blocks were left out."""
+
+    def before(name: str) -> str:
+        for blocks in folded:
+            name = blocks.before(name)
+        return name
+
+    return before
 
 
 def _refuse(plan: Plan) -> None:
@@ -273,19 +292,6 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
             raise PlanError(
                 f"placements: {pattern!r} fits no parameter; there are {', '.join(near)}, ...", "placements"
             )
-
-
-def _place(
-    patterns: Sequence[tuple[str, str]], known: dict[int, Tensor], name: str, layer: nn.Module, mesh: ProcessMesh
-) -> None:
-    """``known``: what became of each parameter: those that two layers share stay one."""
-    for short, parameter in list(layer.named_parameters(recurse=False)):
-        full = f"{name}.{short}" if name else short
-        text = next((where for pattern, where in patterns if fnmatch.fnmatchcase(full, pattern)), "")
-        found: list[Placement] = placements_of(text, mesh.dim_names)
-        if id(parameter) not in known:
-            known[id(parameter)] = shard_tensor(parameter, mesh, found)
-        setattr(layer, short, known[id(parameter)])
 
 
 def _again(model: nn.Module, folded: Sequence[Folded]) -> None:

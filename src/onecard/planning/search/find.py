@@ -83,7 +83,7 @@ class Search:
         """The plans of a group, pipelines also with stages that are cut where they take the same time."""
         for plan in self.space.members(group):
             yield plan
-            if plan.pp > 1 and not plan.stages and not plan.recompute_blocks:
+            if plan.pp > 1 and "stages" not in self.space.fixed and not plan.recompute_blocks:
                 with suppress(PlanError):
                     even = balanced(self.opened(group)[0], plan)
                     if even:

@@ -156,6 +156,9 @@ class Space:
         shards = plan.dp * plan.cp
         stages: Sequence[int] = (0, 1, 2, 3) if plan.dp > 1 or shards > 1 else (0,)
         for zero in self._pick("zero", stages):
+            if zero and shards == 1:
+                self._left_out(f"zero={zero} divides nothing where dp=1")
+                continue
             # Gradients that are divided as they come are sent for each microbatch: that is stage 3's price.
             if zero == 2 and plan.microbatches > 1 and "zero" not in self.fixed:
                 continue

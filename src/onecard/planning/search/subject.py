@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onecard._torch.names import tree_leaves
 from onecard.comm.world.pretend import pretend
 from onecard.errors import PlanError
 from onecard.machine.cost import Machine
@@ -195,7 +196,7 @@ def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Subj
             "optimizer, batch)"
         )
     parts = batch if isinstance(batch, tuple) else (batch,)
-    first = next((t for t in parts if isinstance(t, Tensor) and t.ndim), None)
+    first = next((t for t in tree_leaves(parts) if isinstance(t, Tensor) and t.ndim), None)
     if first is None:
         raise PlanError("plan: a module needs an example of the batch of a whole step: batch=(x, y)", "batch")
     made = model if isinstance(model, nn.Module) else model()
