@@ -83,7 +83,7 @@ FLOORS = {
     ],
     "pipeline": ["schedule", "run", "cut"],
     "engine": [
-        "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step",
+        "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step", "full",
         "programs", "loaders", "progress", "saved", "loop", "engine", "dist_model",
     ],
     "fleet": ["names", "grid", "gradients", "layers", "zero", "front", "utils", "meta_parallel"],

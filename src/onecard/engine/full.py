@@ -84,7 +84,7 @@ def apply(engine: Any, found: Plans, optimizers: Any) -> None:
         sizes = [(PIPELINE[0], best.pp), ("dp", best.dp), ("tp", best.tp)]
         sizes = [(name, size) for name, size in sizes if size > 1]
         mesh = ProcessMesh(np.arange(best.world).reshape([size for _, size in sizes]), [name for name, _ in sizes])
-        lay_out(engine.model, mesh, optimizers, partial(place_by_name, best.placements, {}, str))
+        lay_out(engine.model, mesh, optimizers, partial(place_by_name, best.placements, str))
     for section in ("sharding", "pipeline", "recompute", "gradient_merge"):
         if not getattr(strategy, section).enable and config[section]["enable"]:
             getattr(strategy, section).update(config[section])

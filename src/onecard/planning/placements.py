@@ -6,11 +6,12 @@ import fnmatch
 import re
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
+from onecard.tensor import DistTensor
 from onecard.tensor.convert import shard_tensor
 
 _ONE = re.compile(r"\s*(\w+)\s*:\s*(?:(Shard)\s*\(\s*(?:dim\s*=\s*)?(\d+)\s*\)|(Replicate)(?:\s*\(\s*\))?)\s*")
@@ -57,22 +58,17 @@ def where(patterns: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def place_by_name(
-    patterns: Sequence[tuple[str, str]],
-    known: dict[int, Tensor],
-    whole: Callable[[str], str],
-    name: str,
-    layer: nn.Module,
-    mesh: ProcessMesh,
+    patterns: Sequence[tuple[str, str]], whole: Callable[[str], str], name: str, layer: nn.Module, mesh: ProcessMesh
 ) -> None:
     """Lay a layer's parameters out by their names, for ``shard_layer``.
 
     Args:
-        patterns: of a plan. known: what became of each parameter: those that two layers share stay one.
+        patterns: of a plan; of a parameter with several names the first one counts.
         whole: the name that the patterns mean, by the parameter's own.
     """
     for short, parameter in list(layer.named_parameters(recurse=False)):
+        if isinstance(parameter, DistTensor):  # under another name
+            continue
         text = where(patterns, whole(f"{name}.{short}" if name else short))
         named = ", ".join(part for part in text.split(",") if part.split(":")[0].strip() in mesh.dim_names)
-        if id(parameter) not in known:
-            known[id(parameter)] = shard_tensor(parameter, mesh, placements_of(named, mesh.dim_names))
-        setattr(layer, short, known[id(parameter)])
+        setattr(layer, short, shard_tensor(parameter, mesh, placements_of(named, mesh.dim_names)))

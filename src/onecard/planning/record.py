@@ -174,7 +174,7 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
         rows = [tree_map(partial(_rows, count=plan.microbatch * dp, dtype=dtype), part) for part in parts]
         if not fleets:
             mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
-            model = shard_layer(model, mesh, partial(place_by_name, plan.placements, {}, _names(folded)))
+            model = shard_layer(model, mesh, partial(place_by_name, plan.placements, _names(folded)))
             rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
         if plan.recompute == "full":
             _again(model, folded)

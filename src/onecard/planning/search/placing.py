@@ -66,7 +66,7 @@ def placements_for(
     found: list[Placements] = []
     for weight in (1.0, SCARCE):
         kinds = _Placing(pieces, Costs(line, plan.microbatches), machine, plan, weight).solve()
-        named = _named(kinds, folded, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+        named = _named(kinds, folded, model)
         if named and named not in found:
             found.append(named)
     return found
@@ -257,8 +257,12 @@ def _kind(layout: Layout) -> int | None:
 # -- names -----------------------------------------------------------------------------------------------------------------
 
 
-def _named(kinds: dict[str, int], folded: Sequence[Folded], names: Sequence[str]) -> Placements:
+def _named(kinds: dict[str, int], folded: Sequence[Folded], model: nn.Module) -> Placements:
     """Patterns of names of the whole model; what its blocks have is what those between the first and the last one have."""
+    also: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        also.setdefault(id(parameter), []).append(name)
+    names = [name for group in also.values() for name in group]
     wanted: dict[str, int] = {}
     for name, kind in kinds.items():
         wanted.setdefault(_pattern(name, folded), kind)

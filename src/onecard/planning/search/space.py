@@ -69,10 +69,13 @@ class Space:
         sizes = self.subject.microbatches(dp, pp)
         if not sizes:
             self._left_out(f"dp={dp} does not divide {self.subject.rows} rows")
-        if self._smallest and "microbatches" not in self.fixed:
+        if "microbatches" in self.fixed:
+            rows, count = -(-self.subject.rows // dp), self.fixed["microbatches"]
+            return [rows // count] if sizes and rows % count == 0 else []
+        if self._smallest:
             return sizes[-1:]
-        if pp == 1 or "microbatches" in self.fixed:
-            return sizes if "microbatches" in self.fixed else sizes[:1]
+        if pp == 1:
+            return sizes[:1]
         filled = [n for n in sizes if pp <= self.subject.rows // dp // n <= ENOUGH * pp]
         return filled or sizes[-1:]
 
