@@ -83,8 +83,10 @@ def test_as_good_as_looking_at_everything(subjects):
         found = Search(Space(subject, world, machine, fixed), machine, limit).run()
         assert found.priced[0].peak <= limit and found.priced[0].seconds <= best * 1.01, (number, world, fixed)
         priced, looked = priced + len(found.priced), looked + len(costs)
-        smallest = Search(Space(subject, world, machine, fixed, True), machine, 0, "memory").run().priced[0]
-        assert smallest.peak == min(cost.peak for cost in costs)
+        least = min(cost.peak for cost in costs)
+        assert Search(Space(subject, world, machine, fixed), machine, 0, "memory").run().priced[0].peak == least
+        quickly = Search(Space(subject, world, machine, fixed, True), machine, 0, "memory").run().priced[0].peak
+        assert quickly <= 1.05 * least  # what errors name
     assert priced * 4 < looked  # the bounds leave most of them out
 
 

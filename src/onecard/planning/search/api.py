@@ -78,9 +78,9 @@ def plan(
 
 
 def _planned(
-    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str, obvious: bool = False
+    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str, obvious: bool = False,
+    smallest: bool = False,
 ) -> Plans:  # fmt: skip
-    smallest = objective == "memory"
     search = Search(Space(subject, world, machine, dict(fixed), smallest), machine, limit, objective)
     found = search.run()
     if not found.priced:
@@ -144,7 +144,7 @@ def _obvious(
             one = _planned(subject, world, machine, limit, {**fixed, **ways}, "time").cost
         except PlanError:
             try:
-                one = _planned(subject, world, machine, 0, {**fixed, **ways}, "memory").cost
+                one = _planned(subject, world, machine, 0, {**fixed, **ways}, "memory", smallest=True).cost
             except PlanError:  # nor with any memory
                 continue
             with suppress(PlanError):

@@ -132,10 +132,14 @@ def in_flight(plan: Plan, place: int) -> int:
     return 1
 
 
+SPARED = 0.95
+
+
 def divided(pieces: Sequence[PieceCost], ways: int) -> list[PieceCost]:
     """What pieces take at least if tensors or sequences are divided over ``ways`` times as many ranks.
 
-    Operators take that part of their time at best; messages take no less, as no rank has less to tell.
+    Operators take that part of their time at best (``SPARED``: some layers do less when they are divided, such as a cross entropy
+    that keeps no logits); messages take no less, as no rank has less to tell. Of activations nothing is said.
     """
     return [_part(piece, ways) for piece in pieces]
 
@@ -143,11 +147,11 @@ def divided(pieces: Sequence[PieceCost], ways: int) -> list[PieceCost]:
 def _part(piece: PieceCost, ways: int) -> PieceCost:
     waits = sum(piece.messages.values())
     whole = piece.forward + piece.backward
-    share = 1 - (1 - 1 / ways) * (1 - waits / whole) if whole else 1.0
+    share = (waits + (whole - waits) * SPARED / ways) / whole if whole else 1.0
     none: Mapping[str, int] = {}
     return replace(
         piece, forward=piece.forward * share, backward_input=piece.backward_input * share,
-        backward_weight=piece.backward_weight * share, kept=piece.kept // ways,
+        backward_weight=piece.backward_weight * share, kept=0,
         tensors=tuple(n // ways for n in piece.tensors), gradients=piece.gradients // ways, frozen=piece.frozen // ways,
         pending=none, transient=0, first=0, output=0,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from onecard.machine.kernels import Kernels
 from onecard.rules.work import Work
 from onecard.static.price import convolutions, families
 from onecard.static.price.live import is_name
-from onecard.static.price.messages import is_message, kind_of, name_of
+from onecard.static.price.messages import is_message, kind_of
 from onecard.static.step.nodes import kernel, traits
 
 
@@ -45,7 +45,7 @@ def compute_in(graph: fx.Graph, dtype: str) -> None:
     What ranks of a layer gather for its products is rounded before it is sent, as in torchao's float8 layers.
     """
     for node in graph.nodes:
-        if is_message(node) and name_of(kind_of(node)) == "all_gather":
+        if is_message(node) and kind_of(node).startswith("all_gather"):
             node.meta["rounded"] = getattr(torch, dtype).itemsize
         if isinstance(node.target, OpOverload) and _name(node) in ("mm", "addmm", "linear"):
             node.meta["computes"] = dtype

@@ -1,0 +1,183 @@
+"""Plans that are found: how long the search takes, beside published configurations, and beside all plans, measured.
+
+python benchmarks/plans.py            # on paper: LLaMA on H100, minutes
+python benchmarks/plans.py --truth    # eight programs on ranks of this machine: every plan of a reduced space, measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import onecard as oc
+from onecard.machine.cost import Machine
+from onecard.planning.known_models import known_model
+from onecard.planning.search import subject as subjects
+from onecard.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+PRECISION = ("parameters", "gradients", "states", "compute", "master", "compiled", "overlap_tp", "overlap_pp")
+TITAN: dict[str, Any] = {"zero": 3, "parameters": "float32", "gradients": "float32", "states": "float32"}
+FLOAT8: dict[str, Any] = {**TITAN, "compiled": True, "compute": "float8_e4m3fn"}
+PUBLISHED = {
+    # torchtitan (Liang et al., 2024), tables 2 to 5; and the Llama team, 2024, table 4 with section 3.3.2.
+    "LLaMA-8B on 128 (torchtitan)": ("llama3-8b", oc.Plan(**TITAN, dp=128, microbatch=2, recompute="operators")),
+    "LLaMA-70B on 256 (torchtitan)": (
+        "llama3-70b", oc.Plan(**FLOAT8, dp=32, tp=8, microbatch=16, recompute="full", sequence_parallel=True),
+    ),
+    "LLaMA-405B on 512 (torchtitan)": (
+        "llama3-405b", oc.Plan(compiled=True, compute="float8_e4m3fn", zero=1, dp=8, tp=8, pp=8, microbatch=4, microbatches=8,
+                               recompute="full", sequence_parallel=True, overlap_tp=True, overlap_pp=False, virtual=2),
+    ),
+    "LLaMA-405B on 16,384 (Llama 3)": (
+        "llama3-405b", oc.Plan(dp=128, tp=8, pp=16, microbatches=16, zero=2, sequence_parallel=True, virtual=4),
+    ),
+}  # fmt: skip
+
+
+def on_paper() -> None:
+    """The plans that are found for published jobs, and what both take under the price."""
+    machine = replace(Machine.preset("H100"), capacity=95 * 10**9)  # torchtitan's H100 have 96 GB
+    spent = [0.0]
+    whole = subjects.record_decoder
+
+    def timed(*given: Any) -> Any:
+        began = time.perf_counter()
+        made = whole(*given)
+        spent[0] += time.perf_counter() - began
+        return made
+
+    subjects.record_decoder = timed  # type: ignore[attr-defined]
+    for name, (model, plan) in PUBLISHED.items():
+        sizes = known_model(model)
+        published = oc.price(sizes, plan, machine)
+        spent[0], began = 0.0, time.perf_counter()
+        fixed = {field: getattr(plan, field) for field in PRECISION}
+        limit = max(machine.capacity, published.peak)  # what was published ran, whatever the price says
+        found = oc.plan(sizes, world=plan.world, machine=machine, batch=plan.batch, fixed=fixed, memory=limit)
+        took = time.perf_counter() - began
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"\n{name}: found in {took - spent[0]:.1f} s + {spent[0]:.1f} s of recordings, {most:.2f} GiB resident")
+        print(f"  published: {published.seconds:.3f} s, {published.peak / 2**30:.1f} GiB: {_short(plan)}")
+        print(f"  found: {found.cost.seconds / published.seconds:.3f} of that, {found}")
+
+
+def _short(plan: oc.Plan) -> str:
+    from onecard.planning.search.words import in_words
+
+    return in_words(plan)
+
+
+# -- in truth --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step under a plan, the median of several; bytes: this rank's peak beyond what it had before."""
+
+    seconds: float
+    nbytes: int
+
+
+def reduced(name: str, ranks: int, machine: Machine) -> Iterator[oc.Plan]:
+    """All plans that can be applied to a program: dp x tp, ZeRO, recomputation."""
+    from onecard.planning.search.find import Search
+    from onecard.planning.search.space import Space
+
+    program = _programs()[name]
+    subject = subjects.subject_of(program.build(), program.batch(), program.loss, {})
+    fixed = {"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0}
+    search = Search(Space(subject, ranks, machine, fixed), machine, 0)
+    for group in search.space.groups():
+        for one in (group, *search.space.again(group)):
+            yield from search.space.members(one)
+
+
+def _programs() -> dict[str, Any]:
+    import plan_programs as p
+
+    images = lambda: (torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))  # noqa: E731
+    import cut_programs as c
+
+    small = p.small()
+    return {
+        "GPT wide": p.Program(lambda: p.GPT(512, 2, 2048, 64, 8), p._text(8, 64, 2048), p._tokens),
+        "GPT deep": p.Program(lambda: p.GPT(128, 8, 2048, 64), p._text(16, 64, 2048), p._tokens),
+        "seed 003": p.Program(lambda: p.MLP(784, 2048), lambda: p._pair(64, 784), small["mlp"].loss),
+        "GRU": p.Program(lambda: p.GRU(2000, 256), p._text(16, 32, 2000), p._tokens),
+        "ResNet": p.Program(c.ResNet, images, c._class_loss, True),
+        "U-Net": p.Program(c.UNet, lambda: (torch.randn(16, 3, 64, 64), torch.randn(16, 1, 64, 64)), small["unet"].loss, True),
+        "ViT": small["vit"], "T5": small["t5"],
+    }  # fmt: skip
+
+
+def measured(name: str, plan: oc.Plan, steps: int = 7) -> Measured:
+    """A program under a plan, on a rank."""
+    import plan_programs as p
+
+    program = _programs()[name]
+    torch.manual_seed(0)
+    model = program.build().train()
+    optimizer = p.optimizer_of(program, model)
+    oc.parallelize(model, optimizer, plan=plan)
+    took = []
+    for _ in range(steps + 3):
+        batch = program.batch()
+        began = time.perf_counter()
+        program.loss(model, *batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(time.perf_counter() - began)
+    return Measured(statistics.median(took[3:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def in_truth(rank_counts: list[int]) -> None:
+    """For each program every plan measured: where the one that is found comes."""
+    machine = Machine.measure()
+    for ranks in rank_counts:
+        for name in _programs():
+            program = _programs()[name]
+            found = oc.plan(
+                program.build(), world=ranks, machine=machine, batch=program.batch(), loss=program.loss, memory=0,
+                fixed={"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0},
+            ).best  # fmt: skip
+            plans = list(dict.fromkeys(reduced(name, ranks, machine)))
+            seconds = {plan: run_ranks(measured, ranks, name, plan, timeout=300.0)[0].seconds for plan in plans}
+            best = min(seconds, key=lambda plan: seconds[plan])
+            pure = next(plan for plan in plans if plan.dp == ranks and not plan.zero and plan.recompute == "none")
+            print(
+                f"{name}, {ranks} ranks, {len(plans)} plans: found {_short(found)} {seconds[found] * 1e3:.1f} ms; best "
+                f"{_short(best)} {seconds[best] * 1e3:.1f} ms: {seconds[found] / seconds[best]:.2f}; pure dp "
+                f"{seconds[found] / seconds[pure]:.2f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Both parts, as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", action="store_true")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    given = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if given.truth:
+        in_truth(given.ranks)
+    else:
+        on_paper()
+
+
+if __name__ == "__main__":
+    main()
