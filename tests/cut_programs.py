@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -143,12 +144,48 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
-def trained(name: str, stages: Any = None, steps: int = 4) -> tuple[list[list[float]], nn.Module, Any]:
-    """Losses and norms of gradients; by ``stages``, or on one card, a microbatch after the other."""
+MARKS: dict[str, dict[str, int]] = {
+    "gpt": {r"qkv\.(weight|bias)": 0, r"out\.weight": 1},
+    "resnet": {r"(convs|norms)\.[024]\..*": 0, r"convs\.[135]\.weight": 1},
+    # What down.0 makes is read along a skip, too, where it meets whole channels. A transposed weight is (in, out, ...).
+    "unet": {r"(down\.0|middle|norm)\..*": 0, r"down\.1\.weight": 1, r"up\.0\.weight": 0},
+    "t5": {r".*\.(q|k|v|wi)\.weight": 0, r".*\.(o|wo)\.weight": 1},
+    "llama": {r".*\.(q|k|v|gate|up)_proj\.weight": 0, r".*\.(o|down)_proj\.weight": 1},
+    "vit": {r".*\.([qkv]_proj|fc1)\.(weight|bias)": 0, r".*\.(o_proj|fc2)\.weight": 1},
+}
+"""The dims along which tp cuts: features or channels that one layer makes, and the next one reads."""
+
+
+def lay_out(name: str, model: nn.Module, mesh: oc.ProcessMesh) -> None:
+    """On ("pp", "dp") whole; on ("pp", "tp") by the marks."""
+
+    def place(path: str, layer: nn.Module, mesh: oc.ProcessMesh) -> None:
+        for kept in (layer._parameters, layer._buffers):
+            for short, t in list(kept.items()):
+                dims = [dim for mark, dim in MARKS[name].items() if re.fullmatch(mark, f"{path}.{short}".lstrip("."))]
+                if dims and t is not None and t.dim():
+                    setattr(layer, short, oc.shard_tensor(t, mesh, [oc.Replicate(), oc.Shard(dims[0])]))
+
+    oc.shard_layer(model, mesh, place if "tp" in mesh.dim_names else None)
+
+
+def trained(
+    name: str, stages: Any = None, steps: int = 5, mesh: oc.ProcessMesh | None = None, rows_of: int = 1
+) -> tuple[list[list[float]], nn.Module, Any]:
+    """Losses and norms of gradients; by ``stages``, or on one card, a microbatch after the other.
+
+    Args:
+        mesh: of axes "pp" and one more, on which the pipeline's tensors lie.
+        rows_of: over how many ranks dp cuts the batch that one card is compared with: a microbatch has some rows of each.
+    """
     build, batch, loss_of = MODELS[name]
     torch.manual_seed(0)
     model = build().train()
+    if mesh is not None:
+        lay_out(name, model, mesh)
     optimizer = optimizer_of(name, model)
+    if mesh is not None:
+        optimizer = oc.shard_optimizer(optimizer)
 
     def finish() -> Tensor:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -163,7 +200,8 @@ def trained(name: str, stages: Any = None, steps: int = 4) -> tuple[list[list[fl
 
     def on_one_card(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.zeros(())
-        for part in zip(x.chunk(K), y.chunk(K), strict=True):
+        parts = [torch.cat([p.view(K, -1, *p.shape[1:]) for p in t.chunk(rows_of)], 1) for t in (x, y)]
+        for part in zip(*parts, strict=True):
             loss = loss_of(model, *part) / K
             loss.backward()
             total += loss.detach()
@@ -174,6 +212,9 @@ def trained(name: str, stages: Any = None, steps: int = 4) -> tuple[list[list[fl
     for i in range(steps):
         torch.manual_seed(i)
         given = batch()
+        if mesh is not None:
+            rows = oc.Shard(0) if "dp" in mesh.dim_names else oc.Replicate()
+            given = tuple(oc.shard_tensor(t, mesh, [oc.Replicate(), rows]) for t in given)
         with oc.one_card_random() if stages is None else nullcontext():
             found.append([float(v) for v in run(*given)])
     return found, model, run

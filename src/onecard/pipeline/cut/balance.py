@@ -21,11 +21,14 @@ MOST = 400
 """Places that are tried as cuts; of more, those where least crosses."""
 
 
-def balanced(graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, machine: Machine) -> list[fx.Node]:
+def balanced(
+    graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, machine: Machine, whole: bool = False
+) -> list[fx.Node]:
     """The first node of each stage but the first: the slowest stage, with what it takes and sends, is as fast as can be.
 
     Args:
         nodes: of the forward pass, in order; each is charged with its backward, too.
+        whole: all nodes of one operator on distributed tensors stay together.
 
     Source: the partitioning of PipeDream (Narayanan et al., 2019), by dynamic programming.
     """
@@ -34,8 +37,11 @@ def balanced(graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, machine: Ma
     seconds = [0.0, *accumulate(seconds_of(graph, nodes, machine))]
     crossing = [2 * bytes_ / machine.bandwidth for bytes_ in crossing_bytes(nodes)]
     closed = _in_chains(graph, nodes)
-    cuts = [i for i in _candidates(crossing, len(nodes), stages) if i not in closed]
-    cuts = [0, *cuts, len(nodes)]
+    if whole:
+        closed |= {i for i in range(1, len(nodes)) if nodes[i].meta["operator"] == nodes[i - 1].meta["operator"]}
+    places = [i for i in range(1, len(nodes)) if i not in closed]
+    found = _candidates([crossing[0], *(crossing[i] for i in places)], len(places) + 1, stages)
+    cuts = [0, *(places[i - 1] for i in found), len(nodes)]
     best: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0)] + [(float("inf"), 0.0, 0)] * (len(cuts) - 1)]
     for _ in range(stages):
         row = [(float("inf"), 0.0, 0)] * len(cuts)

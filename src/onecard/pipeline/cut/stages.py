@@ -172,7 +172,9 @@ class Stages(Microbatches):
         if not any(True for _ in recording.nodes("backward")):
             schedule = forward_of(schedule)
         recording = recording.with_graph(halved(recording.graph))
-        starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here)
+        everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
+        beside = everyone if len(everyone) > len(ranks) else ()
+        starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, beside)
         said = {
             "the batch": ", ".join(f"{[*x.shape]} {x.dtype}" for x in leaves if isinstance(x, Tensor)),
             "k_steps": f"k_steps={self.k_steps}, avg={self.avg}",

@@ -10,6 +10,7 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.machine.cost import Machine
+from onecard.pipeline.cut.alike import first_of
 from onecard.pipeline.cut.balance import balanced, calls_of, is_one_call
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.order import only_names
@@ -27,12 +28,16 @@ def forward_of(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine) -> list[fx.Node]:
+def starts_of(
+    graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine, beside: Sequence[int] = ()
+) -> list[fx.Node]:
     """The first node of each stage but the first.
 
     Args:
         graph: of one microbatch.
         at: the modules with which the later stages begin; none: where the price is balanced.
+        beside: all ranks of the program's meshes, if some are in other pipelines: they exchange messages within a stage, so
+            all cut at one operator. Left alone they would not: the summands of a sum are not the same work on each.
 
     Raises:
         RecordingError: no such module, modules out of order, as many as do not make so many stages, or fewer nodes than stages.
@@ -41,12 +46,20 @@ def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine)
     if at:
         return _named(nodes, stages, at)
     if found := _as_before(nodes, stages, calls_of(graph)):
-        return found
+        return _as_first(nodes, found, beside)
     if len(nodes) < stages:
         raise RecordingError(
             f"stages: {stages} of them, and the forward pass has {len(nodes)} operators: take fewer ranks, or virtual=1"
         )
-    return balanced(graph, nodes, stages, machine)
+    return _as_first(nodes, balanced(graph, nodes, stages, machine, bool(beside)), beside)
+
+
+def _as_first(nodes: list[fx.Node], mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
+    """The cuts of the first of these ranks, in this one's nodes, which may be more or fewer for each operator."""
+    numbers = [n.meta["operator"] for n in mine]
+    first = first_of(numbers, ranks)
+    at_or_after = [next((n for n in nodes if n.meta["operator"] >= number), nodes[-1]) for number in first]
+    return [n if n.meta["operator"] == number else a for n, number, a in zip(mine, first, at_or_after, strict=True)]
 
 
 def _as_before(nodes: list[fx.Node], stages: int, calls: set[int]) -> list[fx.Node]:

@@ -122,6 +122,7 @@ class Recorder(recorded.Listener):
 
     def saw(self, args: Any, kwargs: Any) -> None:
         """Distributed operands of an operator that is about to run."""
+        self.phases.operators += 1
         for x in tensors_in((*args, *kwargs.values())):
             if isinstance(x, DistTensor):
                 if takes_gradients(x):

@@ -19,23 +19,26 @@ class Phases:
 
     Attributes:
         roots: the outermost modules that were called; ``optimizers``: those that stepped.
+        operators: of distributed tensors, that have begun: as many on all ranks, whatever each does for one.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.operators = 0
         self._stack: list[str] = []
         self._paths: dict[int, str] = {}
         self._stepping = 0
 
     def here(self) -> dict[str, Any]:
-        """The phase, the module path, whether a module runs at all, and autograd's number of the call, for a node.
+        """The phase, the module path, whether a module runs at all, and the numbers of autograd's call and of the operator.
 
-        In backward it is the number of the call whose backward runs: it tells which part of forward it belongs to.
+        In backward the call's is the number of the call whose backward runs: it tells which part of forward it belongs to.
         """
         phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
         module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
-        return {"phase": phase, "module": module, "inside": bool(self._stack), "call": _torch.call_number()}
+        numbers = {"call": _torch.call_number(), "operator": self.operators}
+        return {"phase": phase, "module": module, "inside": bool(self._stack), **numbers}
 
     @contextmanager
     def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
