@@ -233,7 +233,8 @@ def test_the_price_knows_what_is_sent():
 
 # A weight that two stages share, where tp leaves its gradient whole in one and summands in the other: the first rank along tp
 # adds the two stages' gradients, the others zeros and one stage's, so that its message is at other places of the pipeline, and
-# the recording is refused: the messages along tp differ. Llama's tied embedding under both schedules, and T5's under ZBV.
+# the recording is refused: the messages along tp differ. Seen with Llama's tied embedding under 1F1B; T5's under ZBV did not end
+# in time, and Llama's under ZBV is left out with them. With the places named (``at=``) Llama is right.
 FAILS = {("llama", "tp", "1F1B"), ("llama", "tp", "ZBV"), ("t5", "tp", "ZBV")}
 ALL = [(name, axis, mode) for name in MODELS for axis in ("dp", "tp") for mode in ("1F1B", "ZBV")]
 ZOO = [cell for cell in ALL if cell not in FAILS]

@@ -52,8 +52,8 @@ def check_alike(ranks: tuple[int, ...], said: Mapping[str, str], graph: fx.Graph
 
 
 def first_of(numbers: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """What the first of some ranks has; one's own where nobody can be asked, or nobody is named."""
-    if len(ranks) < 2 or pretending() or trace.faking():
+    """What the first of some ranks has; one's own where nobody can be asked."""
+    if pretending() or trace.faking():
         return [*numbers]
     counts = _gathered(torch.tensor([len(numbers)]), tuple(ranks))
     if not numbers or len(set(counts[:, 0].tolist())) > 1:  # of another program, as the check of all messages will say

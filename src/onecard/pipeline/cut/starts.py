@@ -56,6 +56,8 @@ def starts_of(
 
 def _as_first(nodes: list[fx.Node], mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
     """The cuts of the first of these ranks, in this one's nodes, which may be more or fewer for each operator."""
+    if len(ranks) < 2:
+        return mine
     numbers = [n.meta["operator"] for n in mine]
     first = first_of(numbers, ranks)
     at_or_after = [next((n for n in nodes if n.meta["operator"] >= number), nodes[-1]) for number in first]
