@@ -270,11 +270,15 @@ def test_memory_is_a_limit():
         ({"fixed": {"tp": 3}}, "tp=3 does not divide 8 ranks"),
         ({"batch": None}, "rows .sequences. of a step"),
         ({"objective": "speed"}, "want one of time, memory"),
+        ({"memory": 24.0}, r"want a whole number of bytes, such as 24 \* 2\*\*30"),
+        ({"fixed": {"tp": "2"}}, "want a whole number, not a string; write tp=2"),
+        ({"fixed": {"schedule": "foo"}}, "there is none of this name"),
+        ({"machine": "B900"}, "there is no machine 'B900'"),
         ({"world": 8, "batch": 3, "fixed": {"dp": 8}}, "nothing can run on 8 ranks"),
     ],
 )
 def test_mistakes(given, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises((PlanError, oc.errors.CostError), match=message):
         _found(**given)
 
 
@@ -285,6 +289,36 @@ def test_modules_need_a_batch_and_a_loss():
         oc.plan(MLP(8, 16), world=2, batch=torch.zeros(4, 8))
     with pytest.raises(PlanError, match=r"want .model, loss, optimizer, batch"):
         oc.plan((MLP(8, 16),), world=2)
+
+
+class Named(nn.Module):
+    """Called with names, gives a dict with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP(64, 256)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.net(inputs), labels)}
+
+
+def test_batches_as_loaders_give_them():
+    x = torch.zeros(8, 64)
+    plans = [
+        oc.plan(Named(), world=2, machine="A100", batch=b).best for b in ([x, x], (x, x), {"inputs": x, "labels": x})
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    with pytest.raises(PlanError, match="no parameter that is trained"):
+        oc.plan(nn.ReLU(), world=2, batch=x, loss=lambda m, x: m(x).sum())
+    with pytest.raises(PlanError, match="of a training step give its parts"):
+        oc.plan(lambda x: x, world=2, batch=x)
+
+
+def test_marks_are_pins():
+    model, x = MLP(512, 2048), torch.zeros(256, 512)
+    model.w0.weight = oc.shard_tensor(model.w0.weight, oc.ProcessMesh([0], ["tp"]), [oc.Shard(1)])
+    found = oc.plan((model, nn.MSELoss(), None, (x, x)), world=2, machine=A100)
+    assert found.best.tp == 2 and dict(found.best.placements)["w0.weight"] == "tp: Shard(1)"
 
 
 def test_a_criterion_is_a_loss():

@@ -35,7 +35,8 @@ def price(
             module, also one of fleet's layers (``fleet.init`` has been called there, with the plan's tp and cp).
         plan: how it runs.
         machine: on what.
-        batch: of a module: an example of what it is called with, a tensor or a tuple; its rows are set to the plan's.
+        batch: of a module: an example of what it is called with: a tensor, several, or a dict of names with tensors; its rows are
+            set to the plan's.
         loss: (model, *batch) -> the loss, where the model does not return it.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -162,7 +162,7 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
     """``all_stay``: no block is left out."""
     fleets = _is_fleets(given, plan)
     dp = 1 if fleets else plan.dp
-    parts = batch if isinstance(batch, tuple) else (batch,)
+    parts = parts_of(batch)
     with pretend(dp * plan.tp * plan.cp, fake=True):
         if fleets:
             _begin_fleet(plan)
@@ -176,6 +176,10 @@ def _of_blocks(given: Any, plan: Plan, batch: Any, loss: Loss | None, all_stay: 
             mesh = ProcessMesh(_grid(dp, plan.tp), ["dp", "tp"])
             model = shard_layer(model, mesh, partial(place_by_name, plan.placements, _names(folded)))
             rows = [tree_map(partial(_divided, mesh=mesh), part) for part in rows]
+        if not any(p.requires_grad for p in model.parameters()):
+            raise PlanError(
+                f"price: {type(model).__name__} has no parameter that is trained: there is no step to price"
+            )
         if plan.recompute == "full":
             _again(model, folded)
         tokens = next((t.shape[1] for t in tree_leaves(parts) if isinstance(t, Tensor) and _is_text(t)), 1)
@@ -214,7 +218,7 @@ def _refuse(plan: Plan) -> None:
 
 def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Plan) -> Any:
     def forward_and_backward(*given: Any) -> None:
-        _number(loss(model, *given) if loss is not None else model(*given)).backward()
+        _number(loss(model, *given) if loss is not None else _called(model, given)).backward()
 
     leaves, names, tree = flat(forward_and_backward, batch, {})
     options = StaticOptions(without=[*PASSES], replayed=False)
@@ -225,8 +229,20 @@ def _record(model: nn.Module, batch: Sequence[Any], loss: Loss | None, plan: Pla
     return recording.with_graph(fused(graph) if plan.compiled else graph)
 
 
+def parts_of(batch: Any) -> tuple[Any, ...]:
+    """What a model is called with, as a loader gives it: a tensor, several, or names with tensors."""
+    parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    return tuple(dict(part) if isinstance(part, Mapping) else part for part in parts)
+
+
+def _called(model: nn.Module, given: Sequence[Any]) -> Any:
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        return model(**given[0])
+    return model(*given)
+
+
 def _number(result: Any) -> Tensor:
-    found = getattr(result, "loss", None)
+    found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     found = result if found is None else found
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise PlanError(
@@ -311,5 +327,5 @@ def _precision(plan: Plan) -> Any:
 
 
 def _of_batch(batch: Any) -> Any:
-    parts = batch if isinstance(batch, tuple) else (batch,)
+    parts = parts_of(batch)
     return tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else id(t) for t in parts)

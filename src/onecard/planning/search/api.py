@@ -9,6 +9,8 @@ from typing import Any
 from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.planning.job import JobCost, bytes_in_words
+from onecard.planning.known_models import known_model
+from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.record import Loss, Model
 from onecard.planning.search.find import ALIKE, Found, Search
@@ -23,10 +25,10 @@ SHOWN = 5
 
 
 def plan(
-    model: Model | tuple[Any, ...],
+    model: Model | str | tuple[Any, ...],
     *,
     world: int,
-    machine: Machine = MACHINE,
+    machine: Machine | str = MACHINE,
     batch: Any = None,
     loss: Loss | None = None,
     memory: int | None = None,
@@ -42,11 +44,12 @@ def plan(
 
     Args:
         model: an ``oc.Transformer``; a module of plain torch, whose tensors lie as is found here for each degree of tp; a
-            function that builds one; or (model, loss, optimizer, batch).
+            function that builds one; (model, loss, optimizer, batch); or the name of a known decoder ("llama3-8b"). Marks of a
+            module's parameters are pins.
         world: ranks.
-        machine: on what.
+        machine: on what; a name ("H100"), a file.
         batch: what a step is given on all ranks together: of a Transformer the number of its rows (sequences); of a module an
-            example, a tensor or a tuple.
+            example, as a loader gives it.
         loss: (model, *batch) -> the loss, where the model does not return it; or a criterion, such as ``nn.CrossEntropyLoss()``,
             of the model's output and the batch's last tensor.
         memory: bytes of each rank; None: what the machine has; 0: any.
@@ -71,9 +74,17 @@ def plan(
         model, loss, _, batch = model
     if objective not in OBJECTIVES:
         raise PlanError(f"plan: objective={objective!r}; want one of {', '.join(OBJECTIVES)}", "objective")
+    if memory is not None and (type(memory) is not int or memory < 0):
+        raise PlanError(
+            f"plan: memory={memory!r}: want a whole number of bytes, such as 24 * 2**30; 0 is any", "memory"
+        )
+    if isinstance(machine, str):
+        machine = machine_named(machine, Machine.measure)
+    if isinstance(model, str):
+        model = known_model(model)
     given = dict(fixed or {})
     subject = subject_of(model, batch, loss, given)
-    limit = int(machine.capacity or 0) if memory is None else int(memory)
+    limit = int(machine.capacity or 0) if memory is None else memory
     return _planned(subject, world, machine, limit, given, objective, obvious=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,13 +51,19 @@ class _Way:
 
 
 def placements_for(
-    pieces: Pieces, folded: Sequence[Folded], model: nn.Module, ranks: int, machine: Machine, plan: Plan
+    pieces: Pieces,
+    folded: Sequence[Folded],
+    model: nn.Module,
+    ranks: int,
+    machine: Machine,
+    plan: Plan,
+    pins: Mapping[str, str] | None = None,
 ) -> list[Placements]:
     """Placements of parameters along tp, by name: those of least time, and those of least memory if they are others.
 
     Args:
         pieces: forward and backward on one card; folded: the blocks that were left out of them.
-        model: whole, for its names. ranks: along tp. plan: the other axes.
+        model: whole, for its names. ranks: along tp. plan: the other axes. pins: placements that are given, by name.
 
     Returns:
         None where nothing is gained by tp.
@@ -65,7 +71,8 @@ def placements_for(
     line = AxisLine("tp", machine, ranks, 1, plan.per_host)
     found: list[Placements] = []
     for weight in (1.0, SCARCE):
-        kinds = _Placing(pieces, Costs(line, plan.microbatches), machine, plan, weight).solve()
+        pinned = {name: FIRST + int(text.split("(")[1][:-1]) for name, text in (pins or {}).items()}
+        kinds = _Placing(pieces, Costs(line, plan.microbatches), machine, plan, weight, pinned, folded).solve()
         named = _named(kinds, folded, model)
         if named and named not in found:
             found.append(named)
@@ -81,6 +88,8 @@ class _Placing:
     machine: Machine
     plan: Plan
     weight: float
+    pinned: Mapping[str, int]
+    folded: Sequence[Folded]
     problem: Problem = field(default_factory=Problem)
     at: dict[fx.Node, int] = field(
         default_factory=dict
@@ -132,6 +141,10 @@ class _Placing:
             self.requires.add(node)
         shape = node.meta["tensor"][0]
         ways = [WHOLE, *(FIRST + d for d, size in enumerate(shape) if size and size % self.costs.line.count == 0)]
+        before = name
+        for blocks in self.folded:
+            before = blocks.before(before)
+        ways = [self.pinned[before]] if before in self.pinned else ways
         variable = self.problem.variable(len(ways))
         whole = self._kept(node) if trained else 0.0
         self.parameters[node] = name, variable, ways

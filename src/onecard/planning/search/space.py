@@ -8,7 +8,6 @@ from typing import Any
 
 from onecard.errors import PlanError, ScheduleError
 from onecard.machine.cost import Machine
-from onecard.pipeline.schedule.modes import known
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.planning.plan import Plan
 from onecard.planning.search.subject import Subject
@@ -46,9 +45,10 @@ class Space:
         self.subject, self.world, self.machine, self.fixed = subject, world, machine, dict(fixed)
         self._smallest = smallest
         if "schedule" in fixed:
-            self.fixed["schedule"] = known(fixed["schedule"])
-        for axis in ("dp", "tp", "cp", "pp"):
-            if axis in fixed and world % fixed[axis]:
+            self.fixed["schedule"] = Plan(schedule=fixed["schedule"]).schedule
+        for axis in ("dp", "tp", "cp", "pp", "microbatch", "microbatches", "virtual"):
+            Plan(**{axis: fixed.get(axis, 1)} | ({"pp": 2} if axis == "virtual" else {}))  # says what is no number
+            if axis in ("dp", "tp", "cp", "pp") and world % fixed.get(axis, 1):
                 raise PlanError(f"plan: fixed {axis}={fixed[axis]} does not divide {world} ranks", axis)
         self.why: dict[str, int] = {}
         """Why plans were left out without a look, and how many."""

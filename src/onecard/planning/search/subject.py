@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from onecard._torch.names import tree_leaves
 from onecard.comm.world.pretend import pretend
@@ -16,10 +17,11 @@ from onecard.planning.fold import fold
 from onecard.planning.job import PieceCost
 from onecard.planning.pieces import Pieces
 from onecard.planning.plan import Plan, Recompute
-from onecard.planning.record import Loss, RecordedModel, part_of, record_decoder, recorded, without_data
+from onecard.planning.record import Loss, RecordedModel, part_of, parts_of, record_decoder, recorded, without_data
 from onecard.planning.search.placing import placements_for
 from onecard.planning.search.rows import FROM, of_rows
 from onecard.planning.transformer import Transformer
+from onecard.tensor import DistTensor
 
 Placements = tuple[tuple[str, str], ...]
 Key = tuple[Any, ...]
@@ -33,7 +35,7 @@ class Subject:
         rows: of the batch of a step, on all ranks together; layers: blocks between which a pipeline can be cut.
         base: a plan of one rank with the precision that the job has.
         recompute: what may be computed again.
-        pinned: placements that the user gave; () to have them found.
+        pinned: placements that the user gave; () to have them found, but for ``marks``: those of distributed parameters.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Subject:
     base: Plan
     recompute: tuple[Recompute, ...]
     pinned: Placements = ()
+    marks: Placements = ()
     known: dict[Key, RecordedModel] = field(default_factory=dict)
 
     def sequence(self) -> int:
@@ -144,6 +147,8 @@ class OfModule(Subject):
         return sizes if sizes or pp > 1 or dp > self.rows else [-(-self.rows // dp)]
 
     def can(self, plan: Plan) -> str:
+        if plan.tp == 1 and self.marks:
+            return "marks of the model divide it along tp"
         if plan.cp > 1 or plan.sequence_parallel:
             return "cp and sequence_parallel need layers that know of them"
         if plan.recompute not in self.recompute:
@@ -161,7 +166,7 @@ class OfModule(Subject):
         if plan.tp not in self.names:
             one = replace(self.base, microbatch=plan.microbatch)
             known = recorded(self.model, one, self.batch, self.loss)
-            names = placements_for(known.pieces, known.folded, self._module(), plan.tp, machine, plan)
+            names = placements_for(known.pieces, known.folded, self._module(), plan.tp, machine, plan, dict(self.marks))
             self.names[plan.tp] = names
         return [replace(plan, placements=found) for found in self.names[plan.tp]]
 
@@ -195,19 +200,43 @@ def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Subj
             f"plan: the model is {model!r}; want an oc.Transformer, a module, a function that builds one, or (model, loss, "
             "optimizer, batch)"
         )
-    parts = batch if isinstance(batch, tuple) else (batch,)
+    parts = parts_of(batch)
     first = next((t for t in tree_leaves(parts) if isinstance(t, Tensor) and t.ndim), None)
     if first is None:
         raise PlanError("plan: a module needs an example of the batch of a whole step: batch=(x, y)", "batch")
-    made = model if isinstance(model, nn.Module) else model()
+    made = model if isinstance(model, nn.Module) else _built(model)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in made.parameters()), "float32")
     kept: dict[str, Any] = {"parameters": dtype, "compute": dtype, "gradients": dtype, "states": dtype, "master": False}
     base = Plan(**(kept | {"per_host": 0} | _precision(fixed)))
     layers, folds = _blocks(made)
     return OfModule(
         rows=len(first), layers=layers, base=base, recompute=("none", "full") if folds else ("none",),
-        pinned=tuple(fixed.get("placements", ())), model=model, batch=parts, loss=as_function(loss),
+        pinned=tuple(fixed.get("placements", ())), marks=_marks(made), model=model, batch=parts, loss=as_function(loss),
     )  # fmt: skip
+
+
+def _built(make: Callable[..., Any]) -> nn.Module:
+    try:
+        made = make()
+    except TypeError as why:
+        made = why
+    if not isinstance(made, nn.Module):
+        raise PlanError(
+            f"plan: {getattr(make, '__name__', make)} is no function that builds a module ({made}); of a training step give its "
+            "parts: oc.plan((model, loss, optimizer, batch), world=8)"
+        )
+    return made
+
+
+def _marks(model: nn.Module) -> Placements:
+    """How distributed parameters are divided, but for axes of the batch: such marks are pins."""
+    found = []
+    for name, p in model.named_parameters():
+        for where in p.placements if isinstance(p, DistTensor) else ():
+            if isinstance(where, Shard):
+                found.append((name, f"tp: Shard({where.dim})"))
+                break
+    return tuple(found)
 
 
 def as_function(loss: Any) -> Loss | None:
