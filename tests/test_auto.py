@@ -299,6 +299,14 @@ def test_a_plan_file_for_the_launcher(tmp_path, capsys):
     assert "the plan is for 2 ranks, and there are 3" in capsys.readouterr().err
 
 
+def test_a_script_that_copies_its_model_is_priced(tmp_path):
+    """An average is a deep copy: made without data, it can still be computed with."""
+    (tmp_path / "program.py").write_text(CLASSIFIER)
+    words = [*LAUNCH, "--dry_run", "--nproc_per_node", "2", "program.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    assert "the fastest of" in done.stderr and "no price is known" not in done.stderr
+
+
 def test_help_says_what_auto_is(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

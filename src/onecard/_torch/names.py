@@ -222,7 +222,10 @@ def traces() -> bool:
 
 def fake_tensors() -> Any:
     """A mode in which all tensors that are made have no data; imported at its first use, which takes seconds."""
-    return import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    # A buffer is copied with its attributes, its mode among them: as another mode it could not be computed with any more.
+    mode.__deepcopy__ = lambda memo: mode
+    return mode
 
 
 def no_fakes() -> AbstractContextManager[Any]:

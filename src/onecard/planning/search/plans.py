@@ -107,7 +107,8 @@ class Plans(Sequence[Choice]):
         lines = [f"{in_words(self.best)}: {self.why}"]
         for choice in (*self.obvious, *self.choices[1:]):
             lines.append(f"  not {choice}")
-        seen = f"{self.looked:,} plan{'s' * (self.looked > 1)} looked at, {self.priced:,} priced, {self.recorded:,} recordings"
+        count = f"{self.recorded:,} recording{'s' * (self.recorded > 1)}"
+        seen = f"{self.looked:,} plan{'s' * (self.looked > 1)} looked at, {self.priced:,} priced, {count}"
         return "\n".join([*lines, f"  {seen}"])
 
 
