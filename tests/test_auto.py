@@ -280,6 +280,19 @@ def _searched(ranks: int) -> tuple[list[float], str]:
     return losses, str(getattr(model.up.weight, "placements", ""))
 
 
+def test_as_many_blocks_are_computed_again_as_the_plan_says():
+    """All of them stay in the model, in which more than three are alike."""
+    for some, ran in ((0, 12), (2, 8)):
+        model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(6))))
+        seen: list[int] = []
+        for i, block in enumerate(model[0]):
+            block[0].register_forward_pre_hook(lambda *_, i=i, seen=seen: seen.append(i))
+        plan = oc.Plan(recompute="full", recompute_blocks=some, parameters="float32", compute="float32")
+        oc.parallelize(model, plan=plan)
+        model(torch.randn(3, 4)).sum().backward()
+        assert len(model[0]) == 6 and len(seen) == ran
+
+
 def test_parallelize_finds_a_plan_for_the_loaders_batches():
     """The first batch is looked at; the order of the next ones and all random numbers are as if nobody had."""
     wanted, _ = _searched(1)

@@ -76,7 +76,7 @@ class Applied:
         """Lay a model out, and divide what it is called with; ``placed``: its parameters by the plan's placements."""
         patterns = self.plan.placements if placed else ()
         check_names(model, patterns)
-        again = _blocks(model) if self.plan.recompute == "full" else []
+        again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
         lay_out(model, self.mesh, lambda name: self._where(name, patterns))
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
