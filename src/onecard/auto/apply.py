@@ -23,7 +23,7 @@ from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.fold import blocks_of
-from onecard.planning.placements import placements_of
+from onecard.planning.placements import placed as placed_by
 from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
@@ -77,18 +77,13 @@ class Applied:
         patterns = self.plan.placements if placed else ()
         check_names(model, patterns)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
-        lay_out(model, self.mesh, lambda name: self._where(name, patterns))
+        lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names))
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         entrance = Entrance(self.mesh, self.batch_axes)
         if self.batch_axes:
             entrance.before(model)
         return entrance
-
-    def _where(self, name: str, patterns: Sequence[tuple[str, str]]) -> Any:
-        text = next((where for pattern, where in patterns if fnmatch.fnmatchcase(name, pattern)), "")
-        named = ", ".join(part for part in text.split(",") if part.split(":")[0].strip() in self.mesh.dim_names)
-        return placements_of(named, self.mesh.dim_names)
 
     def optimizer(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
         """States where the plan has them."""

@@ -57,6 +57,12 @@ def where(patterns: Sequence[tuple[str, str]], name: str) -> str:
     return next((text for pattern, text in patterns if fnmatch.fnmatchcase(name, pattern)), "")
 
 
+def placed(patterns: Sequence[tuple[str, str]], name: str, axes: Sequence[str]) -> list[Placement]:
+    """How a parameter lies on a mesh with these axes, by the first pattern that fits; other axes of the pattern do not count."""
+    named = ", ".join(part for part in where(patterns, name).split(",") if part.split(":")[0].strip() in axes)
+    return placements_of(named, axes)
+
+
 def place_by_name(
     patterns: Sequence[tuple[str, str]], whole: Callable[[str], str], name: str, layer: nn.Module, mesh: ProcessMesh
 ) -> None:
@@ -69,6 +75,5 @@ def place_by_name(
     for short, parameter in list(layer.named_parameters(recurse=False)):
         if isinstance(parameter, DistTensor):  # under another name
             continue
-        text = where(patterns, whole(f"{name}.{short}" if name else short))
-        named = ", ".join(part for part in text.split(",") if part.split(":")[0].strip() in mesh.dim_names)
-        setattr(layer, short, shard_tensor(parameter, mesh, placements_of(named, mesh.dim_names)))
+        found = placed(patterns, whole(f"{name}.{short}" if name else short), mesh.dim_names)
+        setattr(layer, short, shard_tensor(parameter, mesh, found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -28,13 +28,11 @@ class Found:
     Attributes:
         priced: the plans that were priced, with their costs.
         looked: how many plans there were; recorded: of how many recordings.
-        smallest: bytes that the plan of least memory takes at least, of those that cannot fit.
     """
 
     priced: list[JobCost] = field(default_factory=list)
     looked: int = 0
     recorded: int = 0
-    smallest: int = 0
 
 
 class Search:
@@ -55,9 +53,8 @@ class Search:
         self.space, self.machine, self.limit, self.objective = space, machine, limit, objective
         self._open: dict[Plan, tuple[Bounds, int]] = {}
         self._fitting: set[Plan] = set()
-        self._seen: set[Any] = (
-            set()
-        )  # what this search has asked for, whether it was known or not: so it goes the same way again
+        # What this search has asked for, whether it was known before or not: so it goes the same way again.
+        self._seen: set[Any] = set()
         self._again: set[Plan] = set()  # groups whose plans are looked at with recomputation, too
 
     # -- one plan --------------------------------------------------------------------------------------------------------
@@ -106,7 +103,7 @@ class Search:
 
     # -- the search ------------------------------------------------------------------------------------------------------
 
-    def run(self, tell: Callable[[Found], None] | None = None) -> Found:
+    def run(self) -> Found:
         """Price what can be the best."""
         found, line, best = Found(), _Line(), float("inf")
         for group in self.space.groups():
@@ -115,14 +112,12 @@ class Search:
             bound, entry = line.take()
             group, plan = entry.group, entry.plan
             if plan is None:
-                least = self._at_least(entry)
+                least = self._at_least(group)
                 if least > bound:
                     line.put(least, entry)
                     continue
                 found.recorded += 1
-                self._open_all(entry, found, line)
-                if tell is not None:
-                    tell(found)
+                self._open_all(group, found, line)
                 continue
             close = max(bound, self._open[group][0].closely(plan)) if self.objective == "time" else bound
             if close > bound * (1 + 1e-9) and not entry.close:
@@ -135,7 +130,6 @@ class Search:
                     self._fitting.add(plan)
                     best = min(best, self._of(cost))
                 else:
-                    found.smallest = min(found.smallest or cost.peak, cost.peak)
                     self._with_recompute(group, close, line)
         found.priced.sort(key=self._of)
         return found
@@ -146,9 +140,8 @@ class Search:
     def _fits(self, nbytes: int) -> bool:
         return not self.limit or nbytes <= self.limit
 
-    def _at_least(self, entry: _Entry) -> float:
+    def _at_least(self, group: Plan) -> float:
         """What the plans of a group take at least, before it is recorded: by a group whose layers are divided less."""
-        group = entry.group
         if self.objective != "time" or group in self._open or self.space.subject.is_cheap(group, self._seen):
             return 0.0
         of = self._alike(group)
@@ -173,9 +166,8 @@ class Search:
                     found = one
         return found
 
-    def _open_all(self, entry: _Entry, found: Found, line: _Line) -> None:
+    def _open_all(self, group: Plan, found: Found, line: _Line) -> None:
         """Put the plans of a group in line."""
-        group = entry.group
         bounds, _ = self.opened(group)
         large = float("inf")
         for plan in self.members(group):
@@ -191,7 +183,6 @@ class Search:
             if self._fits(peak):
                 line.put(seconds if self.objective == "time" else float(peak), _Entry(group, plan))
                 continue
-            found.smallest = min(found.smallest or peak, peak)
             large = min(large, seconds)
         if self.objective != "time":
             large = 0.0

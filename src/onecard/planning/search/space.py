@@ -116,11 +116,6 @@ class Space:
             for zeroed in self._states(pipelined):
                 yield from self._again(zeroed)
 
-    def plans(self) -> Iterator[Plan]:
-        """All of them, one by one."""
-        for group in self.groups():
-            yield from self.members(group)
-
     # -- the dimensions --------------------------------------------------------------------------------------------------
 
     def _pipelines(self, group: Plan) -> Iterator[Plan]:
