@@ -257,7 +257,9 @@ def test_memory_is_a_limit():
     assert found.cost.peak <= limit and found.cost.seconds >= free.cost.seconds
     assert all(choice.fits == (choice.cost.peak <= limit) for choice in (*found, *found.obvious))
     assert any("too much" in str(choice) and "fits with" in str(choice) for choice in found.obvious)
-    least = _found(memory=0, objective="memory").cost.peak
+    smallest = _found(memory=0, objective="memory")
+    assert "the smallest of" in smallest.why
+    least = smallest.cost.peak
     with pytest.raises(PlanError, match=r"nothing fits into .* on 8 rank\(s\): .* takes least"):
         _found(memory=least - 1)
 
@@ -319,6 +321,10 @@ def test_marks_are_pins():
     model.w0.weight = oc.shard_tensor(model.w0.weight, oc.ProcessMesh([0], ["tp"]), [oc.Shard(1)])
     found = oc.plan((model, nn.MSELoss(), None, (x, x)), world=2, machine=A100)
     assert found.best.tp == 2 and dict(found.best.placements)["w0.weight"] == "tp: Shard(1)"
+    model.w0.weight = oc.shard_tensor(
+        nn.Parameter(torch.zeros(2048, 512)), oc.ProcessMesh([0], ["dp"]), [oc.Shard(0)]
+    )  # by ZeRO-3
+    assert oc.plan((model, nn.MSELoss(), None, (x, x)), world=2, machine=A100, fixed={"tp": 1}).best.dp == 2
 
 
 def test_a_criterion_is_a_loss():

@@ -17,12 +17,11 @@ from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, stage_of
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError, StrategyError
 from onecard.place.mesh import ProcessMesh
+from onecard.planning.placements import DATA
 from onecard.tensor import DistTensor, reshard, shard_tensor
 from onecard.tensor.deferred.calls import record_of
 from onecard.train import shard_layer, shard_optimizer
 
-DATA = ("dp", "data", "batch", "replicate", "fsdp", "sharding")
-"""Names of mesh axes that divide the batch."""
 OTHERS = (*PIPELINE, "tp", "mp", "cp", "sp", "sep", "ep")
 
 

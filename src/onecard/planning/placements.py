@@ -14,6 +14,8 @@ from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor
 from onecard.tensor.convert import shard_tensor
 
+DATA = ("dp", "data", "batch", "replicate", "fsdp", "sharding")
+"""Names of mesh axes that divide the batch."""
 _ONE = re.compile(r"\s*(\w+)\s*:\s*(?:(Shard)\s*\(\s*(?:dim\s*=\s*)?(\d+)\s*\)|(Replicate)(?:\s*\(\s*\))?)\s*")
 
 

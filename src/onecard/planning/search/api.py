@@ -105,7 +105,7 @@ def _planned(
         return _planned(subject, world, machine, bytes_, {**fixed, **new}, objective)
 
     runners = _runners(ordered)
-    first = chosen(best, limit, found.looked, runners[0] if runners else None)
+    first = chosen(best, limit, found.looked, runners[0] if runners else None, objective)
     choices = (first, *(beside(cost, best, limit) for cost in runners[:SHOWN]))
     plain = tuple(_obvious(subject, world, machine, limit, fixed, best)) if obvious else ()
     return Plans(choices, plain, found.looked, len(found.priced), found.recorded, limit, again)

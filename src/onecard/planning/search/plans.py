@@ -112,14 +112,15 @@ class Plans(Sequence[Choice]):
         return "\n".join([*lines, f"  {seen}"])
 
 
-def chosen(cost: JobCost, limit: int, looked: int, second: JobCost | None) -> Choice:
+def chosen(cost: JobCost, limit: int, looked: int, second: JobCost | None, objective: str) -> Choice:
     """The best one, and why it is."""
     of = f", of {bytes_in_words(limit)}" if limit else ""
     terms = [
         f"{seconds / cost.seconds:.0%} {name}" for name, seconds in cost.terms.items() if seconds > 0.005 * cost.seconds
     ]
     why = f"{seconds_in_words(cost.seconds)} a step on {cost.machine.name or 'a machine by default'} ({', '.join(terms)}), "
-    why += f"{bytes_in_words(cost.peak)} on every rank{of}; the fastest of {looked:,}"
+    why += f"{bytes_in_words(cost.peak)} on every rank{of}; "
+    why += f"the {'fastest' if objective == 'time' else 'smallest'} of {looked:,}"
     if second is not None:
         why += f", the next way to divide the ranks is {more_in_words(second, cost)}"
     return Choice(cost.plan, cost, why)

@@ -16,6 +16,7 @@ from onecard.machine.cost import Machine
 from onecard.planning.fold import fold
 from onecard.planning.job import PieceCost
 from onecard.planning.pieces import Pieces
+from onecard.planning.placements import DATA
 from onecard.planning.plan import Plan, Recompute
 from onecard.planning.record import Loss, RecordedModel, part_of, parts_of, record_decoder, recorded, without_data
 from onecard.planning.search.placing import placements_for
@@ -232,10 +233,10 @@ def _marks(model: nn.Module) -> Placements:
     """How distributed parameters are divided, but for axes of the batch: such marks are pins."""
     found = []
     for name, p in model.named_parameters():
-        for where in p.placements if isinstance(p, DistTensor) else ():
-            if isinstance(where, Shard):
-                found.append((name, f"tp: Shard({where.dim})"))
-                break
+        if isinstance(p, DistTensor):
+            axes = zip(p.process_mesh.dim_names, p.placements, strict=True)
+            cut = [where.dim for axis, where in axes if isinstance(where, Shard) and axis not in DATA]
+            found += [(name, f"tp: Shard({dim})") for dim in cut[:1]]
     return tuple(found)
 
 
