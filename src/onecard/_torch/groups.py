@@ -65,3 +65,14 @@ def _show(world: Any, there: bool) -> None:
             c10d._register_process_group(name, group)
         else:
             c10d._unregister_process_group(name)
+
+
+class JoinedGroups(FakeGroups):
+    """The same of one rank of a world whose ranks are all in this process: its groups are of a backend, and meet in a store."""
+
+    def __init__(self, size: int, rank: int, backend: str, store: Any) -> None:
+        super().__init__(size, rank)
+        self._backend, self._store = backend, store
+
+    def _begin(self) -> None:
+        dist.init_process_group(self._backend, rank=self.rank, world_size=self.size, store=self._store)

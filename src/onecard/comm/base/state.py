@@ -76,7 +76,9 @@ class World:
 
     __slots__ = ("_fakes", "_groups", "_outer", "_random", "_values", "rank", "size")
 
-    def __init__(self, size: int, rank: int = 0, priced: Machine | None = None, fake: bool = False) -> None:
+    def __init__(
+        self, size: int, rank: int = 0, priced: Machine | None = None, fake: bool = False, groups: Any = None
+    ) -> None:
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (size, rank))
         if not whole or not 0 <= rank < size:
             raise CommunicationError(
@@ -84,7 +86,7 @@ class World:
                 f"onecard.pretend(world_size={max(size, rank + 1, 1) if whole else 8}, rank={max(rank, 0) if whole else 0})"
             )
         self.size, self.rank = size, rank
-        self._groups = _torch_groups.FakeGroups(size, rank)
+        self._groups = groups or _torch_groups.FakeGroups(size, rank)
         self._values: dict[Kept[Any], Any] = {faked: fake} if priced is None else {faked: fake, machine: priced}
         self._fakes: Any = _torch.fake_tensors() if fake else None
         self._random: Any = None

@@ -33,7 +33,8 @@ def register() -> None:
     if not dist.is_available() or NAME.upper() in _torch.backend_makers:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    functional.serve(lambda group: isinstance(group, ShmGroup))
+    functional.ours.append(ShmGroup)
+    functional.serve()
     atexit.register(_leave_all)
 
 

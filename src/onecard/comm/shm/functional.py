@@ -6,7 +6,6 @@ CPU tensors of its own here; groups of other backends go on to torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ from onecard._torch import names as _torch
 
 _REST = _torch.DispatchKeySet(_torch.DispatchKey.CompositeExplicitAutograd)
 _kept: list[torch.library.Library] = []  # a registration lasts as long as its object
+ours: list[type] = []
+"""Classes of process groups in Python, which the kernel serves."""
 
 
-def serve(is_ours: Callable[[Any], bool]) -> None:
-    """Registers the kernel, for the groups that `is_ours` tells."""
+def serve() -> None:
+    """Registers the kernel."""
     resolve, register = _torch.resolve_group, _torch.register_work
     if resolve is None or register is None:
         return
@@ -27,7 +28,7 @@ def serve(is_ours: Callable[[Any], bool]) -> None:
 
     def all_gather_into_tensor_out(source: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
         found = resolve(group) if isinstance(group, str) else group
-        if not is_ours(found):
+        if not isinstance(found, tuple(ours)):
             return operator.redispatch(_REST, source, size, group, out=out)
         options = _torch.AllgatherOptions()
         options.asyncOp = True
