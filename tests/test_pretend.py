@@ -28,10 +28,12 @@ R, S = oc.Replicate, oc.Shard
 OF_ALL_WORLDS = {
     "filled when modules are imported, or by who extends onecard": (
         "comm.agree.check._switched", "comm.issue.groups.also_forget",
-        "comm.shm.functional._kept", "tensor.dispatch.entries.builders", "tensor.dispatch.entries.drawing",
+        "comm.shm.functional._kept", "comm.shm.functional.ours",
+        "tensor.dispatch.entries.builders", "tensor.dispatch.entries.drawing",
         "tensor.dispatch.entries.wholes",
     ),
     "the mechanism itself": ("comm.base.state.kept",),
+    "a Kept, set for the world that is entered": ("comm.joined.hub.hub.here",),
     "functions of their key alone, of a bounded number of entries": (
         "comm.agree.clock._codes", "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",

@@ -59,6 +59,8 @@ from onecard.planning.price import price
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Choice, Plans
 from onecard.planning.transformer import Transformer
+from onecard.proof.api import prove
+from onecard.proof.report import Divergence, Proof
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
@@ -98,6 +100,7 @@ __all__ = [
     "Accuracy", "DistModel", "Engine", "InputSpec", "Strategy",
     "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
     "Partial", "PieceCost", "Plan", "RankCost", "price", "plan", "Plans", "Choice",
+    "Divergence", "Proof", "prove",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
     "from_local",

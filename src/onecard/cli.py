@@ -10,6 +10,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("onecard.commands.run", "run a training script on several ranks; --auto: one written for one card"),
     "audit": ("onecard.commands.audit", "read another library's configuration: what is wrong with it, what it takes"),
     "simulate": ("onecard.commands.simulate", "what a step of a job takes, from a model's sizes and a plan"),
+    "prove": (
+        "onecard.commands.prove",
+        "whether a program computes on several ranks what it does on one card, and where not",
+    ),
     "estimate": ("onecard.commands.estimate", "what a step of an unchanged program takes, run without devices"),
 }
 """For each the module whose ``main`` takes its arguments and gives the exit status: loaded when it is called."""

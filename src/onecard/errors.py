@@ -103,3 +103,7 @@ def _called_by(module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class ProofError(OnecardError, RuntimeError):
+    """A program that cannot be proved: it fails on a rank, or on one card."""

@@ -20,6 +20,8 @@ def _rank_from_environment() -> int:
 
 # comm replaces this once a process group exists; a mesh itself never asks torch.distributed.
 rank_source: Callable[[], int] = _rank_from_environment
+# Whether a program is read as one card's, so that meshes of any shape are of one rank. comm replaces this.
+alone_source: Callable[[], bool] = bool
 
 
 class ProcessMesh:
@@ -57,6 +59,8 @@ class ProcessMesh:
             mesh, dim_names = mesh._grid, dim_names or mesh._names
         grid = _read_grid(mesh)
         names = _read_names(grid, dim_names)
+        if alone_source():
+            grid = np.zeros_like(grid, shape=(1,) * grid.ndim)
         key = (grid.shape, tuple(grid.ravel().tolist()), names)
         found = _interned.get(key)
         if found is not None:
@@ -152,6 +156,8 @@ class ProcessMesh:
             raise MeshError(
                 f"{self!r}[{index!r}]: want an index or a slice for each of the leading axes, or axis names"
             )
+        if alone_source():
+            wanted = tuple(item if isinstance(item, slice) else 0 for item in wanted)
         try:
             part = self._grid[wanted]
         except IndexError as fault:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
-from onecard.comm.base.state import faked
+from onecard.comm.base.state import faked, unrecorded
+from onecard.comm.world import world
 from onecard.errors import RecordingError
 from onecard.static.call import flat, name_of, recorded
 from onecard.static.capture.autocast import autocast
@@ -174,11 +175,11 @@ class Static:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._sketched:
-            if faked.here:
+            if faked.here or world.alone.here:
                 return self._as_it_is(args, kwargs)
             if self._parts is not None:
                 self._parts.look_at(name_of(self.fn), tree_leaves((args, kwargs)))
-        elif check.on or faked.here or not self._warm or self._unlike >= ENOUGH:
+        elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
             result = self._as_it_is(args, kwargs)
             self._whole = rows_of((args, kwargs), result) if self._parts else None

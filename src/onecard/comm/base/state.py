@@ -58,6 +58,9 @@ REAL = home.here
 faked: Kept[bool] = Kept(bool)
 """Whether all tensors of the present world are without data."""
 
+unrecorded: Kept[bool] = Kept(bool)
+"""Whether steps that would be recorded and replayed run as they are, because somebody looks at each operator."""
+
 machine: Kept[Machine] = Kept(lambda: MACHINE)
 """What messages and computations are priced with: equal on all ranks, or they would decide otherwise than each other."""
 

@@ -53,7 +53,9 @@ def register() -> None:
 def _create(options: Any, _: Any = None) -> JoinedGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if hub.here is None:
-        raise CommunicationError('the backend "joined" is that of onecard.prove: torch.distributed cannot be made with it')
+        raise CommunicationError(
+            'the backend "joined" is that of onecard.prove: torch.distributed cannot be made with it'
+        )
     return JoinedGroup(options.store, ranks, options.group_rank, hub.here, options.timeout)
 
 
@@ -157,7 +159,9 @@ class JoinedGroup(OtherDevices):
         """Every rank gets all ranks' tensors, of one size, in one tensor."""
         whole = source.numel() * self.size()
         if output.numel() != whole:
-            raise ValueError(f"all_gather_into_tensor: the output has {output.numel()} elements, the ranks' parts {whole}")
+            raise ValueError(
+                f"all_gather_into_tensor: the output has {output.numel()} elements, the ranks' parts {whole}"
+            )
 
         def fill(parts: Parts) -> None:
             tensors.fill(output, torch.cat([p[0].reshape(-1) for p in parts]).view(output.shape))

@@ -1,4 +1,4 @@
-"""Where the ranks of one process hand each other what they send: collectives by their number in a group, messages by their tag."""
+"""Where ranks of one process hand each other what they send: collectives by their number in a group, messages by tag."""
 
 from __future__ import annotations
 

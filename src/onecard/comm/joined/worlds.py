@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -71,25 +72,22 @@ def _bytes(value: Any) -> bytes:
 class _Rank:
     """What belongs to one rank, besides its thread: in force while it runs."""
 
-    def __init__(self, size: int, rank: int, shared: Hub, store: _Store, priced: Machine | None, around: Around) -> None:
+    def __init__(
+        self, size: int, rank: int, shared: Hub, store: _Store, priced: Machine | None, around: Around
+    ) -> None:
         self.world = World(size, rank, priced, groups=JoinedGroups(size, rank, group.NAME, store))
         self.shared, self.around = shared, around(rank)
         self._environment: dict[str, str | None] = {
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         }  # fmt: skip
-        self._begun = False
         self._recorder: Any = None
         self._numbers: Any = random.getstate(), _numpy()
 
     def enter(self) -> None:
         self._swap()
         hub.here = self.shared  # the backend asks for it as the world makes its group of all
-        try:
-            self.world.__enter__()
-        finally:
-            if self._begun:
-                pass
-        hub.here, self._begun = self.shared, True
+        self.world.__enter__()
+        hub.here = self.shared
         self.around.__enter__()
 
     def leave(self) -> None:
@@ -152,6 +150,15 @@ def together(
         [([0.0, 1.0], 6.0), ([2.0, 3.0], 6.0)]
     """
     group.register()
+    with patch.object(dist, "init_process_group", _nothing), patch.object(dist, "destroy_process_group", _nothing):
+        return _together(size, call, listener, machine, around)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A program makes the group of all ranks, which is there."""
+
+
+def _together(size: int, call: Callable[[int], Any], listener: Any, machine: Any, around: Around) -> list[Any]:
     ranks: list[_Rank] = []
     baton = Baton(size, lambda rank: ranks[rank].enter(), lambda rank: ranks[rank].leave())
     shared, store = Hub(baton), _Store(baton)

@@ -15,7 +15,7 @@ from onecard._torch import names as _torch
 
 _REST = _torch.DispatchKeySet(_torch.DispatchKey.CompositeExplicitAutograd)
 _kept: list[torch.library.Library] = []  # a registration lasts as long as its object
-ours: list[type] = []
+ours: list[Any] = []
 """Classes of process groups in Python, which the kernel serves."""
 
 
@@ -27,8 +27,8 @@ def serve() -> None:
     operator = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
     def all_gather_into_tensor_out(source: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
-        found = resolve(group) if isinstance(group, str) else group
-        if not isinstance(found, tuple(ours)):
+        found: Any = resolve(group) if isinstance(group, str) else group
+        if type(found) not in ours:
             return operator.redispatch(_REST, source, size, group, out=out)
         options = _torch.AllgatherOptions()
         options.asyncOp = True

@@ -122,4 +122,8 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+alone: Kept[bool] = Kept(bool)
+"""Whether the present world reads a program of many ranks as one card's: its meshes are of one rank, whatever they name."""
+
 _mesh.rank_source = get_rank
+_mesh.alone_source = lambda: alone.here

@@ -19,7 +19,7 @@ from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.merging import merge
 from onecard.fleet.grid import topology
 from onecard.fleet.grid.strategy import DistributedStrategy
-from onecard.fleet.grid.topology import get_hybrid_communicate_group
+from onecard.fleet.grid.topology import degrees_of, get_hybrid_communicate_group
 from onecard.fleet.layers.parameters import Parallel
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.layers.recomputing import recompute_modules
@@ -175,10 +175,9 @@ def distributed_optimizer(
 
 def _adopt(strategy: DistributedStrategy) -> None:
     """A strategy given as late as here: Paddle allows it where nothing was said before."""
-    from onecard.comm.world import world
 
     now = get_hybrid_communicate_group()
-    wanted = strategy.degrees(world.get_world_size())
+    wanted = degrees_of(strategy)
     if wanted != now.degrees:
         only_data = all(n == 1 for axis, n in now.degrees.items() if axis != "dp")
         if not only_data:

@@ -134,10 +134,21 @@ def _grid(ranks: list[int], sizes: list[int]) -> list:
 _state: Kept[dict[str, Any]] = Kept(dict)
 
 
+def degrees_of(strategy: DistributedStrategy) -> dict[str, int]:
+    """The degree of each axis in this world; 1 where a program of many ranks is read as one card's.
+
+    Raises:
+        FleetError: their product is not the world.
+    """
+    if world.alone.here:
+        return dict.fromkeys(strategy.hybrid_configs["order"], 1)
+    return strategy.degrees(world.get_world_size())
+
+
 def begin(strategy: DistributedStrategy) -> HybridCommunicateGroup:
     """Lay the grid of a strategy."""
     _state.here["strategy"] = strategy
-    _state.here["hcg"] = HybridCommunicateGroup(strategy.degrees(world.get_world_size()))
+    _state.here["hcg"] = HybridCommunicateGroup(degrees_of(strategy))
     return _state.here["hcg"]
 
 

@@ -306,7 +306,7 @@ def _microbatches() -> int:
 
 def _check(hcg: HybridCommunicateGroup, num_stages: int | None, recompute_ctx: Any, interval: int) -> None:
     degree = hcg.degrees["pp"]
-    if num_stages is not None and num_stages != degree:
+    if num_stages not in (None, degree) and not world.alone.here:
         raise FleetError(
             f"PipelineLayer(num_stages={num_stages}), but pp_degree is {degree}: they are one. Leave num_stages out, or "
             f'strategy.hybrid_configs = {{"pp_degree": {num_stages}}}; more stages for each rank: num_virtual_pipeline_stages'

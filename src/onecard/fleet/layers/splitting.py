@@ -71,7 +71,7 @@ def split_parameters() -> list[nn.Parameter]:
 
 def _group(num_partitions: int) -> Ranks:
     mp = get_hybrid_communicate_group().group("mp")
-    if num_partitions == mp.size:
+    if num_partitions == mp.size or world.alone.here:
         return mp
     if num_partitions == world.get_world_size():
         return of_ranks(name="mp")

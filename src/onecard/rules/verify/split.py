@@ -95,22 +95,22 @@ def mismatch(
             return f"shape {list(tensor.shape)} at {place}, want {list(layout.local_shape(whole.shape, place))}"
     if not values:
         return ""
-    for place, tensor in _joined(layout, local).items():
+    for place, tensor in joined(layout, local).items():
         want = layout.local_part(whole, place)
         if not close(tensor, want, rounding):
             return f"values at {place}: {_brief(tensor)}, want {_brief(want)}"
     return ""
 
 
-def _joined(layout: Layout, local: Mapping[Coordinate, Tensor]) -> dict[Coordinate, Tensor]:
+def joined(layout: Layout, local: Mapping[Coordinate, Tensor]) -> dict[Coordinate, Tensor]:
     """What the ranks hold once pending axes are reduced; on those axes only coordinate 0 is kept."""
-    joined = dict(local)
+    found = dict(local)
     for axis, op in layout.pending:
         groups: dict[Coordinate, list[Tensor]] = {}
-        for place, tensor in sorted(joined.items()):
+        for place, tensor in sorted(found.items()):
             groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(tensor)
-        joined = {place: join(torch.stack(parts), op) for place, parts in groups.items()}
-    return joined
+        found = {place: join(torch.stack(parts), op) for place, parts in groups.items()}
+    return found
 
 
 def tolerance(tensor: Tensor) -> float:

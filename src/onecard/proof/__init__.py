@@ -1,0 +1,1 @@
+"""prove: all ranks of a program in one process, held against one card value by value."""

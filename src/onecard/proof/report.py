@@ -1,0 +1,265 @@
+"""What a proof says: equal, or the first value that is not, and what would explain it."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from onecard.proof.explain import explained, near, worst
+from onecard.proof.partners import Found, Node
+from onecard.proof.results import Result
+from onecard.proof.watch import Watched
+from onecard.proof.whole import apart
+
+SHOWN = 8  # results that are listed
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A value that is not the one card's.
+
+    Attributes:
+        operator, phase, module, line: what made it; layout: how it lies; shape: of the whole.
+        ranks: whose part is wrong; place, value, right: the worst element, in the whole value or in the first wrong part.
+        beside: the numbers around it, of the ranks and of one card.
+        messages: that came before it on the first wrong rank.
+        why: what would explain it; "" where nothing known does.
+        before: how many values before it are equal.
+    """
+
+    operator: str
+    phase: str
+    module: str
+    line: str
+    layout: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    place: tuple[int, ...]
+    value: float
+    right: float
+    beside: tuple[str, str]
+    messages: tuple[str, ...]
+    why: str
+    before: int
+
+    def __str__(self) -> str:
+        module = f", module {self.module!r}" if self.module else ""
+        lines = [
+            f"First value that is not one card's: {self.operator} in {self.phase}{module}",
+            f"  at {with_code(self.line)}",
+            f"  {list(self.shape)} {self.layout}; wrong on {ranks_of(self.ranks)}; {self.before} values before it are equal",
+        ]
+        if self.beside[0]:
+            lines.append(f"  worst at {list(self.place)}: {self.value:.9g}, on one card {self.right:.9g}")
+            lines.append(f"    ranks {self.beside[0]}  one card {self.beside[1]}")
+        lines += [f"  message before it: {said}" for said in self.messages]
+        if self.why:
+            lines.append(f"  what explains it: {self.why}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A program on all ranks, held against one card. True if they are equal.
+
+    Attributes:
+        world: how many ranks; equal: the verdict; exact: it was reached in float64, so that rounding plays no part.
+        values: how many values of the ranks there are; share: of them that have a partner on one card.
+        results: all that the programs leave, with how far they are apart; ``wrong`` of them.
+        first: the first value that is not one card's, if there is one.
+        rounding: how far results are apart in the program's own precision, and which one; None where that was not run.
+        unpaired: parameters that only the ranks have.
+        seconds: that it took; why: what kept it from float64.
+    """
+
+    world: int
+    equal: bool
+    exact: bool
+    values: int
+    share: float
+    results: tuple[Result, ...]
+    wrong: tuple[Result, ...]
+    first: Divergence | None
+    rounding: tuple[float, str] | None
+    unpaired: tuple[str, ...]
+    seconds: float
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """All of it, in lines."""
+        compared = (
+            f"{len(self.results)} results, {self.values} values on {self.world} ranks ({self.share:.1%} with a partner)"
+        )
+        if self.equal:
+            lines = [f"Equal: {compared}", f"  {self._precision()}"]
+        else:
+            lines = [f"Not equal: {len(self.wrong)} of {compared}"]
+            lines += [f"  {said(result)}" for result in self.wrong[:SHOWN]]
+            if len(self.wrong) > SHOWN:
+                lines.append(f"  and {len(self.wrong) - SHOWN} more")
+            if self.first is not None:
+                lines.append(str(self.first))
+        if self.unpaired:
+            lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
+        if self.why:
+            lines.append(f"  {self.why}")
+        return "\n".join(lines)
+
+    def _precision(self) -> str:
+        worst_one = max(self.results, key=lambda r: r.off, default=None)
+        if worst_one is None:
+            return "nothing was left to compare"
+        where = "in float64" if self.exact else "in the program's own precision"
+        lines = f"{where} apart by {worst_one.off:.1e} at most ({worst_one.what})"
+        if self.rounding is not None and self.exact:
+            lines += f"; in its own precision by {self.rounding[0]:.1e} ({self.rounding[1]}): rounding"
+        return lines
+
+
+def said(result: Result) -> str:
+    """A result in words.
+
+    Example:
+        >>> said(Result("fc.weight", "final", 0.5, (1,)))
+        'fc.weight: off by 0.5 of its largest number on rank 1'
+    """
+    if result.why and result.off == float("inf"):
+        return f"{result.what}: {result.why}"
+    off = f"off by {result.off:.2g} of its largest number on {ranks_of(result.ranks)}" if result.ranks else result.why
+    why = f": {result.why}" if result.why and result.ranks else ""
+    found = ""
+    if result.local and result.right:
+        reason = explained(result.local, result.right, [tuple(result.local)])
+        found = f" ({reason})" if reason else ""
+    return f"{result.what}: {off or f'off by {result.off:.2g}'}{why}{found}"
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    Example:
+        >>> ranks_of([3]), ranks_of([0, 1]), ranks_of([])
+        ('rank 3', 'ranks [0, 1]', 'no rank')
+    """
+    if not ranks:
+        return "no rank"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def with_code(line: str) -> str:
+    """``file:line`` with what stands there."""
+    name, _, number = line.rpartition(":")
+    code = linecache.getline(name, int(number)).strip() if number.isdigit() else ""
+    shown = Path(name).name if name else line
+    return f"{shown}:{number} (`{code}`)" if code else line
+
+
+def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence:
+    """A node in words and numbers."""
+    partner = node.partner
+    right = partner.value if partner is not None else None
+    held = node.whole
+    local, want = _parts(node, right)
+    whole_one = held is not None and held.value is not None and right is not None and not held.odd
+    place: tuple[int, ...] = ()
+    value, other, beside = float("nan"), float("nan"), ("", "")
+    first = next((r for r in node.wrong if r in local and r in want), None)
+    pair: tuple[Tensor, Tensor] | None = None
+    if (
+        whole_one
+        and held is not None
+        and held.value is not None
+        and right is not None
+        and held.value.shape == right.shape
+    ):
+        pair = held.value, right
+    elif first is not None:
+        pair = local[first], want[first]
+    if pair is not None and pair[0].shape == pair[1].shape:
+        place, value, other = worst(*pair)
+        beside = near(pair[0], place), near(pair[1], place)
+    shape = tuple(right.shape) if right is not None else tuple(next(iter(node.local.values())).shape)
+    layout = f"[{held.layout}] on {held.layout.mesh!r}" if held is not None else "on each rank"
+    earlier = _earlier(node, found)
+    pending = {-1: held.value} if held is not None and held.layout.pending and held.value is not None else None
+    if pending is not None and right is not None:
+        why = explained(pending, {-1: right}, found.groups, [{-1: x} for x in earlier])
+    else:
+        why = explained(local, want, found.groups, _cut(earlier, node), any(e.draws for e in node.entries.values()))
+    if held is not None and held.odd and not why:
+        why = f"copies that should be equal are not: {ranks_of(held.odd)}"
+    before = sum(other.equal is True for other in found.nodes if other.order < node.order)
+    return Divergence(
+        node.name, node.phase, node.module, node.line, layout, shape, node.wrong, place, value, other, beside,
+        _messages(node, ranks), why, before,
+    )  # fmt: skip
+
+
+def _parts(node: Node, right: Tensor | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Each rank's part, and what it should be where that can be told."""
+    local = dict(node.local)
+    if right is None:
+        return local, {}
+    held = node.whole
+    if held is None:
+        return local, {rank: right for rank, x in local.items() if x.shape == right.shape}
+    if held.layout.pending or (held.value is not None and held.value.shape != right.shape):
+        return local, {}
+    mesh = held.layout.mesh
+    here = {rank: x for rank, x in local.items() if rank in mesh}
+    return here, {rank: held.layout.local_part(right, mesh.coordinate(rank)) for rank in here}
+
+
+def _earlier(node: Node, found: Found) -> list[Tensor]:
+    """The right values of the same place in steps before, newest first."""
+    partner = node.partner
+    if partner is None:
+        return []
+    same = [
+        other.value
+        for other in found.one
+        if other.order < partner.order
+        and _place(other) == _place(partner)
+        and other.value.shape == partner.value.shape
+    ]  # fmt: skip
+    return same[::-1][:8]
+
+
+def _place(node: Node) -> tuple[str, str, str, int]:
+    return node.name, node.line, node.module, node.position
+
+
+def _cut(values: Sequence[Tensor], node: Node) -> list[dict[int, Tensor]]:
+    return [_parts(node, value)[1] for value in values]
+
+
+def _messages(node: Node, ranks: Sequence[Watched]) -> tuple[str, ...]:
+    """What the first wrong rank was sent before the value, newest last."""
+    rank = next(iter(node.wrong or node.entries), None)
+    if rank is None or rank not in node.entries:
+        return ()
+    told = node.entries[rank].messages
+    if told:
+        return tuple(f"rank {rank} {message}" for message in told[-3:])
+    number = node.entries[rank].number
+    before = [m for entry in ranks[rank].entries[:number] for m in entry.messages]
+    return tuple(f"rank {rank} {message}" for message in before[-1:])
+
+
+def first_divergence(found: Found, ranks: Sequence[Watched]) -> Divergence | None:
+    """The first value in the order of the program that is not what it stands for."""
+    node = next(iter(found.divergent), None)
+    return None if node is None else divergence(node, found, ranks)
+
+
+__all__ = ["Divergence", "Proof", "apart", "first_divergence", "said"]

@@ -1,0 +1,124 @@
+"""Parts put together: a value of all ranks as the one tensor that it stands for, and ranks whose copies are not equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onecard.place.layout import Layout
+from onecard.place.mesh import ProcessMesh
+from onecard.proof.watch import Value
+from onecard.rules.verify.split import joined
+
+FLOOR = 1e-12
+"""Numbers that are smaller count as zero."""
+
+
+def scale_of(*values: Tensor) -> float:
+    """The largest number of some tensors, of those that are finite."""
+    found = [x.double().abs() for x in values if x.numel()]
+    return max((float(torch.where(x.isfinite(), x, 0.0).max()) for x in found), default=0.0)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """How far two tensors of one shape are apart, relatively to their largest number; NaN equals NaN.
+
+    Example:
+        >>> apart(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
+        0.2
+    """
+    if not a.numel():
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex() or b.is_floating_point()):
+        return 0.0 if torch.equal(a, b.to(a.dtype)) else 1.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan())
+    off = torch.where(same, 0.0, (x - y).abs())
+    if bool(off.isnan().any()) or bool(off.isinf().any()):
+        return float("inf")
+    scale = scale_of(x.abs(), y.abs())
+    return float(off.max()) / scale if scale > FLOOR else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A value of all ranks.
+
+    Attributes:
+        value: the whole tensor; None where there is none to be made.
+        layout: how the ranks say that they hold it.
+        odd: ranks whose copy is not what most others hold of the same part.
+        why: what is wrong with the parts themselves: shapes that do not fit.
+        local: each rank's part.
+    """
+
+    value: Tensor | None
+    layout: Layout
+    odd: tuple[int, ...]
+    why: str
+    local: dict[int, Tensor]
+
+
+def whole(values: Mapping[int, Value], bound: float) -> Whole:
+    """Put the ranks' parts of a distributed value together.
+
+    Args:
+        values: of the ranks of its mesh.
+        bound: how far copies may be apart.
+    """
+    spec = next(iter(values.values())).spec
+    assert spec is not None
+    layout, shape = spec.layout, spec.shape
+    local = {rank: value.local for rank, value in values.items()}
+    if any(rank not in local for rank in layout.mesh.process_ids):
+        return Whole(None, layout, (), "", local)
+    parts = {}
+    for rank in layout.mesh.process_ids:
+        place = layout.mesh.coordinate(rank)
+        assert place is not None
+        want = layout.local_shape(shape, place)
+        if tuple(local[rank].shape) != want:
+            why = f"rank {rank} has a part of {list(local[rank].shape)}, the layout [{layout}] says {list(want)}"
+            return Whole(None, layout, (rank,), why, local)
+        parts[place] = local[rank]
+    held = joined(layout, parts)
+    index = torch.arange(shape.numel()).view(shape)
+    first = next(iter(held.values()))
+    made = torch.zeros(shape.numel(), dtype=first.dtype)
+    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]] = {}
+    for place, part in held.items():
+        at = layout.local_part(index, place).reshape(-1)
+        made[at] = part.reshape(-1)
+        groups.setdefault(_box(at), []).append((place, part))
+    odd: list[int] = []
+    for members in groups.values():
+        odd += _odd(layout.mesh, members, bound)
+    return Whole(made.view(shape), layout, tuple(sorted(odd)), "", local)
+
+
+def _box(at: Tensor) -> tuple[int, ...]:
+    return (int(at[0]), int(at[-1]), at.numel()) if at.numel() else (-1, -1, 0)
+
+
+def _odd(mesh: ProcessMesh, members: list[tuple[tuple[int, ...], Tensor]], bound: float) -> list[int]:
+    """Ranks that hold another copy of a part than most; of two both, since nobody knows which."""
+    kinds: list[list[int]] = []
+    firsts: list[Tensor] = []
+    for place, part in members:
+        rank = int(mesh.mesh[place])
+        found = next((i for i, x in enumerate(firsts) if apart(x, part) <= bound), None)
+        if found is None:
+            firsts.append(part)
+            kinds.append([rank])
+        else:
+            kinds[found].append(rank)
+    if len(kinds) < 2:
+        return []
+    most = max(map(len, kinds))
+    right = [kind for kind in kinds if len(kind) == most]
+    keep = right[0] if len(right) == 1 else []
+    return [rank for kind in kinds for rank in kind if kind is not keep]

@@ -1,0 +1,75 @@
+"""The same program in float64: rounding is then a million times smaller, and a fault is as large as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from onecard._torch import fakes
+from onecard._torch.names import tree_leaves, tree_map
+from onecard.tensor.dist_tensor import DistTensor
+
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+_CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
+
+
+class Wide(TorchFunctionMode):
+    """Inside, each narrower floating dtype that a program names is float64, and what it makes of no tensor, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = _CASTS.get(func, func)
+        args, kwargs = _widened((args, kwargs or {}))
+        result = func(*args, **kwargs)
+        narrow = type(result) is Tensor and result.dtype in _NARROW
+        if narrow and not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))):
+            return wide(result)
+        return result
+
+
+def _widened(given: Any) -> Any:
+    return tree_map(lambda x: torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x, given)
+
+
+def wide(x: Any) -> Any:
+    """A value in float64, if it is a narrower float; modules and the states of optimizers in place."""
+    if isinstance(x, nn.Module):
+        return x.double()
+    if isinstance(x, Optimizer):
+        for state in x.state.values():
+            state |= {key: wide(value) for key, value in state.items()}
+        return x
+    if isinstance(x, Tensor) and x.dtype in _NARROW and not isinstance(x, DistTensor) and not fakes.is_fake(x):
+        made = x.detach().double()
+        return made.requires_grad_(x.requires_grad) if not isinstance(x, nn.Parameter) else nn.Parameter(made)
+    return x
+
+
+def copied(args: Any, in_float64: bool) -> Any:
+    """A program's arguments for one rank, as its own: what is shared among them stays so."""
+    made = copy.deepcopy(args)
+    return tree_map(wide, made) if in_float64 else made
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Inside, on this thread and all others, what is made without a dtype is float64, and autocast is off."""
+    before = torch.get_default_dtype()
+    begin = torch.autocast.__init__
+
+    def off(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, device_type, enabled=False)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(torch.autocast, "__init__", off):
+            yield
+    finally:
+        torch.set_default_dtype(before)
