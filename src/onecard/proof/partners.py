@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -93,7 +93,7 @@ def _kind(value: Value) -> Hashable:
 # -- by value ----------------------------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(maxsize=256)  # by size: 8 bytes a number
 def _weights(count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
 
