@@ -69,8 +69,6 @@ def recorded(
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
-    if parts is not None and parts.sketched:
-        whole = _sketched(fn, leaves, names, tree, options, parts)
     capture = Capture(
         leaves if parts is None else parts.first(leaves, names),
         names,
@@ -89,7 +87,11 @@ def recorded(
             undo.back()
     _check_backward(recording)
     if parts is not None:
-        recording = parts.merged(recording, leaves, whole)
+
+        def batch() -> Rows | None:
+            return _sketched(fn, leaves, names, tree, options, parts) if parts.sketched else whole
+
+        recording = parts.merged(recording, leaves, batch)
     if options.memory_limit is None:
         found = stages(recording.graph, options)
     else:

@@ -164,7 +164,11 @@ class Stages(Microbatches):
         return replace(self, k_steps=microbatches, schedule=make, virtual=None)
 
     def merged(
-        self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None, late: Collection[fx.Node] = ()
+        self,
+        recording: AnyStep,
+        leaves: Sequence[Any],
+        whole: Callable[[], Rows | None] = lambda: None,
+        late: Collection[fx.Node] = (),
     ) -> AnyStep:
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -100,12 +100,17 @@ class Microbatches:
         return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
 
     def merged(
-        self, recording: AnyStep, leaves: Sequence[Any], whole: Rows | None = None, late: Collection[fx.Node] = ()
+        self,
+        recording: AnyStep,
+        leaves: Sequence[Any],
+        whole: Callable[[], Rows | None] = lambda: None,
+        late: Collection[fx.Node] = (),
     ) -> AnyStep:
         """The recording of all microbatches, from that of the first one and the arguments of the whole step.
 
         Args:
-            whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here.
+            whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here. Asked
+                for only where a result was put together.
             late: see ``merge.merged``.
         """
         _check(recording)
@@ -124,8 +129,7 @@ class Microbatches:
         old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
         new: Any = next(iter(reversed(made.graph.nodes))).args[0]
         made.results = tuple(_as_whole(r, old, new) for r in recording.results)
-        if whole is not None and len(whole.results) == len(made.results):
-            _check_results(recording, made, rows_of(leaves, ()).batch, whole)
+        _check_results(recording, made, rows_of(leaves, ()).batch, whole)
         return made
 
 
@@ -144,21 +148,25 @@ def rows_of(given: Any, results: Any) -> Rows:
     return Rows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(results)))
 
 
-def _check_results(recording: Step, made: Step, batch: int | None, whole: Rows) -> None:
+def _check_results(recording: Step, made: Step, batch: int | None, whole: Callable[[], Rows | None]) -> None:
     """What was put together of the microbatches' rows has to be as long as the program itself makes it."""
     old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
     new: Any = next(iter(reversed(made.graph.nodes))).args[0]
-    for i, (result, rows) in enumerate(zip(made.results, whole.results, strict=True)):
-        if not isinstance(result, Output) or batch is None or whole.batch is None:
-            continue
-        before, after = old[result.position].meta.get("tensor"), new[result.position].meta.get("tensor")
-        if before is None or after is None or before[0] == after[0]:
-            continue
-        length = after[0][0] if result.spec is None else result.spec.shape[0]
-        if rows is None or length * whole.batch != rows * batch:
+    joined = {}
+    for i, result in enumerate(made.results):
+        if isinstance(result, Output):
+            before, after = old[result.position].meta.get("tensor"), new[result.position].meta.get("tensor")
+            if before is not None and after is not None and before[0] != after[0]:
+                joined[i] = before[0][0], after[0][0] if result.spec is None else result.spec.shape[0]
+    known = whole() if joined else None
+    if known is None or batch is None or known.batch is None or len(known.results) != len(made.results):
+        return
+    for i, (rows, length) in joined.items():
+        wanted = known.results[i]
+        if wanted is None or length * known.batch != wanted * batch:
             raise RecordingError(
-                f"k_steps: result {i} of the step has {before[0][0]} rows for a microbatch, and {rows or 'no'} for a batch of "
-                f"{whole.batch}: it is no part of the batch, and each microbatch has its own. Return what is as long as the "
+                f"k_steps: result {i} of the step has {rows} rows for a microbatch, and {wanted or 'no'} for a batch of "
+                f"{known.batch}: it is no part of the batch, and each microbatch has its own. Return what is as long as the "
                 "batch, or one number"
             )
 
