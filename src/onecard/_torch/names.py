@@ -272,6 +272,7 @@ foreach_types: dict[str, list[Any]] = {
 _grad: Any = torch._C.TensorBase.grad
 gradient: Callable[[Any], Any] = _grad.__get__
 set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
+set_data: Callable[[Any, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__  # the same of tensor/become.py
 
 
 def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:

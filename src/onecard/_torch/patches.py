@@ -45,6 +45,9 @@ TABLE: dict[str, Patch] = {
             "an optimizer of parameters that shard_layer has replaced is refused; states that were loaded are laid out",
             "two calls per optimizer step, which compare one attribute each",
         ),
+        Patch(
+            "torch.Tensor.data", TENSOR, "a plain tensor may be assigned a distributed one", "an assignment is a Python call"
+        ),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),

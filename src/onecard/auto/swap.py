@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
@@ -13,6 +12,7 @@ from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
+from onecard.tensor.become import become
 from onecard.train import shard_layer
 
 Where = Callable[[str], Sequence[Placement]]
@@ -47,26 +47,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement]) -> None:
-    made: Any = shard_tensor(tensor.detach(), mesh, placements)
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    grad, hooks = tensor.grad, [*(tensor._backward_hooks or {}).values()]
-    late = [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
-    kept = {key: value for key, value in vars(tensor).items() if key not in vars(made)}
-    tensor.grad = tensor._backward_hooks = (
-        None  # of the object, which stays: those registered again belong to what it becomes
-    )
+    grad = tensor.grad
     try:
-        torch.utils.swap_tensors(tensor, made)
+        become(tensor, shard_tensor(tensor.detach(), mesh, placements))
     except RuntimeError as fault:
         raise PlanError(
             f"{name}: a graph of autograd, or a weak reference, holds this parameter, so that its part cannot take its place. "
             "Lay the model out before its first forward with gradients; or drop the loss of an earlier one (del loss)"
         ) from fault
-    vars(tensor).update({key: value for key, value in kept.items() if key not in vars(tensor)})
-    for hook in hooks:
-        tensor.register_hook(hook)
-    for hook in late:
-        tensor.register_post_accumulate_grad_hook(hook)
     if grad is not None:
         tensor.grad = shard_tensor(grad, mesh, placements)

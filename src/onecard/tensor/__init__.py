@@ -1,6 +1,7 @@
 """DistTensor and how operators run on it: rule -> decide -> reshard -> local operator -> wrap."""
 
 # These fill the table of operators that are not decided by a row.
+from onecard.tensor import become as _become  # noqa: F401 - what `plain.data = distributed` does
 from onecard.tensor import dcp as _dcp  # noqa: F401 - what torch.distributed.checkpoint asks of a tensor
 from onecard.tensor.aliasing import setitem as _setitem  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard

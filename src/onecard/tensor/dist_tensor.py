@@ -113,9 +113,13 @@ class DistTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        spec = self._spec
+        if not (isinstance(value, DistTensor) or any(spec.layout.dims) or spec.layout.pending) and spec.here:
+            local = value.detach()  # each rank has it whole, as a plain tensor
+            value = wrap(local, Spec.make(spec.layout, local.shape, local.stride(), local.dtype, local.device))
         if not isinstance(value, DistTensor) or value.shape != self.shape or value.dtype != self.dtype:
             raise DispatchError(
-                f"cannot assign {describe(value)} to the data of {self._spec!r}: "
+                f"cannot assign {describe(value)} to the data of {spec!r}: "
                 "want a DistTensor of the same shape and dtype (onecard.shard_tensor(value, mesh, placements))"
             )
         self._take(value)
