@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +12,9 @@ from torch import Tensor
 
 from onecard.comm.joined.hub import Told
 from onecard.place.layout import Layout
+from onecard.proof.alike import Alike, block_in
 from onecard.proof.watch import Entry, Value, Watched
 from onecard.proof.whole import Whole, apart, scale_of, whole
-
-MOST = 128
-"""Parts of a tensor that are looked at: more ranks than are proved at once, and fewer than a table of numbers has."""
-
 
 @dataclass(slots=True)
 class Node:
@@ -90,96 +85,6 @@ def _kind(value: Value) -> Hashable:
     return "plain" if spec is None else (spec.layout, spec.shape, spec.dtype)
 
 
-# -- by value ----------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)  # by size: 8 bytes a number
-def _weights(count: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
-
-
-def _numbers(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x) if x.is_complex() else x).double().reshape(-1).nan_to_num()
-
-
-def _print_of(x: Tensor) -> float:
-    """A number that two tensors of about the same values have about in common."""
-    flat = _numbers(x)
-    return float(flat @ _weights(flat.numel())) if flat.numel() else 0.0
-
-
-class Values:
-    """The values of the one-card program, to be found by what they are.
-
-    Args:
-        nodes: of the one card.
-        bound: how far equal values may be apart.
-    """
-
-    def __init__(self, nodes: Sequence[Node], bound: float) -> None:
-        self.bound = bound
-        self._by_shape: defaultdict[Hashable, list[tuple[float, Node]]] = defaultdict(list)
-        self._by_name: defaultdict[Hashable, list[Node]] = defaultdict(list)
-        for node in nodes:
-            x = node.value
-            self._by_shape[tuple(x.shape), x.is_floating_point()].append((_print_of(x), node))
-            self._by_name[node.name, x.dim()].append(node)
-
-    def like(self, x: Tensor, near: int, name: str = "") -> Node | None:
-        """The node of this value, the one with this name and next to a place before others."""
-        flat = _numbers(x)
-        mine = float(flat @ _weights(flat.numel())) if flat.numel() else 0.0
-        slack = self.bound * scale_of(x) * float(_weights(flat.numel()).abs().sum()) * 2 + 1e-12
-        found = [
-            node
-            for theirs, node in self._by_shape[tuple(x.shape), x.is_floating_point()]
-            if abs(theirs - mine) <= slack and apart(x, node.value) <= self.bound
-        ]
-        return min(found, key=lambda node: (node.name != name, abs(node.order - near)), default=None)
-
-    def with_block(self, x: Tensor, near: int, name: str) -> Node | None:
-        """The node of an operator in whose value a rank's part lies."""
-        found = [node for node in self._by_name[name, x.dim()] if block_in(x, node.value, self.bound) is not None]
-        return min(found, key=lambda node: abs(node.order - near), default=None)
-
-
-def block_in(part: Tensor, value: Tensor, bound: float) -> tuple[slice, ...] | None:
-    """Where in a value a part of it lies, cut as evenly as ranks do; None: nowhere, or it would be one of very many parts.
-
-    Example:
-        >>> block_in(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0, 2.0, 3.0]), 1e-6)
-        (slice(2, 4, None),)
-    """
-    lengths = [*zip(part.shape, value.shape, strict=True)] if part.dim() == value.dim() else []
-    if not part.numel() or not lengths or any(p > n for p, n in lengths):
-        return None
-    starts = [sorted({*range(0, n - p + 1, p), n - p}) for p, n in lengths]
-    if prod(map(len, starts)) > MOST:
-        return None
-    scale = scale_of(value)
-    largest = torch.unravel_index(
-        _magnitude(part).argmax(), part.shape
-    )  # looked for in each block, before all of it is
-    grid = value
-    for dim, (first, at) in enumerate(zip(starts, largest, strict=True)):
-        grid = grid.index_select(dim, torch.tensor(first) + at)
-    like = _magnitude(_number(grid) - _number(part)[largest]) <= bound * max(scale, 1e-12)
-    for place in like.nonzero().tolist():
-        block = tuple(slice(s[i], s[i] + p) for s, i, (p, _) in zip(starts, place, lengths, strict=True))
-        off = apart(part, value[block])
-        if off <= bound or off * scale_of(part, value[block]) <= bound * scale:
-            return block
-    return None
-
-
-def _number(x: Tensor) -> Tensor:
-    return x.to(torch.complex128) if x.is_complex() else x.double()
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    return _number(x).abs()
-
-
 # -- partners ----------------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +117,7 @@ def partners(ranks: Sequence[Watched], one: Watched, bound: float) -> Found:
         told.ranks for watched in ranks for told in watched.messages if len(told.ranks) > 1 and told.kind != "send"
     }
     found = Found(nodes, alone, tuple(sorted({*groups, tuple(range(len(ranks)))})))
-    values = Values(alone, bound)
+    values = Alike([(node.name, node.order, node.value, node) for node in alone], bound)
     for parts in (("name", "phase", "module", "line"), ("name", "phase", "module"), ("name", "phase")):
         _pair(nodes, alone, parts)
     taken = {id(node.partner) for node in nodes if node.partner is not None}
@@ -243,14 +148,14 @@ def _pair(nodes: Sequence[Node], alone: Sequence[Node], parts: Sequence[str]) ->
                 node.partner = partner
 
 
-def _judge(node: Node, values: Values, near: int, found: Found, taken: set[int]) -> None:
+def _judge(node: Node, values: Alike[Node], near: int, found: Found, taken: set[int]) -> None:
     if node.whole is not None:
         _judge_whole(node, node.whole, values, near, taken)
     else:
         _judge_parts(node, values, near, found)
 
 
-def _judge_whole(node: Node, held: Whole, values: Values, near: int, taken: set[int]) -> None:
+def _judge_whole(node: Node, held: Whole, values: Alike[Node], near: int, taken: set[int]) -> None:
     bound = values.bound
     if held.odd:
         right = node.partner.value if node.partner is not None else None
@@ -286,7 +191,7 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
     return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
 
 
-def _judge_parts(node: Node, values: Values, near: int, found: Found) -> None:
+def _judge_parts(node: Node, values: Alike[Node], near: int, found: Found) -> None:
     """A plain tensor on each rank: the whole value, a part of it, or a summand."""
     wrong, paired = [], node.partner is not None
     for rank, part in node.local.items():
@@ -314,7 +219,7 @@ def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
     return part.shape != value.shape and block_in(part, value, bound) is not None
 
 
-def _summed(node: Node, values: Values, near: int, found: Found) -> Node | None:
+def _summed(node: Node, values: Alike[Node], near: int, found: Found) -> Node | None:
     """The node of which ranks hold summands, or means over their own parts of the batch."""
     for ranks in found.groups:
         if any(rank not in node.local for rank in ranks) or len({node.local[rank].shape for rank in ranks}) != 1:

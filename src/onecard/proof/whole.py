@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.proof.watch import Value
-from onecard.rules.verify.split import joined
+from onecard.rules.verify.split import coordinates, joined
 
 FLOOR = 1e-12
 """Numbers that are smaller count as zero."""
@@ -30,7 +31,7 @@ def apart(a: Tensor, b: Tensor) -> float:
         >>> apart(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
         0.2
     """
-    if not a.numel():
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):
         return 0.0
     if not (a.is_floating_point() or a.is_complex() or b.is_floating_point()):
         return 0.0 if torch.equal(a, b.to(a.dtype)) else 1.0
@@ -85,23 +86,32 @@ def whole(values: Mapping[int, Value], bound: float) -> Whole:
             why = f"rank {rank} has a part of {list(local[rank].shape)}, the layout [{layout}] says {list(want)}"
             return Whole(None, layout, (rank,), why, local)
         parts[place] = local[rank]
-    held = joined(layout, parts)
-    index = torch.arange(shape.numel()).view(shape)
+    held = joined(layout, parts) if layout.pending else parts
     first = next(iter(held.values()))
-    made = torch.zeros(shape.numel(), dtype=first.dtype)
-    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]] = {}
+    made = torch.zeros(tuple(shape), dtype=first.dtype)
+    boxes = _boxes(layout, tuple(shape))
+    groups: dict[Hashable, list[tuple[tuple[int, ...], Tensor]]] = {}
     for place, part in held.items():
-        at = layout.local_part(index, place).reshape(-1)
-        made[at] = part.reshape(-1)
-        groups.setdefault(_box(at), []).append((place, part))
+        groups.setdefault(boxes[place], []).append((place, part))
     odd: list[int] = []
     for members in groups.values():
+        place, part = members[0]
+        layout.local_part(made, place).copy_(part) if not layout.merged else _fill(made, layout, place, part)
         odd += _odd(layout.mesh, members, bound)
-    return Whole(made.view(shape), layout, tuple(sorted(odd)), "", local)
+    return Whole(made, layout, tuple(sorted(odd)), "", local)
 
 
-def _box(at: Tensor) -> tuple[int, ...]:
-    return (int(at[0]), int(at[-1]), at.numel()) if at.numel() else (-1, -1, 0)
+def _fill(made: Tensor, layout: Layout, place: tuple[int, ...], part: Tensor) -> None:
+    """Write a part whose dims are merged, so that it is no block of the whole."""
+    at = layout.local_part(torch.arange(made.numel()).view(made.shape), place).reshape(-1)
+    made.view(-1)[at] = part.reshape(-1)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[int, ...], Hashable]:
+    """What tells the part of each place of the mesh from others: copies have the same."""
+    opened, sizes = layout.opened(shape) if layout.merged else (layout, shape)
+    return {place: opened.box(sizes, place) for place in coordinates(layout.mesh)}
 
 
 def _odd(mesh: ProcessMesh, members: list[tuple[tuple[int, ...], Tensor]], bound: float) -> list[int]:

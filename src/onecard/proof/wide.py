@@ -26,7 +26,7 @@ class Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _CASTS.get(func, func)
-        args, kwargs = _widened((args, kwargs or {}))
+        args, kwargs = tuple(map(_widened, args)), {name: _widened(x) for name, x in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         narrow = type(result) is Tensor and result.dtype in _NARROW
         if narrow and not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))):
@@ -35,7 +35,7 @@ class Wide(TorchFunctionMode):
 
 
 def _widened(given: Any) -> Any:
-    return tree_map(lambda x: torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x, given)
+    return torch.float64 if isinstance(given, torch.dtype) and given in _NARROW else given
 
 
 def wide(x: Any) -> Any:

@@ -1,0 +1,209 @@
+"""No false alarm: right programs of all generators, each under ``oc.prove`` in a world in this process.
+
+    PYTHONPATH=tests python -m fuzz.prove --count 500
+    PYTHONPATH=tests python -m fuzz.prove --kind zero --seed 17 --count 1
+
+Seed n is a program of kind n modulo the number of kinds. What a generator's own tests refuse is refused here, too, and
+counted apart. Of ``fuzz.recorded`` nothing is here: under ``prove`` steps of ``to_static`` run as they are, so its programs are
+those of ``marks``; nor of ``fuzz.cuts``, whose stages run one after the other in one process, without ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tyro
+from fleet_programs import begin
+from plan_programs import small
+from torch import nn
+
+import onecard as oc
+from fuzz import manual, plans, stages, twin, zero
+from fuzz.draw import draw
+from fuzz.program import axes_of, helpers, size_of
+from onecard import fleet
+from onecard.errors import OnecardError, ProofError
+from onecard.tensor import buckets
+
+Made = tuple[Callable[[], Any], Callable[[], Any] | None, int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """ "right", "wrong", "refused", or "void" (no program, or none that runs on one card); why; share of values with a partner."""
+
+    kind: str
+    why: str = ""
+    values: int = 0
+    share: float = 1.0
+
+
+# -- each generator's program, as one function of all ranks ------------------------------------------------------------------
+
+
+def marks(seed: int) -> Made | None:
+    """Statements on marked tensors against the same statements on plain ones."""
+    program = draw(seed)
+
+    def run(mesh: Any) -> dict[str, Any]:
+        space = helpers(mesh)
+        for at, step in program.run():
+            twin.execute(program, at, step, space)
+        found = {name: x for name, x in space.items() if isinstance(x, torch.Tensor)}
+        return found | {name: p for name, p in twin.leaves(space)}
+
+    if twin.one_card(program)[0].kind != "right":
+        return None
+    axes = ["x", "y"][: axes_of(program.ranks)]
+    return lambda: run(oc.ProcessMesh(program.ranks, axes)), lambda: run(None), size_of(program.ranks)
+
+
+def levels(seed: int) -> Made:
+    """All stages of ZeRO in the habits of other libraries' users."""
+    program = zero.draw(seed)
+
+    def run(parallel: bool) -> dict[str, Any]:
+        if parallel:
+            fleet.init(is_collective=True)
+        made = zero.Run(program, parallel)
+        torch.manual_seed(1)
+        made.go()
+        return made.result()
+
+    return lambda: run(True), lambda: run(False), program.how["ranks"]
+
+
+def by_hand(seed: int) -> Made:
+    """fleet's layers against plain ones."""
+    program = manual.draw(seed)
+
+    def run(plain: bool) -> Any:
+        if not plain:
+            begin(**program.degrees)
+        losses, norms, _ = manual.train(program, plain)
+        return losses, norms
+
+    return lambda: run(False), lambda: run(True), program.ranks
+
+
+def pipelines(seed: int) -> Made | None:
+    """Layers in stages under any schedule against the same layers in a world of one; each rank draws its own dropout."""
+    ranks = 2 + 2 * (seed % 5 == 0)
+    made = stages.draw(seed, ranks)
+    if any(op[0] == "drop" for plan in made.plans for op in plan["ops"]):
+        return None
+
+    def run() -> list[Any]:
+        stages.begin(made.mode, made.microbatches, made.size, pp=made.ranks)
+        torch.manual_seed(seed)
+        layers = fleet.PipelineLayer(
+            stages.listed(made), loss_fn=nn.CrossEntropyLoss(), recompute_interval=made.recompute,
+            num_virtual_pipeline_stages=made.chunks,
+        )  # fmt: skip
+        model = fleet.distributed_model(layers)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        found = []
+        for step in range(made.steps):
+            for part in range(made.accumulate):
+                found.append(model.forward_backward_pipeline([*stages.data(made, 10 * step + part)]))
+            if made.clip:
+                found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    return run, None, ranks
+
+
+def planned(seed: int) -> Made | None:
+    """Plain programs under random plans."""
+    ranks = (2, 4)[seed % 2]
+    name, plan = plans.drawn(seed, ranks)
+    program = small()[name]
+    return lambda: plans.trained(program, plan, 2), lambda: plans.trained(program, None, 2), ranks
+
+
+KINDS: dict[str, Callable[[int], Made | None]] = {
+    "marks": marks, "zero": levels, "manual": by_hand, "stages": pipelines, "plans": planned,
+}  # fmt: skip
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    """Several buckets also in small programs."""
+    before = buckets.BUCKET_BYTES
+    buckets.BUCKET_BYTES = 512
+    try:
+        yield
+    finally:
+        buckets.BUCKET_BYTES = before
+
+
+REFUSED = re.compile("|".join(f"(?:{limit})" for limit in twin.LIMITS.values()))
+
+
+def judge(kind: str, seed: int) -> Verdict:
+    """Prove the program of a seed: it is right, whatever the ranks."""
+    with warnings.catch_warnings(), small_buckets():
+        warnings.simplefilter("ignore")
+        made = KINDS[kind](seed)
+        if made is None:
+            return Verdict("void")
+        program, against, world = made
+        try:
+            proof = oc.prove(program, world=world, against=against, rounding=False)
+        except ProofError as fault:
+            refused = isinstance(fault.__cause__, OnecardError) and kind == "plans"
+            return Verdict("refused" if refused or REFUSED.search(str(fault)) else "wrong", str(fault))
+    return Verdict("right" if proof and proof.exact else "wrong", "" if proof else str(proof), proof.values, proof.share)
+
+
+def cases(seed: int, count: int, kind: str = "") -> Iterator[tuple[str, int]]:
+    """Kinds in turn, with the seeds of their generators."""
+    names = [kind] if kind else [*KINDS]
+    yield from ((names[n % len(names)], n // len(names)) for n in range(seed, seed + count))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Random right programs under ``oc.prove``; exit status 1 if any is called wrong."""
+
+    seed: int = 0
+    """the first one"""
+    count: int = 100
+    """how many"""
+    kind: str = ""
+    """of one generator only"""
+
+
+def main(options: Options) -> int:
+    """Runs them and prints what was called wrong."""
+    found = Counter[str]()
+    values, paired, begun = 0, 0.0, time.monotonic()
+    for kind, seed in cases(options.seed, options.count, options.kind):
+        verdict = judge(kind, seed)
+        found[f"{kind}: {verdict.kind}"] += 1
+        values, paired = values + verdict.values, paired + verdict.values * verdict.share
+        if verdict.kind == "wrong":
+            print(f"--kind {kind} --seed {seed} --count 1: {verdict.why}\n", flush=True)
+    wrong = sum(n for name, n in found.items() if name.endswith("wrong"))
+    for name, n in sorted(found.items()):
+        print(f"  {name} {n}")
+    print(
+        f"{options.count} programs, {wrong} false alarms; {values} values, {paired / max(values, 1):.1%} with a partner; "
+        f"{time.monotonic() - begun:.0f} s"
+    )
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))
