@@ -173,6 +173,14 @@ def test_seeds_are_one_cards(name):
     assert len(proof.results) >= 20
 
 
+def test_what_the_library_tries_out_is_no_part_of_a_program():
+    """An optimizer of fleet's is tried on tensors of a few numbers: in a second proof its hook came before the watch's."""
+    script = Script(EXAMPLES / "manual_model_parallel_003.py", ["--inner_size", "16", "--batch_num", "2"])
+    first, second = (oc.prove(script, world=2, steps=2, rounding=False) for _ in range(2))
+    assert first and second, str(second)
+    assert first.values == second.values and first.share == second.share > 0.97, (first.share, second.share)
+
+
 # -- plain torch.distributed, and what is wrong with it ----------------------------------------------------------------------
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 recorder: Any = None
 """Who records now; None: nobody."""
+
+watcher: Any = None
+"""Who looks on as a program runs, recorded or not (``onecard.prove``); None: nobody."""
 
 
 class Listener:
@@ -90,11 +93,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Inside, nothing becomes a part of a recording: decisions, checks, what is looked at."""
-    if recorder is None:
-        yield
-        return
-    with recorder.paused():
+    """Inside, nothing is a part of the program: decisions, trials, checks. Nobody records it, and nobody looks on."""
+    with (
+        nullcontext() if recorder is None else recorder.paused(),
+        nullcontext() if watcher is None else watcher.paused(),
+    ):
         yield
 
 

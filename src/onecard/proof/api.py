@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import unrecorded
 from onecard.comm.joined.hub import Told
@@ -20,7 +21,7 @@ from onecard.proof.partners import partners
 from onecard.proof.report import Proof, first_divergence
 from onecard.proof.results import compare, frozen
 from onecard.proof.script import instead
-from onecard.proof.watch import Enough, Watch, Watched, hooks, watching
+from onecard.proof.watch import Enough, Watch, Watched, hooks
 from onecard.proof.wide import Wide, copied, float64
 
 EXACT = 1e-7
@@ -133,7 +134,7 @@ def watched(
 
     def call(rank: int) -> None:
         watch = watches[rank]
-        watching.here, alone.here, unrecorded.here, sparse_check.on.here = watch, read_alone, True, False
+        recorded.watcher, alone.here, unrecorded.here, sparse_check.on.here = watch, read_alone, True, False
         given = copied(args, in_float64)
         with ExitStack() as stack:
             stack.enter_context(Wide() if in_float64 else nullcontext())
@@ -143,7 +144,7 @@ def watched(
             with watch.paused():
                 watch.seen.returned = frozen(watch.seen.returned)
                 watch.end()
-        watching.here = None
+        recorded.watcher = None
 
     def listener(rank: int, told: Told, given: Sequence[Tensor]) -> None:
         watches[rank].told(told)

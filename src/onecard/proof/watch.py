@@ -14,11 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.names import TorchDispatchMode, tree_leaves
 from onecard.comm.base import record
-from onecard.comm.base.state import Kept
 from onecard.comm.joined.hub import Told
 from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
@@ -216,14 +216,11 @@ def _named(kind: str, roots: Sequence[nn.Module], all_roots: Sequence[nn.Module]
                 yield prefix + name, x.grad if kind == "gradient" else x
 
 
-watching: Kept[Watch | None] = Kept(lambda: None)
-"""Who looks on in the present world."""
-
-
 def _told_of(call: Callable[..., None]) -> Callable[..., None]:
     def hook(subject: Any, *_: Any) -> None:
-        if watching.here is not None and not watching.here._off:
-            call(watching.here, subject)
+        watch = recorded.watcher
+        if watch is not None and not watch._off:
+            call(watch, subject)
 
     return hook
 

@@ -80,7 +80,7 @@ class _Rank:
         self._environment: dict[str, str | None] = {
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         }  # fmt: skip
-        self._recorder: Any = None
+        self._watched_by: tuple[Any, Any] = (None, None)
         self._numbers: Any = random.getstate(), _numpy()
 
     def enter(self) -> None:
@@ -98,7 +98,8 @@ class _Rank:
 
     def _swap(self) -> None:
         """Exchange what is this rank's for what was there."""
-        recorded.recorder, self._recorder = self._recorder, recorded.recorder
+        now_by = recorded.recorder, recorded.watcher
+        (recorded.recorder, recorded.watcher), self._watched_by = self._watched_by, now_by
         now = random.getstate(), _numpy()
         random.setstate(self._numbers[0])
         if self._numbers[1] is not None:
