@@ -164,7 +164,9 @@ def judge(kind: str, seed: int) -> Verdict:
         except ProofError as fault:
             refused = isinstance(fault.__cause__, OnecardError) and kind == "plans"
             return Verdict("refused" if refused or REFUSED.search(str(fault)) else "wrong", str(fault))
-    return Verdict("right" if proof and proof.exact else "wrong", "" if proof else str(proof), proof.values, proof.share)
+    return Verdict(
+        "right" if proof and proof.exact else "wrong", "" if proof else str(proof), proof.values, proof.share
+    )
 
 
 def cases(seed: int, count: int, kind: str = "") -> Iterator[tuple[str, int]]:

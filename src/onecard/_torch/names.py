@@ -37,6 +37,10 @@ from torch.utils._pytree import (  # tensors within lists, tuples, dicts
     treespec_loads,
 )
 
+from onecard._torch.leaves import gradient as gradient
+from onecard._torch.leaves import set_data as set_data
+from onecard._torch.leaves import set_gradient as set_gradient
+
 __all__ = [
     "SUPPORTED_NODES", "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
     "Work", "no_dispatch", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "treespec_dumps",
@@ -266,13 +270,6 @@ foreach_types: dict[str, list[Any]] = {
         "torch.utils._foreach_utils:_foreach_supported_types", []
     ),
 }
-
-
-# A leaf's gradient as autograd keeps it, whatever ``Tensor.grad`` is (fleet/pending.py makes it a property).
-_grad: Any = torch._C.TensorBase.grad
-gradient: Callable[[Any], Any] = _grad.__get__
-set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
-set_data: Callable[[Any, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__  # the same of tensor/become.py
 
 
 def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:

@@ -87,9 +87,7 @@ class Alike(Generic[T]):
         known = self._by_shape.get(_kind(x))
         if known is None:
             return None
-        found = [
-            i for i in known.within(print_of(x), self._slack(x, x)) if apart(x, self._things[i][2]) <= self.bound
-        ]
+        found = [i for i in known.within(print_of(x), self._slack(x, x)) if apart(x, self._things[i][2]) <= self.bound]
         best = min(found, key=lambda i: (self._things[i][0] != name, abs(self._things[i][1] - near)), default=None)
         return None if best is None else self._things[best][3]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import unrecorded
-from onecard.comm.joined.hub import Told
+from onecard.comm.joined.hub import Arrived, Told
 from onecard.comm.joined.worlds import together
 from onecard.comm.world.world import alone
 from onecard.errors import ProofError
@@ -92,7 +92,7 @@ def prove(
     results, unpaired = compare(ranks, one, bound)
     wrong = tuple(result for result in results if result.off > bound)
     found = partners(ranks, one, bound)
-    first = first_divergence(found, ranks) if wrong else None
+    first = first_divergence(found, ranks, wrong) if wrong else None
     apart = None
     if exact and rounding and not wrong:
         apart = _rounding(program, against, args, world, steps)
@@ -142,12 +142,12 @@ def watched(
             with suppress(Enough):
                 watch.seen.returned = program(*given)
             with watch.paused():
-                watch.seen.returned = frozen(watch.seen.returned)
+                watch.seen.returned = frozen(watch.seen.returned, watch.value)
                 watch.end()
         recorded.watcher = None
 
-    def listener(rank: int, told: Told, given: Sequence[Tensor]) -> None:
-        watches[rank].told(told)
+    def listener(rank: int, told: Told, given: Sequence[Tensor]) -> Arrived | None:
+        return watches[rank].told(told, given)
 
     try:
         with torch.random.fork_rng(devices=[]), instead(program):

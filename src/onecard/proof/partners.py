@@ -1,99 +1,45 @@
-"""Which value of the one-card program a value of the ranks stands for, and whether it is that value."""
+"""Which value of the one-card program a value of the ranks stands for, and whether it is that value.
+
+By the line that made both, where both programs ran it as often; else by what made it: an operator of values that have partners
+stands for the same operator of those; else by what it is.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.comm.joined.hub import Told
-from onecard.place.layout import Layout
 from onecard.proof.alike import Alike, block_in
-from onecard.proof.watch import Entry, Value, Watched
-from onecard.proof.whole import Whole, apart, scale_of, whole
+from onecard.proof.explain import explained
+from onecard.proof.nodes import Node, Places, nodes_of
+from onecard.proof.watch import Watched
+from onecard.proof.whole import Whole, apart, scale_of
 
-@dataclass(slots=True)
-class Node:
-    """One value of the program: of one card, or of all ranks that have it.
-
-    Attributes:
-        order: its place in the program; entries: the operator on each rank.
-        whole: put together, where ranks say how they hold it; local: each rank's part.
-        partner: the one card's; equal: whether it is its value; None: nobody can tell.
-        off: how far it is from its partner, relatively.
-    """
-
-    order: int
-    name: str
-    phase: str
-    module: str
-    line: str
-    position: int
-    entries: dict[int, Entry]
-    local: dict[int, Tensor]
-    whole: Whole | None = None
-    partner: Node | None = None
-    equal: bool | None = None
-    off: float = 0.0
-    wrong: tuple[int, ...] = ()
-
-    @property
-    def value(self) -> Tensor:
-        """Of one card's: the whole tensor."""
-        found = self.whole.value if self.whole is not None else None
-        return next(iter(self.local.values())) if found is None else found
-
-    @property
-    def messages(self) -> list[tuple[int, Told]]:
-        """That ranks began for it."""
-        return [(rank, told) for rank, entry in self.entries.items() for told in entry.messages]
-
-
-def nodes_of(ranks: Sequence[Watched], bound: float) -> list[Node]:
-    """The values of all ranks, those that are parts of one put together, in the order of the program."""
-    found: dict[Hashable, Node] = {}
-    for rank, watched in enumerate(ranks):
-        seen: Counter[Hashable] = Counter()
-        for entry in watched.entries:
-            for i, value in enumerate(entry.values):
-                key = (*_key(entry), i, _kind(value))
-                seen[key] += 1
-                node = found.get((key, seen[key]))
-                if node is None:
-                    node = found[key, seen[key]] = Node(
-                        entry.number, entry.name, entry.phase, entry.module, entry.line, i, {}, {}
-                    )
-                node.entries[rank], node.local[rank] = entry, value.local
-    made = sorted(found.values(), key=lambda node: node.order)
-    for node in made:
-        values = {rank: entry.values[node.position] for rank, entry in node.entries.items()}
-        if next(iter(values.values())).spec is not None:
-            node.whole = whole({rank: v for rank, v in values.items() if v.spec is not None and v.spec.here}, bound)
-    return made
-
-
-def _key(entry: Entry) -> tuple[Hashable, ...]:
-    return entry.name, entry.phase, entry.module, entry.line
-
-
-def _kind(value: Value) -> Hashable:
-    spec = value.spec
-    return "plain" if spec is None else (spec.layout, spec.shape, spec.dtype)
-
-
-# -- partners ----------------------------------------------------------------------------------------------------------------
+_JOINED = {
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+}
 
 
 @dataclass(slots=True)
 class Found:
-    """The ranks' nodes with their partners."""
+    """The ranks' nodes with their partners.
+
+    Attributes:
+        nodes: of the ranks; one: of one card; places: the node of each rank's entry.
+        groups: ranks that send each other messages.
+    """
 
     nodes: list[Node]
     one: list[Node]
+    places: Places
     groups: tuple[tuple[int, ...], ...] = field(default=())
 
     @property
@@ -102,79 +48,197 @@ class Found:
         return [node for node in self.nodes if node.equal is False]
 
     @property
+    def compared(self) -> int:
+        """How many of one card's values some of the ranks' stand for."""
+        return len({id(node.partner) for node in self.nodes if node.partner is not None})
+
+    @property
     def share(self) -> float:
-        """Of the values of the ranks that have a partner."""
-        return sum(node.partner is not None for node in self.nodes) / max(len(self.nodes), 1)
+        """Of one card's values those that some of the ranks' stand for."""
+        return self.compared / max(len(self.one), 1)
 
 
 def partners(ranks: Sequence[Watched], one: Watched, bound: float) -> Found:
-    """Find for each value of the ranks the one card's that it stands for, and compare them.
-
-    By its operator, line, module and order, where both programs have as many of a kind; else by what it is.
-    """
-    nodes, alone = nodes_of(ranks, bound), nodes_of([one], bound)
-    groups = {
-        told.ranks for watched in ranks for told in watched.messages if len(told.ranks) > 1 and told.kind != "send"
+    """Find for each value of the ranks the one card's that it stands for, and compare them."""
+    (nodes, places), (alone, _) = nodes_of(ranks, bound), nodes_of([one], bound)
+    told = {
+        m.ranks for watched in ranks for m in watched.messages if len(m.ranks) > 1 and m.kind not in ("send", "recv")
     }
-    found = Found(nodes, alone, tuple(sorted({*groups, tuple(range(len(ranks)))})))
-    values = Alike([(node.name, node.order, node.value, node) for node in alone], bound)
+    found = Found(nodes, alone, places, tuple(sorted({*told, tuple(range(len(ranks)))}, key=len)))
+    search = _Search(found, Alike([(node.name, node.order, node.value, node) for node in alone], bound), bound)
     for parts in (("name", "phase", "module", "line"), ("name", "phase", "module"), ("name", "phase")):
-        _pair(nodes, alone, parts)
-    taken = {id(node.partner) for node in nodes if node.partner is not None}
-    near = 0
-    for node in nodes:
-        _judge(node, values, near, found, taken)
-        if node.equal and node.partner is not None:
-            near = node.partner.order
+        search.pair(parts)
+    search.judge()
     return found
 
 
-def _pair(nodes: Sequence[Node], alone: Sequence[Node], parts: Sequence[str]) -> None:
-    """Pair those of a kind of which both programs have as many."""
-    kinds: tuple[defaultdict[tuple[Any, ...], list[Node]], ...] = defaultdict(list), defaultdict(list)
-    taken = {id(node.partner) for node in nodes if node.partner is not None}
-    for table, members in zip(kinds, (nodes, alone), strict=True):
-        for node in members:
-            if node.partner is None and id(node) not in taken:
-                shape = tuple(node.value.shape) if node.whole is not None or table is kinds[1] else None
-                table[(*(getattr(node, part) for part in parts), node.position, shape)].append(node)
-    for key, mine in kinds[0].items():
-        theirs = kinds[1].get(key, [])
-        if key[-1] is None:  # plain parts, whose whole shape nobody knows
-            theirs = [x for other, found in kinds[1].items() if other[:-1] == key[:-1] for x in found]
-            theirs.sort(key=lambda node: node.order)
-        if len(mine) == len(theirs):
-            for node, partner in zip(mine, theirs, strict=True):
-                node.partner = partner
+class _Search:
+    """One search for partners."""
 
+    def __init__(self, found: Found, values: Alike[Node], bound: float) -> None:
+        self.found, self.values, self.bound = found, values, bound
+        self.near = 0
+        self._users: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
+        for node in found.one:
+            for source in node.inputs:
+                self._users[id(source), node.name].append(node)
 
-def _judge(node: Node, values: Alike[Node], near: int, found: Found, taken: set[int]) -> None:
-    if node.whole is not None:
-        _judge_whole(node, node.whole, values, near, taken)
-    else:
-        _judge_parts(node, values, near, found)
+    # -- by the line that made them --------------------------------------------------------------------------------------
 
+    def pair(self, parts: Sequence[str]) -> None:
+        """Pair those of a kind of which both programs have as many: in order, and what that leaves unlike by value."""
+        kinds: tuple[defaultdict[tuple[Any, ...], list[Node]], ...] = defaultdict(list), defaultdict(list)
+        taken = {id(node.partner) for node in self.found.nodes if node.partner is not None}
+        for table, members in zip(kinds, (self.found.nodes, self.found.one), strict=True):
+            for node in members:
+                if node.partner is None and id(node) not in taken and not node.message:
+                    shape = tuple(node.value.shape) if node.whole is not None or table is kinds[1] else None
+                    table[(*(getattr(node, part) for part in parts), node.position, shape)].append(node)
+        by_key: defaultdict[tuple[Any, ...], list[Node]] = defaultdict(list)
+        for key, members in kinds[1].items():
+            by_key[key[:-1]] += members
+        for key, mine in kinds[0].items():
+            theirs = kinds[1].get(key, [])
+            if key[-1] is None:  # plain parts, whose whole shape nobody knows
+                theirs = sorted(by_key.get(key[:-1], ()), key=lambda node: node.order)
+            if len(mine) == len(theirs):
+                self._pair_all(mine, theirs, "line" in parts)
 
-def _judge_whole(node: Node, held: Whole, values: Alike[Node], near: int, taken: set[int]) -> None:
-    bound = values.bound
-    if held.odd:
-        right = node.partner.value if node.partner is not None else None
-        known = () if right is None or held.layout.pending else wrong_ranks(held, right, bound)
-        node.equal, node.wrong, node.off = False, known or held.odd, 1.0
-        return
-    if held.value is None:
-        return
-    if node.partner is not None:
-        node.off = apart(held.value, node.partner.value)
-        if node.off <= bound:
-            node.equal = True
+    def _pair_all(self, mine: Sequence[Node], theirs: Sequence[Node], sure: bool) -> None:
+        left: list[Node] = []
+        rest: list[Node] = []
+        for node, partner in zip(mine, theirs, strict=True):
+            node.partner, node.sure = partner, sure
+            if not self.fits(node, partner):
+                left.append(node)
+                rest.append(partner)
+        for node in left if len(left) > 1 else ():  # ranks may take microbatches in another order
+            other = next((x for x in rest if self.fits(node, x)), None)
+            if other is not None:
+                node.partner = other
+                rest.remove(other)
+
+    # -- whether they are equal ------------------------------------------------------------------------------------------
+
+    def fits(self, node: Node, partner: Node) -> bool:
+        """Whether a node is the value of another one; if so, it is noted in which way."""
+        if node.whole is not None:
+            held = node.whole
+            if held.value is None or held.odd or held.value.shape != partner.value.shape:
+                return False
+            node.off = apart(held.value, partner.value)
+            node.equal = True if node.off <= self.bound else None
+            return node.equal is True
+        how = self._way(node, partner.value)
+        if how is not None:
+            node.equal, (node.how, node.among) = True, how
+        return how is not None
+
+    def _way(self, node: Node, value: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        """In which way plain tensors of the ranks are a value."""
+        if all(x.shape == value.shape and apart(x, value) <= self.bound for x in node.local.values()):
+            return "whole", ()
+        if all(is_part(x, value, self.bound) for x in node.local.values()):
+            return "part", ()
+        for how, ranks, joined in self._joined(node):
+            if is_part(joined, value, self.bound):
+                return how, ranks
+        return None
+
+    def _joined(self, node: Node) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        """What the ranks' tensors are together."""
+        for ranks in self.found.groups:
+            if any(rank not in node.local for rank in ranks) or len({node.local[rank].shape for rank in ranks}) != 1:
+                continue
+            first = node.local[ranks[0]]
+            if not first.is_floating_point() and not first.is_complex():
+                continue
+            stacked = torch.stack([node.local[rank] for rank in ranks])
+            for how, join in _JOINED.items():
+                if how in ("sum", "mean") or (not first.is_complex() and first.numel()):
+                    yield how, ranks, join(stacked)
+
+    # -- all of them -----------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Compare each node with its partner, and find one for those that have none."""
+        taken = {id(node.partner) for node in self.found.nodes if node.partner is not None}
+        for node in self.found.nodes:
+            if node.equal is None:
+                self._judge(node, taken)
+            if node.equal and node.partner is not None:
+                self.near = node.partner.order
+
+    def _judge(self, node: Node, taken: set[int]) -> None:
+        if node.whole is not None and node.whole.odd:
+            self._odd(node, node.whole)
             return
-    other = values.like(held.value, near, node.name)
-    if other is not None and (node.partner is None or id(other) not in taken):
-        node.partner, node.equal, node.off = other, True, 0.0
-        return
-    if node.partner is not None:
-        node.equal, node.wrong = False, wrong_ranks(held, node.partner.value, bound)
+        if node.whole is not None and node.whole.value is None:
+            return
+        stands_for = [x for x in self._by_inputs(node) if not node.sure or id(x) not in taken]
+        other = next((x for x in stands_for if self.fits(node, x)), None) or self._by_value(node, taken)
+        if other is not None:
+            node.partner = other
+        elif node.partner is not None:
+            self._differs(node, node.partner)
+        elif len(stands_for) == 1 or (stands_for and node.message):
+            self._perhaps(node, stands_for)
+
+    def _odd(self, node: Node, held: Whole) -> None:
+        right = node.partner.value if node.partner is not None else None
+        known = () if right is None or held.layout.pending else wrong_ranks(held, right, self.bound)
+        node.equal, node.wrong, node.off = False, known or held.odd, 1.0
+
+    def _differs(self, node: Node, partner: Node) -> None:
+        node.equal, node.off = False, 1.0
+        if node.whole is not None:
+            node.wrong = wrong_ranks(node.whole, partner.value, self.bound)
+            return
+        wrong = tuple(r for r, x in node.local.items() if not is_part(x, partner.value, self.bound))
+        node.wrong = wrong or tuple(node.local)
+
+    def _perhaps(self, node: Node, stands_for: Sequence[Node]) -> None:
+        """A value that is like nothing, of operands that are right: wrong, if a known fault makes it of what it should be."""
+        for other in stands_for:
+            right = {rank: other.value for rank, x in node.local.items() if x.shape == other.value.shape}
+            if not node.message or (right and explained(node.local, right, self.found.groups)):
+                node.partner = other
+                self._differs(node, other)
+                return
+
+    def _by_inputs(self, node: Node) -> Iterator[Node]:
+        """One card's values that the same operator made of what this one's operands stand for."""
+        sources = [x.partner for x in node.inputs if x.partner is not None and x.equal]
+        if node.message:
+            yield from sources
+            return
+        seen: set[int] = set()
+        for source in sources:
+            for user in self._users[id(source), node.name]:
+                if user.position == node.position and user.phase == node.phase and id(user) not in seen:
+                    seen.add(id(user))
+                    yield user
+
+    def _by_value(self, node: Node, taken: set[int]) -> Node | None:
+        if node.whole is not None:
+            other = self.values.like(node.value, self.near, node.name)
+            free = other is not None and (node.partner is None or id(other) not in taken)
+            return other if other is not None and free and self.fits(node, other) else None
+        seen = taken if node.sure else set[int]()  # a value of the same line that another one stands for is an old one
+        for other in self._alike(node):
+            if id(other) not in seen and self.fits(node, other):
+                return other
+        return None
+
+    def _alike(self, node: Node) -> Iterator[Node]:
+        """One card's values that a rank's tensor is like, or the ranks' together."""
+        name = "" if node.message else node.name
+        first = next(iter(node.local.values()))
+        candidates: Iterable[Tensor] = (first, *(joined for _, _, joined in self._joined(node)))
+        for x in candidates:
+            for other in (self.values.like(x, self.near, name), self.values.with_block(x, self.near, name)):
+                if other is not None:
+                    yield other
 
 
 def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
@@ -191,27 +255,6 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
     return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
 
 
-def _judge_parts(node: Node, values: Alike[Node], near: int, found: Found) -> None:
-    """A plain tensor on each rank: the whole value, a part of it, or a summand."""
-    wrong, paired = [], node.partner is not None
-    for rank, part in node.local.items():
-        if node.partner is not None and is_part(part, node.partner.value, values.bound):
-            continue
-        other = values.like(part, near, node.name) or values.with_block(part, near, node.name)
-        if other is None:
-            wrong.append(rank)
-        elif node.partner is None:
-            node.partner = other
-    if wrong and (summed := _summed(node, values, near, found)):
-        node.partner, wrong = summed, []
-    if not wrong:
-        node.equal = True
-    elif paired:
-        node.equal, node.wrong, node.off = False, tuple(wrong), 1.0
-    else:  # one rank's may be like another value by chance
-        node.partner = None
-
-
 def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
     """Whether a rank's tensor is the value, or a block of it."""
     if part.shape == value.shape and apart(part, value) <= bound:
@@ -219,24 +262,4 @@ def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
     return part.shape != value.shape and block_in(part, value, bound) is not None
 
 
-def _summed(node: Node, values: Alike[Node], near: int, found: Found) -> Node | None:
-    """The node of which ranks hold summands, or means over their own parts of the batch."""
-    for ranks in found.groups:
-        if any(rank not in node.local for rank in ranks) or len({node.local[rank].shape for rank in ranks}) != 1:
-            continue
-        if not node.local[ranks[0]].is_floating_point():
-            continue
-        total = torch.stack([node.local[rank].double() for rank in ranks]).sum(0)
-        for value in (total, total / len(ranks)):
-            value = value.to(node.local[ranks[0]].dtype)
-            if node.partner is not None and is_part(value, node.partner.value, values.bound):
-                return node.partner
-            other = values.like(value, near, node.name) or values.with_block(value, near, node.name)
-            if other is not None:
-                return other
-    return None
-
-
-def layout_of(node: Node) -> Layout | None:
-    """How the ranks say that they hold it."""
-    return None if node.whole is None else node.whole.layout
+__all__ = ["Found", "Node", "is_part", "partners", "wrong_ranks"]

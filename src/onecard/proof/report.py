@@ -10,7 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from onecard.proof.explain import explained, near, worst
-from onecard.proof.partners import Found, Node
+from onecard.proof.nodes import Node
+from onecard.proof.origin import origin
+from onecard.proof.partners import Found
 from onecard.proof.results import Result
 from onecard.proof.watch import Watched
 from onecard.proof.whole import apart
@@ -196,6 +198,7 @@ def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence
         why = explained(pending, {-1: right}, found.groups, [{-1: x} for x in earlier])
     else:
         why = explained(local, want, found.groups, _cut(earlier, node), any(e.draws for e in node.entries.values()))
+    why = why or _operands(node)
     if held is not None and held.odd and not why:
         why = f"copies that should be equal are not: {ranks_of(held.odd)}"
     before = sum(other.equal is True for other in found.nodes if other.order < node.order)
@@ -203,6 +206,20 @@ def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence
         node.name, node.phase, node.module, node.line, layout, shape, node.wrong, place, value, other, beside,
         _messages(node, ranks), why, before,
     )  # fmt: skip
+
+
+def _operands(node: Node) -> str:
+    """What of its operands explains a value: one that only the ranks together have."""
+    for x in node.inputs:
+        if x.equal and x.among and x.how in _MISSING:
+            return (
+                f"its operand, {x.name} at {with_code(x.line)}, is {_MISSING[x.how]} on each of ranks {list(x.among)}: their "
+                f"{x.how} is missing"
+            )
+    return ""
+
+
+_MISSING = {"sum": "a summand", "mean": "a part of a mean", "max": "a part of a maximum", "min": "a part of a minimum"}
 
 
 def _parts(node: Node, right: Tensor | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -256,9 +273,9 @@ def _messages(node: Node, ranks: Sequence[Watched]) -> tuple[str, ...]:
     return tuple(f"rank {rank} {message}" for message in before[-1:])
 
 
-def first_divergence(found: Found, ranks: Sequence[Watched]) -> Divergence | None:
-    """The first value in the order of the program that is not what it stands for."""
-    node = next(iter(found.divergent), None)
+def first_divergence(found: Found, ranks: Sequence[Watched], wrong: Sequence[Result]) -> Divergence | None:
+    """Where what is wrong in the end begins; None if no value shows it."""
+    node = origin(found, [place for result in wrong for place in result.made])
     return None if node is None else divergence(node, found, ranks)
 
 

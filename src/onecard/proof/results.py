@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class Result:
         ranks: whose part is wrong.
         why: in words, where numbers do not say it.
         local, right: each wrong rank's part and what it should be.
-        pending: its parts are summands.
+        made: of each rank what has made it: an entry, and which of its values.
     """
 
     what: str
@@ -39,6 +39,7 @@ class Result:
     why: str = ""
     local: Mapping[int, Tensor] | None = None
     right: Mapping[int, Tensor] | None = None
+    made: tuple[tuple[int, int, int], ...] = ()
 
 
 Part = Callable[[Tensor], Tensor]
@@ -46,79 +47,120 @@ Part = Callable[[Tensor], Tensor]
 
 def compare(ranks: Sequence[Watched], one: Watched, bound: float) -> tuple[list[Result], list[str]]:
     """All results of the ranks beside one card's, in the order in which they arise, and names that have no partner."""
-    theirs = _by_kind([one])
-    mine = _by_kind(ranks)
-    pairs = _pairs(mine, theirs, bound)
+    theirs, mine = _by_kind([one]), _by_kind(ranks)
+    owners = _owners(ranks, mine, theirs, bound)
     results: list[Result] = []
     for (kind, step), tables in sorted(mine.items(), key=lambda item: (item[0][1], _ORDER.index(item[0][0]))):
         right = theirs.get((kind, step), {})
-        for name, values in tables.items():
-            known, parts = pairs.get(name, ("", {}))
+        for known, held in _by_owner(tables, owners).items():
             if kind == "final":  # a stage's parameters are the matter of the ranks that have gradients of them
-                grads = [table.get(name, {}) for (k, _), table in mine.items() if k == "gradient"]
-                mine_alone = {r for table in grads for r, v in table.items() if v.spec is None or v.spec.here}
-                values = {rank: value for rank, value in values.items() if not mine_alone or rank in mine_alone}
+                trained = {
+                    r for t in _gradients(mine) for r in _by_owner(t, owners).get(known, {}) if _here(t, held, r)
+                }
+                held = {r: each for r, each in held.items() if not trained or r in trained}
             if known in right:
-                what = f"{_WORDS[kind]}{name}" + (f" in step {step + 1}" if kind == "gradient" else "")
-                results.append(_result(what, kind, values, right[known][0].local, parts, bound))
+                names = list(dict.fromkeys(name for name, _, _ in held.values()))
+                what = _WORDS[kind] + (names[0] if len(names) == 1 else known)
+                what += f" in step {step + 1}" if kind == "gradient" else ""
+                values = {rank: value for rank, (_, value, _) in held.items()}
+                parts = {rank: part for rank, (_, _, part) in held.items()}
+                result = _result(what, kind, values, right[known][0].local, parts, bound)
+                results.append(replace(result, made=_made(values)))
     results += _returned(ranks, one, bound)
-    unpaired = [
-        name for name in {n for (kind, _), t in mine.items() if kind == "initial" for n in t} if name not in pairs
-    ]
+    unpaired = {
+        name for name, held in mine.get(("initial", 0), {}).items() if all((r, name) not in owners for r in held)
+    }
     return results, sorted(unpaired)
+
+
+def _made(values: Mapping[int, Value]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((rank, *value.made) for rank, value in values.items() if value.made is not None)
 
 
 _ORDER = ("initial", "gradient", "final", "buffer")
 _WORDS = {"initial": "the initial value of ", "gradient": "the gradient of ", "final": "", "buffer": "the buffer "}
+Tables = dict[str, dict[int, Value]]
+Owners = dict[tuple[int, str], tuple[str, Part]]
 
 
-def _by_kind(ranks: Sequence[Watched]) -> dict[tuple[str, int], dict[str, dict[int, Value]]]:
-    found: dict[tuple[str, int], dict[str, dict[int, Value]]] = defaultdict(dict)
+def _by_kind(ranks: Sequence[Watched]) -> dict[tuple[str, int], Tables]:
+    found: dict[tuple[str, int], Tables] = defaultdict(dict)
     for rank, watched in enumerate(ranks):
         for held in watched.held:
             found[held.kind, held.step if held.kind == "gradient" else 0].setdefault(held.name, {})[rank] = held.value
     return found
 
 
-def _pairs(mine: Any, theirs: Any, bound: float) -> dict[str, tuple[str, dict[int, Part]]]:
-    """For each parameter of the ranks the one card's, and what part of that each rank has: by name, else by initial value."""
-    found: dict[str, tuple[str, dict[int, Part]]] = {}
-    alone: dict[str, Tensor] = {name: values[0].local for name, values in theirs.get(("initial", 0), {}).items()}
-    for name, values in mine.get(("initial", 0), {}).items():
-        candidates = [name, *(other for other in alone if other != name)] if name in alone else [*alone]
-        for other in candidates:
-            parts = _parts(values, alone[other], bound)
-            if parts is not None:
-                found[name] = other, parts
-                break
-        else:
-            if name in alone:  # another initial value: compared as it is
-                found[name] = name, {rank: _all for rank in values}
-    for kind in ("buffer", "final"):
-        for name in mine.get((kind, 0), {}):
-            if name not in found and name in theirs.get((kind, 0), {}):
-                found[name] = name, {rank: _all for rank in mine[kind, 0][name]}
+def _gradients(mine: Mapping[tuple[str, int], Tables]) -> list[Tables]:
+    return [tables for (kind, _), tables in mine.items() if kind == "gradient"]
+
+
+def _here(tables: Tables, held: Mapping[int, tuple[str, Value, Part]], rank: int) -> bool:
+    value = tables.get(held[rank][0], {}).get(rank) if rank in held else None
+    return value is not None and (value.spec is None or value.spec.here)
+
+
+def _by_owner(tables: Tables, owners: Owners) -> dict[str, dict[int, tuple[str, Value, Part]]]:
+    """The ranks' values by the name that they have on one card."""
+    found: dict[str, dict[int, tuple[str, Value, Part]]] = {}
+    for name, values in tables.items():
+        for rank, value in values.items():
+            if (rank, name) in owners:
+                known, part = owners[rank, name]
+                found.setdefault(known, {})[rank] = name, value, part
     return found
+
+
+def _owners(
+    ranks: Sequence[Watched],
+    mine: Mapping[tuple[str, int], Tables],
+    theirs: Mapping[tuple[str, int], Tables],
+    bound: float,
+) -> Owners:
+    """Whose part each rank's parameter is on one card: by name, else by its first value.
+
+    Stages have names of their own: of several with the same first value the one that follows what came before is meant.
+    """
+    found: Owners = {}
+    alone = {name: values[0].local for name, values in theirs.get(("initial", 0), {}).items()}
+    listed = [*alone]
+    for rank, watched in enumerate(ranks):
+        last = -1
+        for held in watched.held:
+            if held.kind != "initial" or held.value.spec is not None:
+                continue
+            after, same = last + 1, [held.name] if held.name in alone else []
+            for other in [*listed[after : after + 1], *same, *listed[after + 1 :], *listed[:after]]:
+                part = _part_of(held.value.local, alone[other], bound)
+                if part is not None:
+                    found[rank, held.name], last = (other, part), listed.index(other)
+                    break
+    for name, values in mine.get(("initial", 0), {}).items():
+        laid = {rank: value for rank, value in values.items() if value.spec is not None}
+        for other in [name, *alone] if name in alone else listed if laid else []:
+            held = whole(laid, bound).value if laid else None
+            if held is not None and held.shape == alone[other].shape and apart(held, alone[other]) <= bound:
+                found |= {(rank, name): (other, _all) for rank in laid}
+                break
+        for rank in values if name in alone else ():  # another first value: compared as it is
+            found.setdefault((rank, name), (name, _all))
+    modules = {(rank, _module(name)): _module(known) for (rank, name), (known, _) in found.items()}
+    for kind in ("buffer", "final"):
+        for name, values in mine.get((kind, 0), {}).items():
+            for rank in values:
+                module = modules.get((rank, _module(name)), _module(name))
+                if (known := module + name[len(_module(name)) :]) in theirs.get((kind, 0), {}):
+                    found.setdefault((rank, name), (known, _all))
+    return found
+
+
+def _module(name: str) -> str:
+    """The module of a parameter or buffer: all of its name but the last word."""
+    return name[: len(name) - len(name.split(".")[-1].split(" ")[-1])]
 
 
 def _all(x: Tensor) -> Tensor:
     return x
-
-
-def _parts(values: Mapping[int, Value], right: Tensor, bound: float) -> dict[int, Part] | None:
-    """Which part of a value each rank has; None: it is not this value."""
-    first = next(iter(values.values()))
-    if first.spec is not None:
-        held = whole(values, bound)
-        fits = held.value is not None and held.value.shape == right.shape and apart(held.value, right) <= bound
-        return {rank: _all for rank in values} if fits else None
-    found: dict[int, Part] = {}
-    for rank, value in values.items():
-        part = _part_of(value.local, right, bound)
-        if part is None:
-            return None
-        found[rank] = part
-    return found
 
 
 def _part_of(local: Tensor, right: Tensor, bound: float) -> Part | None:
@@ -194,9 +236,9 @@ def _wrong(local: Mapping[int, Tensor], want: Mapping[int, Tensor], bound: float
 # -- what is returned --------------------------------------------------------------------------------------------------------
 
 
-def frozen(result: Any) -> Any:
+def frozen(result: Any, value: Callable[[Tensor], Value] = Value.of) -> Any:
     """What a program returns, as it is now: tensors as ``Value``."""
-    return tree_map(lambda x: Value.of(x) if isinstance(x, Tensor) else x, result)
+    return tree_map(lambda x: value(x) if isinstance(x, Tensor) else x, result)
 
 
 def _returned(ranks: Sequence[Watched], one: Watched, bound: float) -> list[Result]:
@@ -233,6 +275,10 @@ def _leaf(what: str, leaves: Mapping[int, Any], right: Any, bound: float) -> Res
     }
     if not values:
         return Result(what, "returned", float("inf"), (), "is on no rank")
+    return replace(_of_leaf(what, values, value, bound), made=_made(values))
+
+
+def _of_leaf(what: str, values: Mapping[int, Value], value: Tensor, bound: float) -> Result:
     if next(iter(values.values())).spec is not None:
         return _result(what, "returned", values, value, {}, bound)
     local = {rank: x.local for rank, x in values.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,19 @@ _ROOM = (
 )
 
 
+Source = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor as a rank had it at one place of the program: its local part, and how it lies; no spec: a plain tensor."""
+    """A tensor as a rank had it at one place of the program: its local part, and how it lies; no spec: a plain tensor.
+
+    ``made``: which entry has made it last, and as which of its values.
+    """
 
     local: Tensor
     spec: Spec | None
+    made: Source | None = None
 
     @staticmethod
     def of(x: Tensor) -> Value:
@@ -65,6 +72,8 @@ class Entry:
         phase: forward, backward or optimizer; module: its path; line: the user's; in backward those of the forward call.
         messages: that the rank began since the entry before.
         draws: whether it draws random numbers.
+        inputs: for each value what it was made of: an entry, and which of its values.
+        message: this entry is a message that serves no operator: its values are what arrived.
     """
 
     number: int
@@ -75,6 +84,8 @@ class Entry:
     line: str
     messages: tuple[Told, ...]
     draws: bool
+    inputs: list[tuple[Source, ...]]
+    message: Told | None = None
 
 
 @dataclass(slots=True)
@@ -119,13 +130,41 @@ class Watch(TorchDispatchMode):
         self._paths: dict[int, str] = {}
         self._calls: dict[int, tuple[str, str]] = {}
         self._told: list[Told] = []
-        self._stepping = self._off = 0
+        self._made: dict[int, Source] = {}
+        self._stepping = self._off = self._inside = 0
 
-    def told(self, message: Told) -> None:
-        """A message begins."""
-        if not self._off:
+    def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
+        """A message begins; gives who is to be told of what arrives, where no operator is being served."""
+        if self._off:
+            return None
+        self.seen.messages.append(message)
+        if self._inside or not self.keep:
             self._told.append(message)
-            self.seen.messages.append(message)
+            return None
+        with self.paused():
+            return self._message(message, given)
+
+    def _message(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        """A message as an entry of its own: its values are those that come."""
+        module, line = self._place()
+        entry = Entry(
+            len(self.seen.entries), message.kind, [], self._phase(), module, message.source if line == "?" else line,
+            (message,), False, [], message,
+        )  # fmt: skip
+        self.seen.entries.append(entry)
+        inputs = self._sources(given)
+
+        def arrived(into: Sequence[Tensor]) -> None:
+            watch = recorded.watcher  # of the rank that runs, which need not be this one
+            with watch.paused() if watch is not None else nullcontext():
+                for i, x in enumerate(into):
+                    entry.values.append(Value.of(x))
+                    entry.inputs.append(inputs)
+                    self._made[_memory(x)] = entry.number, i
+
+        if message.kind == "send":
+            arrived(given)
+        return arrived
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,8 +177,13 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._off and self.keep and func.namespace not in _SKIPPED:
+        serves = func.namespace not in _SKIPPED
+        self._inside += serves
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._inside -= serves
+        if not self._off and self.keep and serves:
             with self.paused():
                 self._note(func, args, kwargs, result)
         return result
@@ -147,23 +191,59 @@ class Watch(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         schema = schema_of(func)
         name = schema.functional
-        if schema.views or name.removeprefix("aten::") in _ROOM:
+        if schema.views:
+            return
+        if name.removeprefix("aten::") in _ROOM:
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and not fakes.is_fake(x):
+                    self._made.pop(_memory(x), None)
             return
         written = arguments_written(func, args, kwargs)
         made = written or [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        values = [Value.of(x) for x in made if isinstance(x, Tensor) and not fakes.is_fake(x)]
-        if not values:
+        made = [x for x in made if isinstance(x, Tensor) and not fakes.is_fake(x)]
+        if not made:
             return
-        phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
+        module, line = self._place()
+        told, self._told = tuple(self._told), []
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        number, inputs = len(self.seen.entries), self._inputs(args, kwargs, len(made))
+        values = [Value.of(x) for x in made]
+        self.seen.entries.append(Entry(number, name, values, self._phase(), module, line, told, draws, inputs))
+        self._made.update({_memory(x): (number, i) for i, x in enumerate(made)})
+
+    def _phase(self) -> str:
+        return "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
+
+    def _place(self) -> tuple[str, str]:
+        """Module and line; in backward those of the forward call."""
         module, line = self._stack[-1] if self._stack else "", record.user_line()
-        call = _torch.call_number()
+        call, phase = _torch.call_number(), self._phase()
         if phase == "forward" and call is not None:
             self._calls[call + 1] = self._calls[call] = (module, line)
         elif phase == "backward" and call in self._calls:
             module, line = self._calls[call]
-        told, self._told = tuple(self._told), []
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.seen.entries.append(Entry(len(self.seen.entries), name, values, phase, module, line, told, draws))
+        return module, line
+
+    def _sources(self, given: Any) -> tuple[Source, ...]:
+        """What some tensors were made by."""
+        found = (
+            self._made.get(_memory(x)) for x in tree_leaves(given) if isinstance(x, Tensor) and not fakes.is_fake(x)
+        )
+        return tuple(dict.fromkeys(source for source in found if source is not None))
+
+    def _inputs(self, args: Any, kwargs: Any, count: int) -> list[tuple[Source, ...]]:
+        """For each value what it was made of: of lists as long as there are values, each has its own element."""
+        given = [*args, *kwargs.values()]
+        lists = [x for x in given if isinstance(x, list | tuple) and len(x) == count]
+        if count == 1 or not lists:
+            return [self._sources(given)] * count
+        rest = self._sources([x for x in given if all(x is not each for each in lists)])
+        return [self._sources([each[i] for each in lists]) + rest for i in range(count)]
+
+    def value(self, x: Tensor) -> Value:
+        """A copy of what a tensor is now, with what has made it."""
+        found = Value.of(x)
+        return Value(found.local, found.spec, self._made.get(_memory(x)))
 
     # -- modules and optimizers ------------------------------------------------------------------------------------------
 
@@ -202,7 +282,13 @@ class Watch(TorchDispatchMode):
         with self.paused():
             for name, x in _named(kind, roots, self.roots):
                 if isinstance(x, Tensor) and not fakes.is_fake(x) and x.device.type != "meta":
-                    self.seen.held.append(Held(name, kind, self.seen.steps, Value.of(x)))
+                    self.seen.held.append(Held(name, kind, self.seen.steps, self.value(x)))
+
+
+def _memory(x: Tensor) -> int:
+    """What tells the memory of a tensor from others that are there."""
+    local = x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
+    return int(local.untyped_storage()._cdata)
 
 
 def _named(kind: str, roots: Sequence[nn.Module], all_roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -55,6 +55,15 @@ home: Kept[object] = Kept(object)
 """Stands for the present world in what is made in it; ``REAL`` for that of the process itself."""
 REAL = home.here
 
+carried: Kept[bool] = Kept(bool)
+"""Whether messages of the present world carry values though it is not the process's own: all its ranks are in this process."""
+
+
+def arrives() -> bool:
+    """Whether what is sent in the present world arrives: not where a rank is pretended alone."""
+    return home.here is REAL or carried.here
+
+
 faked: Kept[bool] = Kept(bool)
 """Whether all tensors of the present world are without data."""
 

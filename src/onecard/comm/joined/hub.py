@@ -18,6 +18,7 @@ from onecard.errors import CommunicationError
 
 Parts = Sequence[Sequence[Tensor]]
 Fill = Callable[[Parts], None]
+Arrived = Callable[[Sequence[Tensor]], None]
 FOREVER = 1e9  # seconds: ranks that wait in a circle are told at once
 
 
@@ -50,13 +51,15 @@ class Told:
 
 @dataclass(slots=True)
 class _Post:
-    """What one rank brings to a collective: its tensors, and how it fills its own with all ranks' ones."""
+    """What one rank brings to a collective: its tensors, how it fills its own with all ranks' ones, and who is told then."""
 
     kind: str
     agreed: tuple[Any, ...]
     given: Sequence[Tensor]
+    into: Sequence[Tensor]
     fill: Fill
     work: ShmWork
+    arrived: Arrived | None
 
 
 @dataclass(slots=True)
@@ -71,16 +74,16 @@ class Hub:
     """What has been brought and not yet fetched.
 
     Attributes:
-        listener: is told of each message as a rank begins it.
+        listener: is told of each message as a rank begins it; what it returns is called with what has arrived.
     """
 
     def __init__(self, baton: Baton) -> None:
         self.baton = baton
-        self.listener: Callable[[int, Told, Sequence[Tensor]], None] | None = None
+        self.listener: Callable[[int, Told, Sequence[Tensor]], Arrived | None] | None = None
         self._slots: dict[tuple[tuple[int, ...], int], _Slot] = {}
         self._numbers: defaultdict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         self._mail: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)  # from, to, tag
-        self._asked: list[tuple[int | None, int, int, Tensor, ShmWork]] = []
+        self._asked: list[tuple[int | None, int, int, Tensor, ShmWork, Arrived | None]] = []
 
     def post(
         self, ranks: tuple[int, ...], kind: str, agreed: tuple[Any, ...], given: Sequence[Tensor], into: Sequence[Tensor],
@@ -99,13 +102,15 @@ class Hub:
         me = self.baton.running
         number = self._numbers[me, ranks]
         self._numbers[me, ranks] += 1
-        self._tell(me, kind, ranks, str(agreed[0]) if agreed and isinstance(agreed[0], str) else "", given, number)
+        arrived = self._tell(
+            me, kind, ranks, str(agreed[0]) if agreed and isinstance(agreed[0], str) else "", given, number
+        )
         slot = self._slots.setdefault((ranks, number), _Slot())
         words = f"{kind}{_words(agreed)} among ranks {list(ranks)} (its message {number})"
         work = ShmWork(None, list(into), FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
         with torch.no_grad():
             copies = [x.detach().clone() for x in given]
-        slot.posts[ranks.index(me)] = _Post(kind, agreed, copies, fill, work)
+        slot.posts[ranks.index(me)] = _Post(kind, agreed, copies, into, fill, work, arrived)
         if len(slot.posts) == len(ranks):
             del self._slots[ranks, number]
             self._complete(slot, ranks)
@@ -128,6 +133,8 @@ class Hub:
                 with torch.no_grad():
                     for post in posts:
                         post.fill(given)
+                        if post.arrived is not None:
+                            post.arrived(post.into)
             except (RuntimeError, ValueError, IndexError) as found:
                 fault = CommunicationError(f"{first.kind} among ranks {list(ranks)}: {found}")
         for post in posts:
@@ -148,17 +155,17 @@ class Hub:
     def receive(self, x: Tensor, source: int | None, tag: int, others: Sequence[int]) -> ShmWork:
         """Fill a tensor with the next of that tag, from ``source`` or any of ``others``."""
         me = self.baton.running
-        self._tell(me, "recv", (me if source is None else source, me), "", [x], tag)
+        arrived = self._tell(me, "recv", (me if source is None else source, me), "", [x], tag)
         whom = "any rank" if source is None else f"rank {source}"
         words = f"recv of {list(x.shape)} from {whom} with tag {tag}"
         work = ShmWork(None, [x], FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
-        self._asked.append((source, me, tag, x, work))
+        self._asked.append((source, me, tag, x, work, arrived))
         self._deliver()
         return work
 
     def _deliver(self) -> None:
         for asked in [*self._asked]:
-            source, me, tag, x, work = asked
+            source, me, tag, x, work, arrived = asked
             found = next(
                 (key for key, mail in self._mail.items() if mail and key[1:] == (me, tag) and source in (None, key[0])),
                 None,
@@ -171,6 +178,8 @@ class Hub:
                 if fits:
                     with torch.no_grad():
                         x.detach().copy_(come.view(x.shape))
+                        if arrived is not None:
+                            arrived([x])
                 work.end(
                     None if fits else CommunicationError(
                         f"rank {me} waits for {list(x.shape)} {x.dtype} from rank {found[0]}, which sent {list(come.shape)} "
@@ -178,13 +187,13 @@ class Hub:
                     )
                 )  # fmt: skip
 
-    def _tell(self, me: int, kind: str, ranks: Any, op: str, given: Sequence[Tensor], number: int) -> None:
+    def _tell(self, me: int, kind: str, ranks: Any, op: str, given: Sequence[Tensor], number: int) -> Arrived | None:
         if self.listener is None:
-            return
+            return None
         operator, operand, _ = record.serving.here
         first = given[0] if given else torch.empty(0)
         told = Told(kind, ranks, op, operator, operand, record.user_line(), tuple(first.shape), first.dtype, number)
-        self.listener(me, told, given)
+        return self.listener(me, told, given)
 
 
 def _words(agreed: tuple[Any, ...]) -> str:

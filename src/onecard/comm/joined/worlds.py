@@ -16,13 +16,13 @@ from torch import Tensor
 
 from onecard import recorded
 from onecard._torch.groups import JoinedGroups
-from onecard.comm.base.state import World
+from onecard.comm.base.state import World, carried
 from onecard.comm.joined import group
 from onecard.comm.joined.baton import Baton
-from onecard.comm.joined.hub import Hub, Told, hub
+from onecard.comm.joined.hub import Arrived, Hub, Told, hub
 from onecard.machine.cost import Machine
 
-Listener = Callable[[int, Told, Sequence[Tensor]], None]
+Listener = Callable[[int, Told, Sequence[Tensor]], Arrived | None]
 Around = Callable[[int], AbstractContextManager[Any]]
 
 
@@ -87,7 +87,7 @@ class _Rank:
         self._swap()
         hub.here = self.shared  # the backend asks for it as the world makes its group of all
         self.world.__enter__()
-        hub.here = self.shared
+        hub.here, carried.here = self.shared, True
         self.around.__enter__()
 
     def leave(self) -> None:
@@ -130,7 +130,7 @@ def together(
 
     Args:
         size: how many ranks there are.
-        listener: is told of each message that a rank begins: (rank, what, its tensors).
+        listener: is told of each message that a rank begins: (rank, what, its tensors); what it returns is called with what arrives.
         machine: what messages and computations are priced with.
         around: for each rank a context that is entered as it begins to run and left as it stops, each time.
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onecard.comm.base.state import REAL, home
+from onecard.comm.base.state import arrives
 from onecard.comm.issue import started
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
@@ -21,7 +21,7 @@ def not_drawn(yes: bool) -> Iterator[None]:
 
 
 def _moves(group: Ranks) -> bool:
-    return group.size > 1 and home.here is REAL
+    return group.size > 1 and arrives()
 
 
 def give(group: Ranks, place: int, number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard._torch.names import tree_map
-from onecard.comm.base.state import REAL, home
+from onecard.comm.base.state import arrives
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.comm.world import world
@@ -197,7 +197,7 @@ class PipelineLayer(nn.Module):
         said = torch.tensor(mine, dtype=torch.float64, device=world.device())
         *counts, faults = plain.all_reduce(said, self.group, call="PipelineLayer").tolist()
         self.parameter_counts = [int(n) for n in counts]
-        if home.here is not REAL:
+        if not arrives():
             return
         if faults:
             with torch.device("meta"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecard.comm.base.state import REAL, home
+from onecard.comm.base.state import arrives
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.stage_walk import StageRuntime, StageWalk
@@ -117,7 +117,7 @@ class Runner(StageRuntime):
 
     def _fit(self, schedule: Schedule) -> None:
         """Prove a schedule, once, and that it means these ranks and stages."""
-        if self.group.size > 1 and home.here is not REAL and self.given is None:
+        if self.group.size > 1 and not arrives() and self.given is None:
             raise ScheduleError(
                 "a pipeline's stages tell each other what they send, and in a pretended world nothing arrives: say what a "
                 "stage would be given, Runner(..., given=lambda stage, x: torch.empty(len(x), 64, requires_grad=True)); "
