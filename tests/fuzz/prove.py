@@ -39,7 +39,7 @@ Made = tuple[Callable[[], Any], Callable[[], Any] | None, int]
 
 @dataclass(frozen=True)
 class Verdict:
-    """ "right", "wrong", "refused", or "void" (no program, or none that runs on one card); why; share of values with a partner."""
+    """ "right", "wrong", "refused", or "void" (no program, or none that runs on one card); why; share of values paired."""
 
     kind: str
     why: str = ""

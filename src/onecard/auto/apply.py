@@ -64,7 +64,7 @@ class Applied:
     """
 
     def __init__(self, plan: Plan) -> None:
-        check(plan, world.get_world_size())
+        check(plan, plan.world if world.alone.here else world.get_world_size())
         self.plan = plan
         copies, parts = plan.replicas, plan.dp // plan.replicas
         sizes = [(name, size) for name, size in (("replicas", copies), ("dp", parts), ("tp", plan.tp)) if size > 1]

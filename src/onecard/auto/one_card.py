@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard.comm.base.record import user_line
+from onecard.comm.base.state import Kept
 from onecard.comm.world import world
 from onecard.comm.world.hidden import hidden
 from onecard.errors import AutoError
@@ -38,16 +39,27 @@ def enter(seed: int, stack: ExitStack) -> None:
     """
     _own_gpu()
     world.init()
-    for name in LAUNCHERS:
-        os.environ.pop(name, None)
     if world.get_rank():  # a process of its own, which writes past us
         os.environ.setdefault("WANDB_MODE", "disabled")
+    begin(seed)
+    stack.callback(setattr, as_one_card, "here", False)
+    replace([*hidden(), *_programs(), *numbers(), *_whole()], stack)
+
+
+def begin(seed: int) -> None:
+    """This rank's program is one card's: no variables of launchers, generators as they are seeded on all ranks."""
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    drawn.here = random.Random(seed)
     as_one_card.here = True
-    stack.callback(setattr, as_one_card, "here", False)
-    for holder, name, instead in [*hidden(), *_programs(), *_numbers(seed), *_whole()]:
+
+
+def replace(found: Iterable[tuple[Any, str, Any]], stack: ExitStack) -> None:
+    """Put functions in the places of others until the stack closes: (module, name, function)."""
+    for holder, name, instead in found:
         if hasattr(holder, name):
             stack.enter_context(patch.object(holder, name, instead))
 
@@ -95,23 +107,26 @@ def _outside(frame: Any) -> Any:
     return frame
 
 
-def _numbers(seed: int) -> list[tuple[Any, str, Any]]:
+drawn: Kept[random.Random] = Kept(lambda: random.Random(0))
+"""Seeds in place of the system's: of one world, and the same on all ranks."""
+
+
+def numbers() -> list[tuple[Any, str, Any]]:
     """Generators that take their seed from the system take one that all ranks have."""
-    draw = random.Random(seed)
     generator, seeded = np.random.default_rng, random.seed
     numpys = np.random.seed
 
     def default_rng(seed: Any = None) -> Any:
-        return generator(draw.getrandbits(64) if seed is None else seed)
+        return generator(drawn.here.getrandbits(64) if seed is None else seed)
 
     def again(a: Any = None, *rest: Any, **given: Any) -> None:
-        seeded(draw.getrandbits(64) if a is None else a, *rest, **given)
+        seeded(drawn.here.getrandbits(64) if a is None else a, *rest, **given)
 
     def again_in_numpy(seed: Any = None) -> None:
-        numpys(draw.getrandbits(32) if seed is None else seed)
+        numpys(drawn.here.getrandbits(32) if seed is None else seed)
 
     def torchs() -> int:
-        torch.manual_seed(number := draw.getrandbits(63))
+        torch.manual_seed(number := drawn.here.getrandbits(63))
         return number
 
     return [

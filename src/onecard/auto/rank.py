@@ -26,6 +26,7 @@ from onecard.auto.files import Noted, Overlay
 from onecard.comm.agree import agree
 from onecard.comm.agree.claims import digest
 from onecard.comm.base.record import user_line
+from onecard.comm.base.state import Kept
 from onecard.comm.world import world
 from onecard.errors import AutoError, PlanError
 from onecard.planning.plan import Plan
@@ -121,17 +122,15 @@ class Watch:
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
-        made, optimizers = Optimizer.__init__, self._optimizers
+        listen(stack)
+        watching.here = self
 
-        def __init__(self: Any, *args: Any, **given: Any) -> None:
-            made(self, *args, **given)
-            optimizers.append(self)
+    def made(self, optimizer: Optimizer) -> None:
+        """The program has made an optimizer."""
+        self._optimizers.append(optimizer)
 
-        stack.enter_context(patch.object(Optimizer, "__init__", __init__))
-        stack.callback(register_module_forward_pre_hook(self._forward).remove)
-        stack.callback(register_optimizer_step_pre_hook(self._step).remove)
-
-    def _forward(self, module: nn.Module, args: Any) -> Any:
+    def forward(self, module: nn.Module, args: Any) -> Any:
+        """A module is about to run: the first one that trains is laid out."""
         if id(module) in self._done or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -184,5 +183,31 @@ class Watch:
         self._done.add(id(optimizer))
         self.applied.optimizer(optimizer, self.roots[0] if len(self.roots) == 1 else None)
 
-    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
         self._lay_out(optimizer)
+
+
+watching: Kept[Watch | None] = Kept(lambda: None)
+"""Who lays out what the program of the present world trains; None: nobody."""
+
+
+def listen(stack: ExitStack) -> None:
+    """Have modules and optimizers tell the ``Watch`` of their world, until the stack closes."""
+    made = Optimizer.__init__
+
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        made(self, *args, **given)
+        if watching.here is not None:
+            watching.here.made(self)
+
+    def forward(module: nn.Module, args: Any) -> Any:
+        return None if watching.here is None else watching.here.forward(module, args)
+
+    def step(optimizer: Optimizer, *_: Any) -> None:
+        if watching.here is not None:
+            watching.here.step(optimizer)
+
+    stack.enter_context(patch.object(Optimizer, "__init__", __init__))
+    stack.callback(register_module_forward_pre_hook(forward).remove)
+    stack.callback(register_optimizer_step_pre_hook(step).remove)

@@ -112,9 +112,8 @@ class Alike(Generic[T]):
     def _blocks(self, name: str, x: Tensor) -> list[tuple[float, tuple[int, Block]]]:
         found = []
         for i, (other, _, value, _) in enumerate(self._things):
-            if name in ("", other) and value.dim() == x.dim() and value.is_floating_point() == x.is_floating_point():
-                if value.is_complex() == x.is_complex():
-                    found += [(mark, (i, block)) for mark, block in _prints(value, tuple(x.shape))]
+            if name in ("", other) and value.dim() == x.dim() and _kind(value) == _kind(x):
+                found += [(mark, (i, block)) for mark, block in _prints(value, tuple(x.shape))]
         return found
 
 
@@ -185,3 +184,7 @@ def _number(x: Tensor) -> Tensor:
 
 def _size(x: Tensor) -> Tensor:
     return _number(x).abs()
+
+
+def _kind(x: Tensor) -> tuple[bool, bool]:
+    return x.is_floating_point(), x.is_complex()

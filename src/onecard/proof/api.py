@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from onecard import recorded
-from onecard.comm.agree import sparse_check
-from onecard.comm.base.state import unrecorded
-from onecard.comm.joined.hub import Arrived, Told
-from onecard.comm.joined.worlds import together
-from onecard.comm.world.world import alone
 from onecard.errors import ProofError
+from onecard.planning.plan import Plan
+from onecard.proof import bisection, plain
 from onecard.proof.partners import partners
+from onecard.proof.processes import on_processes
 from onecard.proof.report import Proof, first_divergence
-from onecard.proof.results import compare, frozen
-from onecard.proof.script import instead
-from onecard.proof.watch import Enough, Watch, Watched, hooks
-from onecard.proof.wide import Wide, copied, float64
+from onecard.proof.results import compare
+from onecard.proof.running import Case, Program
+from onecard.proof.watch import Watched
 
 EXACT = 1e-7
 """How far values may be apart in float64, relatively to the largest number of a tensor."""
 OWN = 2e-4
 """The same in float32, where a program cannot run in float64."""
 
-Program = Callable[..., Any]
-
 
 def prove(
-    program: Program,
+    program: Program | nn.Module,
     *args: Any,
-    world: int = 2,
+    world: int | None = None,
     against: Program | None = None,
+    plan: Plan | str | Path | None = None,
     steps: int = 0,
     rounding: bool = True,
+    recorded: bool = False,
+    bisect: bool = False,
+    processes: bool = False,
 ) -> Proof:
     """Run a program on all ranks of a world, in this process, and hold every value against one card's.
 
@@ -48,12 +45,19 @@ def prove(
     rounding there is.
 
     Args:
-        program: makes its model and trains; may return numbers and tensors, such as its losses.
+        program: makes its model and trains; may return numbers and tensors, such as its losses. A module is called with
+            ``args`` and trained by SGD, for ``steps`` (2 if left out).
         args: each rank gets a copy.
-        world: how many ranks.
+        world: how many ranks; by default the plan's, else 2.
         against: what one card runs; by default the same program in a world of one, whose meshes have one rank.
+        plan: an ``oc.Plan`` or its file, by which the ranks run a program for one card, as ``onecard run --auto`` does.
         steps: of the first optimizer, after which each run ends; 0: it runs to its end.
         rounding: whether to run in the program's own precision, too.
+        recorded: steps of ``oc.to_static`` are recorded and replayed on the ranks, by their passes; one card runs them as
+            they are. False: they run as they are on both, so that each operator is seen.
+        bisect: the same, and if it is not equal, which pass is at fault.
+        processes: each rank is a process of this host, for programs that cannot share one; so it is for recordings. The program
+            is then a function of a module, or a script.
 
     Returns:
         The proof: true if parameters, gradients, buffers and what is returned are one card's. Else it names the first value
@@ -61,6 +65,7 @@ def prove(
 
     Raises:
         ProofError: the program fails on a rank, or on one card.
+        PlanError: the plan cannot be applied to a program for one card.
 
     Source: the sparse check and ``onecard.rules.verify``, for a whole program; TTrace (Megatron's bugs found by comparing
     values with a reference).
@@ -77,44 +82,58 @@ def prove(
         ...     return loss
         >>> bool(prove(program, world=4))
         True
+        >>> bool(prove(torch.nn.Linear(4, 2), torch.ones(4, 4), plan=oc.Plan(dp=4, zero=1)))
+        True
     """
-    if not isinstance(world, int) or world < 1:
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    ranks = world if world is not None else given.world if given is not None else 2
+    if not isinstance(ranks, int) or ranks < 1:
         raise ProofError(f"prove(..., world={world!r}): want the number of ranks: world=8")
+    if given is not None:
+        plain.check(given, ranks)
+    if isinstance(program, nn.Module):
+        program, args, steps = plain.trained, (program, steps or 2, *args), 0
+    case = Case(program, args, ranks, against, steps, given, recorded or bisect, (), processes)
+    proof = proved(case, rounding)
+    if bisect and not proof:
+        proof = replace(proof, passes=bisection.which(case, lambda other: bool(proved(other, rounding=False))))
+    return proof
+
+
+def proved(case: Case, rounding: bool = True) -> Proof:
+    """Run a case and compare it.
+
+    Raises:
+        ProofError: it fails on a rank, or on one card.
+    """
     began = time.perf_counter()
     exact, why = True, ""
     try:
-        one, ranks = _both(program, against, args, world, steps, in_float64=True)
+        one, ranks = both(case, in_float64=True)
     except ProofError as fault:
-        own = _both(program, against, args, world, steps, in_float64=False)  # its own faults are raised here
+        one, ranks = both(case, in_float64=False)  # its own faults are raised here
         exact, why = False, f"not in float64: {str(fault.__cause__ or fault).splitlines()[0]}"
-        one, ranks = own
     bound = EXACT if exact else OWN
     results, unpaired = compare(ranks, one, bound)
     wrong = tuple(result for result in results if result.off > bound)
     found = partners(ranks, one, bound)
     first = first_divergence(found, ranks, wrong) if wrong else None
-    apart = None
-    if exact and rounding and not wrong:
-        apart = _rounding(program, against, args, world, steps)
+    apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
-        world, not wrong, exact, len(found.nodes), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
+        case.world, not wrong, exact, len(found.nodes), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
         time.perf_counter() - began, why,
     )  # fmt: skip
 
 
-def _both(
-    program: Program, against: Program | None, args: Any, world: int, steps: int, in_float64: bool, keep: bool = True
-) -> tuple[Watched, list[Watched]]:
-    with ExitStack() as stack:
-        stack.enter_context(float64() if in_float64 else nullcontext())
-        stack.enter_context(hooks())
-        (one,) = watched(against or program, args, 1, steps, in_float64, keep, read_alone=against is None)
-        return one, watched(program, args, world, steps, in_float64, keep)
+def both(case: Case, in_float64: bool, keep: bool = True) -> tuple[Watched, list[Watched]]:
+    """One card's values, and each rank's. Of recordings results alone: a replay has neither modules nor layouts."""
+    apart, keep = case.recorded or case.processes, keep and not case.recorded
+    return case.one(in_float64, keep), on_processes(case, in_float64, keep) if apart else case.ranks(in_float64, keep)
 
 
-def _rounding(program: Program, against: Program | None, args: Any, world: int, steps: int) -> tuple[float, str] | None:
+def _rounding(case: Case) -> tuple[float, str] | None:
     try:
-        one, ranks = _both(program, against, args, world, steps, in_float64=False, keep=False)
+        one, ranks = both(case, in_float64=False, keep=False)
     except ProofError:
         return None
     results, _ = compare(ranks, one, OWN)
@@ -122,41 +141,4 @@ def _rounding(program: Program, against: Program | None, args: Any, world: int, 
     return None if most is None else (most.off, most.what)
 
 
-def watched(
-    program: Program, args: Any, world: int, steps: int, in_float64: bool, keep: bool = True, read_alone: bool = False
-) -> list[Watched]:
-    """Run a program on all ranks of a world, and see what each computes.
-
-    Raises:
-        ProofError: it fails on a rank.
-    """
-    watches = [Watch(keep, steps) for _ in range(world)]
-
-    def call(rank: int) -> None:
-        watch = watches[rank]
-        recorded.watcher, alone.here, unrecorded.here, sparse_check.on.here = watch, read_alone, True, False
-        given = copied(args, in_float64)
-        with ExitStack() as stack:
-            stack.enter_context(Wide() if in_float64 else nullcontext())
-            stack.enter_context(watch)
-            with suppress(Enough):
-                watch.seen.returned = program(*given)
-            with watch.paused():
-                watch.seen.returned = frozen(watch.seen.returned, watch.value)
-                watch.end()
-        recorded.watcher = None
-
-    def listener(rank: int, told: Told, given: Sequence[Tensor]) -> Arrived | None:
-        return watches[rank].told(told, given)
-
-    try:
-        with torch.random.fork_rng(devices=[]), instead(program):
-            together(world, call, listener, around=getattr(program, "around", lambda _: nullcontext()))
-    except Exception as fault:
-        where = "one card" if world == 1 and read_alone else f"{world} ranks"
-        notes = "".join(f" ({note})" for note in getattr(fault, "__notes__", ()))
-        raise ProofError(
-            f"the program fails on {where}: {type(fault).__name__}: {fault}{notes}"
-            + (". Where one card runs another program: prove(..., against=one_card_program)" if read_alone else "")
-        ) from fault
-    return [watch.seen for watch in watches]
+__all__ = ["EXACT", "OWN", "Case", "Program", "Watched", "prove", "proved"]

@@ -76,6 +76,7 @@ class Proof:
         rounding: how far results are apart in the program's own precision, and which one; None where that was not run.
         unpaired: parameters that only the ranks have.
         seconds: that it took; why: what kept it from float64.
+        passes: which pass over recordings is at fault, in words, where that was asked.
     """
 
     world: int
@@ -90,6 +91,7 @@ class Proof:
     unpaired: tuple[str, ...]
     seconds: float
     why: str = ""
+    passes: str = ""
 
     def __bool__(self) -> bool:
         return self.equal
@@ -99,9 +101,8 @@ class Proof:
 
     def text(self) -> str:
         """All of it, in lines."""
-        compared = (
-            f"{len(self.results)} results, {self.values} values on {self.world} ranks ({self.share:.1%} with a partner)"
-        )
+        compared = f"{len(self.results)} results" + (f", {self.values} values" if self.values else "")
+        compared += f" on {self.world} ranks" + (f" ({self.share:.1%} with a partner)" if self.values else "")
         if self.equal:
             lines = [f"Equal: {compared}", f"  {self._precision()}"]
         else:
@@ -111,6 +112,8 @@ class Proof:
                 lines.append(f"  and {len(self.wrong) - SHOWN} more")
             if self.first is not None:
                 lines.append(str(self.first))
+        if self.passes:
+            lines.append(f"  {self.passes}")
         if self.unpaired:
             lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
         if self.why:

@@ -41,6 +41,9 @@ class Script:
         except (SyntaxError, ValueError) as fault:
             raise ProofError(f"{path} is no Python program: {fault}") from fault
 
+    def __reduce__(self) -> Any:
+        return Script, (self.path, self.arguments, self.quiet)
+
     def __call__(self) -> None:
         """Run it, to its end."""
         module = sys.modules["__main__"]

@@ -119,11 +119,12 @@ class Watch(TorchDispatchMode):
     Args:
         keep: whether values of operators are kept; False: only parameters and results.
         most: steps of the first optimizer after which the rank ends; 0: it runs to its end.
+        count: whether optimizers' steps are those, with a look at gradients before each; False: who calls ``stepped`` counts.
     """
 
-    def __init__(self, keep: bool = True, most: int = 0) -> None:
+    def __init__(self, keep: bool = True, most: int = 0, count: bool = True) -> None:
         super().__init__()
-        self.seen, self.keep, self.most = Watched(), keep, most
+        self.seen, self.keep, self.most, self.count = Watched(), keep, most, count
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._stack: list[str] = []
@@ -262,13 +263,16 @@ class Watch(TorchDispatchMode):
         self._stepping += 1
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
-        if self._stepping == 1 and optimizer is self.optimizers[0]:
+        if self.count and self._stepping == 1 and optimizer is self.optimizers[0]:
             self._hold("gradient", self.roots)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
-        if self._stepping or optimizer is not self.optimizers[0]:
-            return
+        if self.count and not self._stepping and optimizer is self.optimizers[0]:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """A step of the program has ended."""
         self.seen.steps += 1
         if self.most and self.seen.steps >= self.most:
             raise Enough

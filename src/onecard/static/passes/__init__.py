@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import fx
 
+from onecard.comm.base.state import Kept
 from onecard.errors import RecordingError
 from onecard.static.passes.buckets import small_together
 from onecard.static.passes.common_subexpressions import equal_nodes
@@ -35,6 +36,8 @@ PASSES: dict[str, Pass] = {
 """All passes, in the order in which they run. Bits stay as they are by all of these."""
 ASKED: dict[str, Pass] = {"recompute": recomputed, "fastest": fastest}
 """Passes that run where they are asked for, after "dead". The last one changes numbers: it is what ``kernels`` asks for."""
+withheld: Kept[frozenset[str]] = Kept(frozenset)
+"""Passes that run on no step of the present world, to find out which one is at fault (``onecard.prove``)."""
 KERNELS = ("eager", "fastest")
 """Which kernels multiply: those of the eager run, or the fastest ones, whose last bits may be others."""
 
@@ -59,7 +62,7 @@ def chosen(options: StaticOptions, most: int | None = None) -> dict[str, Pass]:
     for name, run in PASSES.items():
         made |= {name: run} if name not in without else {}
         made |= asked if name == "dead" else {}
-    return made
+    return {name: run for name, run in made.items() if name not in withheld.here}
 
 
 def optimised(recording: AnyStep, without: Sequence[str] = ()) -> AnyStep:
@@ -128,5 +131,5 @@ def _looked_at(name: str, before: fx.Graph, made: fx.Graph) -> None:
 __all__ = [
     "ASKED", "KERNELS", "PASSES", "Pass", "StaticOptions", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest",
     "fitting", "in_place", "merged", "of_no_input", "optimised", "overlapped", "plain_names", "recomputed", "scattered",
-    "small_together", "stages", "taken_apart",
+    "small_together", "stages", "taken_apart", "withheld",
 ]  # fmt: skip

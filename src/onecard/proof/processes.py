@@ -1,0 +1,62 @@
+"""The same case on real ranks: a process for each, for programs that cannot share one, and for recordings."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onecard.comm.base import record
+from onecard.comm.issue.groups import group
+from onecard.comm.joined.hub import Told
+from onecard.comm.world import world
+from onecard.proof.running import Case, failed, play, room
+from onecard.proof.script import Script, instead
+from onecard.proof.watch import Watch, Watched
+from onecard.testing import _job, _run
+from onecard.testing._report import RankError, RankTimeout
+
+PATIENCE = 600.0
+"""Seconds for all ranks."""
+
+
+def on_processes(case: Case, in_float64: bool, keep: bool) -> list[Watched]:
+    """What each rank computes, as processes of this host with a real process group.
+
+    Raises:
+        ProofError: one of them fails, or the program cannot be found by another process.
+    """
+    program = case.program if isinstance(case.program, Script) else _job.locate(case.program)
+    try:
+        return _run.run_ranks(
+            _one_of_them, case.world, program, replace(case, program=_nobody), in_float64, keep, timeout=PATIENCE
+        )
+    except (RankError, RankTimeout, ValueError, TypeError) as fault:
+        raise failed(fault, f"{case.world} processes") from fault
+
+
+def _one_of_them(program: Any, case: Case, in_float64: bool, keep: bool) -> Watched:
+    warnings.simplefilter("default")  # the program's own are no errors
+    found = program if isinstance(program, Script) else _job.find(program)
+    watch = Watch(keep, case.steps, not case.recorded)
+    record.observers.here.append(lambda message: watch.told(_told(message), ()))
+    around = found.around(world.get_rank()) if isinstance(found, Script) else nullcontext()
+    with room(case, in_float64), instead(found), around:
+        play(case, found, watch, True, in_float64)
+    return watch.seen
+
+
+def _told(message: record.Message) -> Told:
+    """A message in the words of those that share a process."""
+    step = message.step
+    ranks = group(step.source.mesh, step.axis).ranks
+    return Told(
+        step.kind, ranks, step.op, message.operator, message.operand, message.source, message.shape, torch.float32, 0
+    )
+
+
+def _nobody() -> None:
+    """Stands for a program that is found by its name."""
