@@ -42,7 +42,7 @@ def _one_of_them(program: Any, case: Case, in_float64: bool, keep: bool) -> Watc
     warnings.simplefilter("default")  # the program's own are no errors
     found = program if isinstance(program, Script) else _job.find(program)
     watch = Watch(keep, case.steps, not case.recorded)
-    record.observers.here.append(lambda message: watch.told(_told(message), ()))
+    record.observers.here.append(lambda message: watch.heard(_told(message)))
     around = found.around(world.get_rank()) if isinstance(found, Script) else nullcontext()
     with room(case, in_float64), instead(found), around:
         play(case, found, watch, True, in_float64)

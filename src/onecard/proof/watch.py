@@ -145,6 +145,12 @@ class Watch(TorchDispatchMode):
         with self.paused():
             return self._message(message, given)
 
+    def heard(self, message: Told) -> None:
+        """A message begins that another process serves, and whose tensors are not seen."""
+        if not self._off:
+            self.seen.messages.append(message)
+            self._told.append(message)
+
     def _message(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """A message as an entry of its own: its values are those that come."""
         module, line = self._place()
