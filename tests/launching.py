@@ -5,6 +5,7 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -140,6 +142,48 @@ def _forget() -> None:
     flight.board.here = None
     world.TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
     sparse_check.obey_environment()
+    world.ask_scheduler()
+
+
+def started_by_hand(
+    folder: Path, source: str, environments: Sequence[dict[str, str]], within: float = 120.0
+) -> list[tuple[int, str]]:
+    """Exit status and output of a program under each of some environments, side by side: no launcher, one fork for each."""
+    write(folder, source, "train.py")
+    [ends] = run_ranks(_fork_each, 1, folder, list(environments), within, timeout=within + 60)
+    return ends
+
+
+def _fork_each(folder: Path, environments: list[dict[str, str]], within: float) -> list[tuple[int, str]]:
+    dist.destroy_process_group()
+    os.chdir(folder)
+    clean = {name: text for name, text in os.environ.items() if name not in _OF_RANKS and not name.startswith("SLURM_")}
+    started = []
+    for number, said in enumerate(environments):
+        with open(folder / f"output{number}", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        started.append(Forked([sys.executable, "train.py"], clean | said, True))
+    until = time.monotonic() + within
+    try:
+        codes = [process.wait(max(0.01, until - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return [(code, (folder / f"output{number}").read_text()) for number, code in enumerate(codes)]
+
+
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def by_hand(size: int, **more: str) -> list[dict[str, str]]:
+    """The environments of ranks that a user starts by hand on one host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    where = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    return [{"RANK": str(rank), **where} for rank in range(size)]
 
 
 def write(folder: Path, source: str, name: str = "program.py") -> str:

@@ -82,7 +82,7 @@ FSDP = {
     "all_to_all": "`oc.alltoall`, or `all_to_all` of `onecard.differentiable`; distributed tensors need no collective",
     "save": _SAVED.format("save"),
     "load": _SAVED.format("load"),
-    "compile": "not there yet: leave `torch.compile` out",
+    "compile": "`oc.to_static(step, backend=\"inductor\")`: the step as a graph, its runs of operators by torch's compiler",
 }  # fmt: skip
 
 DEEPSPEED = {

@@ -18,6 +18,7 @@ from onecard.launch._explain import say
 from onecard.launch._main import main as launch
 from onecard.launch._main import plan as ranks_of
 from onecard.launch._options import LaunchError, parse
+from onecard.launch._torchrun import LONE
 
 
 class Asked:
@@ -52,7 +53,7 @@ class Asked:
                 value = value or (words.pop(0) if words else "")
                 self._take(name, value)
             else:
-                alone = value or name in ("h", "help")
+                alone = value or name in LONE
                 self.rest += [f"{word}={value}"] if value else [word] if alone else [word, *words[:1]]
                 words = words if alone else words[1:]
         self.rest += words

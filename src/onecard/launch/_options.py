@@ -14,11 +14,10 @@ from typing import Annotated
 
 import tyro
 
+from onecard.launch import _torchrun
+from onecard.launch._wrong import LaunchError
+
 USAGE = "onecard run [options] script.py [arguments of the script]"
-
-
-class LaunchError(Exception):
-    """The command line asks for something that cannot be; the message says what and what works."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Target]:
 
 def read(ours: Sequence[str]) -> Options:
     """Options as they are written, before it is asked whether they go together."""
-    ours, fewest = _range(ours)
+    ours, fewest = _range(_torchrun.translated(ours))
     _check_numbers(ours)
     return replace(tyro.cli(Options, args=ours, prog="onecard run", use_underscores=True), fewest=fewest)
 
@@ -97,8 +96,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     at = 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] != "-m":
-        lone = "=" in argv[at] or argv[at] in ("-h", "--help")
-        at += 1 if lone else 2  # every option of ours takes a value
+        lone = "=" in argv[at] or argv[at].lstrip("-").replace("-", "_") in _torchrun.LONE
+        at += 1 if lone else 2
     return list(argv[:at]), list(argv[at:])
 
 

@@ -29,8 +29,9 @@ def no_flat_form(spec: Any) -> Exception:
         )
     if asks == "compile":
         return _short(
-            f"torch.compile and torch.export cannot trace distributed tensors yet (met {spec!r}). Leave torch.compile out and "
-            "run the program as it is; or compile a function of plain local tensors and call it through onecard.local_map. To "
+            f"torch.compile and torch.export cannot trace distributed tensors (met {spec!r}). Leave torch.compile out and "
+            "run the program as it is; or let onecard record the step: onecard.to_static(step, backend='inductor'); or compile "
+            "a function of plain local tensors and call it through onecard.local_map. To "
             "export, take one card's model and load the whole weights: {name: onecard.unshard(x) for name, x in "
             "model.state_dict().items()}"
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,10 +20,24 @@ import torch.distributed as dist
 from onecard.comm import shm
 from onecard.comm.base import attempt, flight
 from onecard.comm.base.state import Kept
+from onecard.comm.world import interface, schedulers
 from onecard.errors import CommunicationError
 from onecard.place import mesh as _mesh
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
+
+
+_told = schedulers.Told({})
+
+
+def ask_scheduler() -> None:
+    """Take what Slurm or mpirun tells this process into its environment, under the names that torch and programs read."""
+    global _told
+    _told = schedulers.told(os.environ)
+    os.environ.update(_told.variables)
+
+
+ask_scheduler()
 
 
 def get_rank() -> int:
@@ -83,9 +99,14 @@ def init() -> None:
     """
     if not dist.is_initialized() and get_world_size() > 1:
         _join()
+    elif _told.doubt and not _doubted.here:
+        _doubted.here = True
+        warnings.warn(_told.doubt, stacklevel=2)
     while waiting.here and dist.is_initialized():
         waiting.here.pop(0)()
 
+
+_doubted: Kept[bool] = Kept(bool)
 
 # What the ranks said before they met, to be compared as soon as they have (see ``agree``).
 waiting: Kept[list[Callable[[], None]]] = Kept(list)
@@ -101,20 +122,39 @@ def _join() -> None:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     backend = default_backend(place.type)
+    if _told.lacks and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise CommunicationError(_told.lacks)
+    interface.choose()
     try:
         # Not by init_process_group alone: under torchrun it would meet the addresses of ranks that died before a restart.
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         dist.init_process_group(backend, store=attempt.part_of(store), rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as fault:
-        raise CommunicationError(
-            f"rank {get_rank()} of {get_world_size()} cannot join its process group ({backend}): {fault}. "
-            "Start the program with 'onecard run --nproc_per_node N script.py' (or torchrun)."
-        ) from fault
+        raise CommunicationError(_cannot_join(backend, fault)) from fault
     atexit.register(_leave)
     launcher = sys.modules.get("_onecard_launcher")  # under ``onecard run``: it watches what the ranks wait for
     if launcher is not None and flight.board.here is None:
         with suppress(OSError):
             flight.board.here = flight.Board.create(launcher.board)
+
+
+def _cannot_join(backend: str, fault: Exception) -> str:
+    said = os.environ.get
+    where = f"{said('MASTER_ADDR')}:{said('MASTER_PORT')}"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not said(name)]
+    if missing:
+        cure = (
+            f"{' and '.join(missing)} not set. Start the program with 'onecard run --nproc_per_node N script.py' (or "
+            "torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank"
+        )
+    else:
+        cure = (
+            f"The ranks meet at {where} (MASTER_ADDR, MASTER_PORT), where rank 0 listens: is it there, is its address reached "
+            f"from here, are all {get_world_size()} ranks started? {interface.words()}. Gloo's interface is "
+            f"{said('GLOO_SOCKET_IFNAME') or 'not set'}; GLOO_SOCKET_IFNAME names another one"
+        )
+    me = f"rank {get_rank()} of {get_world_size()} on {socket.gethostname()}"
+    return f"{me} cannot join its process group ({backend}): {fault}. {cure}."
 
 
 def _leave() -> None:
