@@ -7,27 +7,30 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from onecard.comm.world import interface
 from onecard.launch._guard import Guard, end_sessions
 from onecard.launch._logs import set_aside
+from onecard.launch._machines import MachineLost, Machines
 from onecard.launch._options import LaunchError, Options, Target, endpoint
+from onecard.launch._say import say
 from onecard.launch._screen import Screen
 from onecard.launch._watch import Watch
 
 GRACE = 5  # seconds between the signal that asks ranks to end and the one that makes them
 AFTER_FAILURE = 1  # the same where a rank has failed: the others can only wait for it
-MEETING_TIME = timedelta(minutes=15)
 WORKER = Path(__file__).with_name("_worker.py")
 
 
@@ -41,14 +44,17 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.machines: Machines | None = None
         self._store: TCPStore | None = None  # where the machines meet, and the ranks of the first attempt
         self._later: TCPStore | None = None  # where the ranks of a later attempt meet
         self._attempts = 0
         self.host, self.port = endpoint(options.master) if options.master else ("127.0.0.1", 0)
+        if options.nnodes > 1 and options.node_rank == 0:
+            self.host = _own_address(self.host, self.port)
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
-            self._store = self._serve(self.port) if self._options.node_rank == 0 else self._join()
+            self._store = self._first_meeting()
             self.port = self._store.port
         port = self._port_of_attempt(self._store) if self._attempts else self.port
         self._attempts += 1
@@ -59,11 +65,30 @@ class Rendezvous(RendezvousHandler):
             RendezvousStoreInfo(self.host, port),
         )
 
+    def _first_meeting(self) -> TCPStore:
+        options = self._options
+        if options.nnodes == 1:
+            return self._serve(self.port)
+        self.machines = Machines(options.node_rank, options.nnodes, self.host, self.port, options.wait, say)
+        if options.node_rank:
+            self.machines.reach()
+        store = self._join() if options.node_rank else self._serve(self.port)
+        self.machines.meet(PrefixStore("machines", store), options.nproc_per_node or 0)
+        self.machines.watch()
+        return store
+
     def _port_of_attempt(self, store: TCPStore) -> int:
         key = f"onecard/port{self._attempts}"
         if self._options.node_rank == 0:
             self._later = self._serve(0)
             store.set(key, str(self._later.port))
+        until = time.monotonic() + self._options.wait
+        while not _there(store, key):
+            if self.machines is not None:
+                self.machines.look(self._options.lost)
+            if time.monotonic() > until:
+                raise MachineLost(f"machine 0 does not start its ranks again within {self._options.wait:g} s (--wait)")
+            time.sleep(0.05)
         return int(store.get(key))
 
     def _serve(self, port: int) -> TCPStore:
@@ -79,7 +104,8 @@ class Rendezvous(RendezvousHandler):
 
     def _join(self) -> TCPStore:
         try:
-            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=MEETING_TIME)
+            patience = timedelta(seconds=self._options.wait)
+            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=patience)
         except Exception as error:
             raise LaunchError(f"machine 0 does not answer at {self.host}:{self.port}: {error}") from error
 
@@ -104,6 +130,33 @@ class Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _there(store: TCPStore, key: str) -> bool:
+    try:
+        return store.check([key])
+    except (RuntimeError, DistError):  # machine 0 has gone, of which its signs of life tell
+        return False
+
+
+def _own_address(host: str, port: int) -> str:
+    """Machine 0's address for the others, also where its name means loopback here (Debian's 127.0.1.1)."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise LaunchError(
+            f"--master names {host!r}, which {socket.gethostname()} does not know ({error.strerror}): write this machine's "
+            f"address for the others, --master ADDRESS:{port}. {interface.words()}"
+        ) from error
+    if interface.named_loopback(host) or not all(map(interface.named_loopback, found)):
+        return host
+    address = interface.own_address(host)
+    if not address:
+        raise LaunchError(
+            f"{host} means loopback ({', '.join(found)}) on this machine, which the others cannot reach: write its address for "
+            f"them, --master ADDRESS:{port}. {interface.words()}"
+        )
+    return address
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -194,10 +247,17 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch's agent; it remembers which processes it started, so that all of theirs can be ended."""
 
-    def __init__(self, spec: WorkerSpec, workplace: Workplace, fewest: int | None = None, grace: float = GRACE) -> None:
+    def __init__(self, spec: WorkerSpec, workplace: Workplace, options: Options) -> None:
         super().__init__(spec, logs_specs=_Logs(workplace))
         self.started: set[int] = set()
-        self._workplace, self._grace, self._fewest, self._lost = workplace, grace, fewest, 0
+        self._workplace, self._grace, self._fewest, self._lost = workplace, options.grace, options.fewest, 0
+        self._patience = options.lost
+
+    @property
+    def machines(self) -> Machines | None:
+        """The other machines' launchers, where there are any and they have met."""
+        handler = self._worker_group.spec.rdzv_handler
+        return handler.machines if isinstance(handler, Rendezvous) else None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.kill()  # what the ranks of the attempt before have started may outlive them
@@ -211,6 +271,8 @@ class Agent(LocalElasticAgent):
         ranks = self._workplace.ranks
         if self._pcontext is not None:
             self._workplace.watch.look({ranks[local]: pid for local, pid in self._pcontext.pids().items()})
+        if self.machines is not None:
+            self.machines.look(self._patience)
         result = super()._monitor_workers(worker_group)
         # A rank that was killed is gone; one that failed in another way may have done so because of it.
         self._lost = max(1, sum(failure.exitcode == -signal.SIGKILL for failure in result.failures.values()))
@@ -248,7 +310,7 @@ def make_agent(options: Options, target: Target, nproc: int, workplace: Workplac
         max_restarts=options.max_restarts,
         monitor_interval=0.05,
     )
-    return Agent(spec, workplace, options.fewest, options.grace)
+    return Agent(spec, workplace, options)
 
 
 __all__ = ["Agent", "RunResult", "Workplace", "make_agent"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onecard.comm.base import flight
 from onecard.launch._agent import Workplace
+from onecard.launch._machines import Machines
+from onecard.launch._say import say as say
 from onecard.launch._watch import ADVICE
 from onecard.testing._job import Report
 from onecard.testing._report import Death, is_consequence, root_cause, where
@@ -22,7 +23,12 @@ _MEMORY = {
 }
 
 
-def explain(failures: Mapping[int, ProcessFailure], workplace: Workplace, out_of_memory: bool = False) -> int:
+def explain(
+    failures: Mapping[int, ProcessFailure],
+    workplace: Workplace,
+    out_of_memory: bool = False,
+    machines: Machines | None = None,
+) -> int:
     """Shows the first failure, last on the terminal, and returns its exit status."""
     ends = {rank: end for rank, end in _ends(failures, workplace).items() if end is not None}
     first = root_cause(ends)
@@ -41,7 +47,18 @@ def explain(failures: Mapping[int, ProcessFailure], workplace: Workplace, out_of
             text += f"\n\n{where(first, boards)}"
     if isinstance(end, Death) or end.consequence:
         text += _unlike(boards)
-    say(f"rank {first} {how}; its log is {log}\n\n{text}")
+    others = isinstance(end, Report) and end.consequence
+    whose = machines.blame() if machines is not None and others else ""
+    if whose:
+        how, text = (
+            f"lost its connection; its log is {log}\n\n{text}",
+            f"Not this machine's fault, as it seems: {whose}",
+        )
+        say(f"rank {first} {how}\n\n{text}")
+    else:
+        say(f"rank {first} {how}; its log is {log}\n\n{text}")
+    if machines is not None:
+        machines.end(f"rank {first} {how.partition('; its log')[0]}: {text.splitlines()[-1]}", own=not others)
     return code if code > 0 else 128 - code
 
 
@@ -71,8 +88,3 @@ def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[
             lost = is_consequence(note["message"])
             ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
     return ends
-
-
-def say(text: str) -> None:
-    """Prints a line of the launcher's own."""
-    print(f"onecard: {text}", file=sys.stderr, flush=True)

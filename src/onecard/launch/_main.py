@@ -14,13 +14,16 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from onecard.comm.world import interface
 from onecard.launch._agent import Agent, Workplace, make_agent
 from onecard.launch._allocator import allocator
-from onecard.launch._explain import explain, say
+from onecard.launch._explain import explain
 from onecard.launch._guard import Guard
 from onecard.launch._logs import job_folder, set_aside
+from onecard.launch._machines import MachineLost
 from onecard.launch._memory import MemoryKills
 from onecard.launch._options import LaunchError, Options, Target, endpoint, gpu_list, parse
+from onecard.launch._say import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +58,10 @@ def plan(options: Options) -> tuple[int, dict[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     host = endpoint(options.master)[0] if options.master else "127.0.0.1"
-    if options.nnodes == 1 or host in ("127.0.0.1", "localhost", "::1"):
-        defaults["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    if options.nnodes == 1:
+        host = "127.0.0.1"
+    if name := interface.towards(host):
+        defaults["GLOO_SOCKET_IFNAME"] = name
     if not available:
         environment |= allocator(os.environ)
     return nproc, environment | {name: text for name, text in defaults.items() if name not in os.environ}
@@ -85,15 +90,25 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
             failures = agent.run().failures
         except SignalException as interruption:
             _end_for_good(agent, workplace)
+            if agent.machines is not None:
+                agent.machines.end(f"{interruption.sigval.name} ended it")
             say(f"{interruption.sigval.name}: all ranks were ended")
             return 128 + interruption.sigval
+        except MachineLost as lost:
+            _end_for_good(agent, workplace)
+            say(f"{lost}. All ranks here were ended")
+            return 1
         except BaseException:
             _end_for_good(agent, workplace)
             raise
         if failures:
             agent.kill()
         workplace.close()
-        return explain(failures, workplace, memory.seen()) if failures else 0
+        if failures:
+            return explain(failures, workplace, memory.seen(), agent.machines)
+        if agent.machines is not None:
+            agent.machines.end()
+        return 0
 
 
 def _end_for_good(agent: Agent, workplace: Workplace) -> None:

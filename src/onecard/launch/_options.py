@@ -52,6 +52,12 @@ class Options:
     max_restarts: int = 0
     """How often all ranks are started again after a failure."""
 
+    wait: float = 900.0
+    """Seconds that machines wait for one another at the start, and at a restart."""
+
+    lost: float = 30.0
+    """Seconds without a sign of another machine after which the job ends."""
+
     grace: float = 30.0
     """Seconds that ranks have to save and to end after a SIGTERM to the launcher."""
 
@@ -172,6 +178,8 @@ def _check(options: Options) -> None:
         )
     if options.fewest is not None and options.nnodes > 1:
         raise LaunchError("--nproc_per_node MIN:MAX is for one machine; with --nnodes give one number")
+    if options.wait <= 0 or options.lost <= 0:
+        raise LaunchError(f"--wait is {options.wait:g} and --lost {options.lost:g}; both are seconds, more than 0")
     if options.grace < 0:
         raise LaunchError(f"--grace is {options.grace:g}; seconds, 0 or more")
     if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:

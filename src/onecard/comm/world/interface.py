@@ -40,10 +40,11 @@ def own_address(host: str) -> str:
     """
     if named_loopback(host):
         return "::1" if ":" in host else "127.0.0.1"
-    found = ""
-    with suppress(OSError):
+    try:
         found = _route(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0])
-    if found and not ipaddress.ip_address(found).is_loopback:
+    except OSError:  # no such name, or no way there
+        return ""
+    if not ipaddress.ip_address(found).is_loopback:
         return found
     with suppress(OSError):
         return _route((socket.AF_INET, socket.SOCK_DGRAM, 0, "", (_FAR, 9)))
