@@ -188,6 +188,22 @@ def test_outside_the_mesh_an_operator_computes_its_shape_only():
         assert x.grad.to_local().numel() == 0 and not report.bytes
 
 
+@multirank(2)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_of_a_mesh_that_is_smaller_than_the_world(foreach):
+    norms = []
+    for place in (lambda x: x, lambda x: oc.shard_tensor(x, oc.ProcessMesh([0], ["dp"]), [oc.Shard(0)])):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(place(torch.randn(4, 2))) for _ in range(2)]
+        sum((w * w).sum() for w in weights).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(weights, 0.5, foreach=foreach))
+        torch.nn.utils.clip_grad_value_(weights, 0.1, foreach=foreach)
+        clipped = [w.grad for w in weights]
+    if oc.get_rank() == 0:
+        torch.testing.assert_close(norms[1].to_local(), norms[0])
+    assert all((g.to_local().numel() == 8) is (oc.get_rank() == 0) for g in clipped)
+
+
 @multirank(3)
 @pytest.mark.parametrize("taken", ["it", "a view", "a part"])
 def test_outside_the_mesh_layouts_follow_what_is_settled_inside(taken):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import traceback
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -149,6 +151,38 @@ def test_torchmetrics() -> None:
                 metric.update(place(logits), place(target))
             found.append(oc.unshard(metric.compute()))
         torch.testing.assert_close(found[1], found[0])
+    metric = torchmetrics.classification.MulticlassConfusionMatrix(4)  # as it is by itself
+    metric.update(lay_out(logits), lay_out(target))
+    assert metric.compute().sum() == len(target)
+
+
+class Counted:
+    """A metric as torchmetrics makes them: ``update`` is wrapped, states are plain, ``compute`` adds up those of all ranks."""
+
+    def __init__(self) -> None:
+        self.sync_on_compute, self.dist_sync_on_step, self._to_sync = True, False, True
+        self.counts = torch.zeros(4)
+        names: dict[str, Any] = {"__name__": "torchmetrics.metric"}
+        exec("def wrap(self):\n def wrapped_func(x): self.counts += x.sum(0)\n return wrapped_func", names)
+        self.update = names["wrap"](self)
+
+    def compute(self) -> torch.Tensor:
+        if self._to_sync:
+            torch.distributed.all_reduce(self.counts)
+        return self.counts
+
+
+@multirank(2)
+def test_a_state_of_a_metric_that_has_the_whole_batch_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(8.0).view(2, 4)
+    monkeypatch.setitem(sys.modules, "torchmetrics.metric", ModuleType("torchmetrics.metric"))
+    whole, parts = Counted(), Counted()
+    whole.update(oc.shard_tensor(x, MESH, [oc.Shard(0)]))
+    parts.update(
+        oc.shard_tensor(x, MESH, [oc.Shard(0)]).to_local()
+    )  # each rank's own, by the user's hand: torchmetrics adds
+    for metric in (whole, parts):
+        torch.testing.assert_close(metric.compute(), x.sum(0))
 
 
 @multirank(2)

@@ -11,6 +11,7 @@ from torch import Tensor
 from onecard._torch.names import tree_map
 from onecard.errors import EngineError, OnecardError
 from onecard.tensor import DistTensor, unshard
+from onecard.tensor.metrics import keep_apart
 
 
 class Accuracy:
@@ -127,7 +128,7 @@ class Held:
             )
         for each in metric.modules() if isinstance(metric, torch.nn.Module) else (metric,):
             if hasattr(each, "sync_on_compute"):  # torchmetrics: each rank has the states of the whole batch already
-                each.sync_on_compute = False
+                keep_apart(each)
 
     def counted(self, outputs: Any, labels: Sequence[Any]) -> Any:
         """What ``compute`` gives in the step, as a tuple of tensors."""

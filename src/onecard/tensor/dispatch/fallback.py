@@ -18,7 +18,7 @@ from onecard.errors import DispatchError, OnecardError, each_ranks_own
 from onecard.moves import resharding
 from onecard.place.layout import Layout
 from onecard.rules.call import Call, schema_of, tensors_in
-from onecard.tensor import dist_tensor
+from onecard.tensor import dist_tensor, metrics
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec
@@ -134,6 +134,8 @@ def write(target: Any, value: Tensor) -> None:
     if not isinstance(target, DistTensor):
         whole = value.full_tensor() if isinstance(value, DistTensor) else value
         target.copy_(whole)
+        if whole is not value and metrics.there():
+            metrics.counts_the_whole()
         return
     local = (
         value._become(target._spec.layout, "copy_", "src", "keeps the target's layout", explicit=False)

@@ -74,7 +74,7 @@ class ForeachProgram:
                 return program_for(self.func, args, kwargs)._run(args, kwargs)
         if not self.one_kernel:
             return one_by_one(self.element)(self.func, args, kwargs)
-        local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _local(a) for a in args]
+        local = [[_local(x) for x in a] if isinstance(a, list | tuple) else _for_all(a) for a in args]
         for i, (path, target, name) in self.moves:
             x = _item(args, i, path)
             if isinstance(x, DistTensor) and x._spec.layout is target:
@@ -195,6 +195,13 @@ def _item(args: Any, i: int, path: Path) -> Any:
 
 def _local(value: Any) -> Any:
     return value._local if isinstance(value, DistTensor) else value
+
+
+def _for_all(value: Any) -> Any:
+    """One operand of all elements. A rank outside its mesh has nothing of it, and kernels ask for a number: any will do."""
+    local = _local(value)
+    outside = isinstance(value, DistTensor) and not value.dim() and local.dim()
+    return local.new_zeros(()) if outside else local
 
 
 def _tell_writes(func: Any, args: Any, kwargs: Any) -> None:

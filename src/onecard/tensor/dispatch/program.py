@@ -16,6 +16,7 @@ from onecard.comm.issue.run import run as run_steps
 from onecard.moves import resharding
 from onecard.place.layout import Layout
 from onecard.rules.call import Path, schema_of, tensors_in
+from onecard.tensor import metrics
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dist_tensor import DistTensor, announce
 from onecard.tensor.spec import Spec
@@ -110,6 +111,8 @@ class Program:
         elif memory.copies:
             for path in self.writes:
                 memory.wrote(_at(path, args, kwargs))
+        if self.writes and metrics.there() and any(type(_at(p, args, kwargs)) is Tensor for p in self.writes):
+            metrics.counts_the_whole()
         if self.writes and sparse_check.on.here:
             written(self.name, [_at(path, args, kwargs) for path in self.writes], self.combines)
         return made
