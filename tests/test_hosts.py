@@ -57,3 +57,52 @@ def test_what_goes_wrong_is_said_and_ends(tmp_path, fault):
     ends = on_two_hosts(scene, tmp_path, timeout=240)
     for (code, said, seconds), (status, words) in zip(ends, expected, strict=True):
         assert code == status and words in said and seconds < within, ends
+
+
+SUMS = """
+import os, torch, torch.distributed as dist, onecard as oc
+from onecard.comm.issue import collectives
+from onecard.comm.issue.groups import group
+
+n, host = oc.get_world_size(), int(os.environ["GROUP_RANK"])
+of = lambda rank: torch.arange(8 * n, dtype=torch.float32).add(0.1 * rank).sin()
+world = group(oc.ProcessMesh(range(n), ["x"]), 0)
+found = [
+    collectives.all_reduce(of(oc.get_rank()), world, "sum"),
+    collectives.all_reduce(of(oc.get_rank()), world, "max"),
+    collectives.all_gather(of(oc.get_rank()), world, 0, [8 * n] * n),
+]
+torch.testing.assert_close(found[0], sum(map(of, range(n))))
+torch.testing.assert_close(found[1], torch.stack([*map(of, range(n))]).amax(0))
+torch.testing.assert_close(found[2], torch.cat([*map(of, range(n))]))
+part = collectives.reduce_scatter(of(oc.get_rank()), world, 0, [8] * n)
+torch.testing.assert_close(part, found[0].view(n, 8)[oc.get_rank()])
+everywhere = [None] * n
+dist.all_gather_object(everywhere, found[0].numpy().tobytes())
+assert len(set(everywhere)) == 1, "other bits"
+inside = group(oc.ProcessMesh([[0, 1], [2, 3]], ["host", "in"]), 1)
+across = group(oc.ProcessMesh([[0, 1], [2, 3]], ["host", "in"]), 0)
+print(*(type(g.process_group).__name__ for g in (world, inside)), across.process_group.name(), flush=True)
+big = torch.ones(1 << 20)
+def sent():
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("eth7"))
+dist.barrier()
+before = sent()
+collectives.all_reduce(big, world, "sum")
+dist.barrier()
+if oc.get_rank() % 2 == 0:
+    print((sent() - before) / big.nbytes, flush=True)
+"""
+
+
+def sums(hosts: list[Host]) -> list[tuple]:
+    for host in hosts:
+        host.launch(options(host, f"10.77.0.1:{PORT}"), SUMS)
+    return [(*host.wait(60)[:2], host.log(2 * host.number)) for host in hosts]
+
+
+def test_a_sum_crosses_once_and_ranks_of_one_host_share_memory(tmp_path):
+    for code, said, log in on_two_hosts(sums, tmp_path):
+        assert code == 0 and "HostsGroup ShmGroup" in log, said
+        assert 0.95 < float(log.split()[-1]) < 1.15, log

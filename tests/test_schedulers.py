@@ -4,12 +4,14 @@ The environments are those that the launchers are documented to set; the launche
 """
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from launching import started_by_hand, write
 
 from onecard.comm.world import schedulers
-from onecard.launch._options import LaunchError, Options, parse
+from onecard.launch._options import LaunchError, Options, parse, read
 from onecard.launch._torchrun import translated
 
 PROGRAM = """
@@ -157,3 +159,36 @@ def test_a_launcher_on_each_host_is_numbered_by_the_scheduler():
     ]  # fmt: skip
     with pytest.raises(LaunchError, match=r"srun starts 2 launchers on this host.*srun python train\.py"):
         translated([], slurm(1))
+
+
+# The recipes, by stand-ins of the programs that they call.
+
+RECIPES = Path(__file__).parents[1] / "examples" / "launch"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "environment", "calls"),
+    [
+        ("slurm_ranks.sh", {}, "srun python train.py --lr 1"),
+        ("slurm_launcher.sh", {}, "srun onecard run --nproc_per_node 8 --max_restarts 2 train.py --lr 1"),
+        ("mpi.sh", {"RANKS": "4"}, "mpirun -np 4 python train.py --lr 1"),
+        (
+            "mpi.sh",
+            {"RANKS": "4", "HOSTS": "a:2,b:2"},
+            "mpirun -np 4 --host a:2,b:2 -x MASTER_ADDR=a -x MASTER_PORT=29500 python train.py --lr 1",
+        ),
+    ],
+)
+def test_recipes_call_what_they_say(tmp_path, recipe, environment, calls):
+    for name in ("srun", "mpirun"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(RECIPES / recipe), "--lr", "1"], env=path | environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, calls), done.stderr
+    words = calls.split()
+    if "onecard" in words:
+        ours = words[words.index("run") + 1 : words.index("train.py")]
+        assert read(ours).nproc_per_node == 8

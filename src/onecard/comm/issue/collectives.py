@@ -177,7 +177,9 @@ def scatters(local: Tensor, group: Group, sizes: Sequence[int], op: str) -> bool
     if op not in ("sum", "avg") or len(set(sizes)) > 1 or group.order or local.is_meta or not local.numel():
         return False
     shared = (
-        (hasattr(group.process_group, "stamp") or pretending()) and local.is_floating_point() and not trace.tracing()
+        (getattr(group.process_group, "scatters", False) or pretending())
+        and local.is_floating_point()
+        and not trace.tracing()
     )
     return local.is_cuda or shared
 

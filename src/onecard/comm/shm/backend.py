@@ -16,8 +16,9 @@ from torch.distributed import distributed_c10d as c10d
 from onecard._torch import names as _torch
 from onecard._torch import patches
 from onecard.comm.base import attempt
-from onecard.comm.shm import functional, futex, rendezvous
+from onecard.comm.shm import functional, futex, peers, rendezvous
 from onecard.comm.shm.group import ShmGroup, alive
+from onecard.comm.shm.two_levels import HostsGroup, fits, grid_of
 
 NAME = "shm"
 _warned = False
@@ -33,7 +34,7 @@ def register() -> None:
     if not dist.is_available() or NAME.upper() in _torch.backend_makers:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    functional.ours.append(ShmGroup)
+    functional.ours += [ShmGroup, HostsGroup]
     functional.serve()
     atexit.register(_leave_all)
 
@@ -49,7 +50,7 @@ def _install() -> None:
 
 
 def _attach(torchs: Any, group: Any, *rest: Any, **more: Any) -> Any:
-    return None if isinstance(group, ShmGroup) else torchs(group, *rest, **more)
+    return None if isinstance(group, ShmGroup | HostsGroup) else torchs(group, *rest, **more)
 
 
 def _create(options: Any, _: Any = None) -> Any:
@@ -57,6 +58,8 @@ def _create(options: Any, _: Any = None) -> Any:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
     store = dist.PrefixStore("shm/", attempt.part_of(store))
+    if (grid := _grid(store, rank, size)) and len(grid) > 1:
+        return _over_hosts(store, rank, ranks, grid, timeout)
     try:
         channel = rendezvous.connect(store, rank, ranks, timeout.total_seconds())
     except rendezvous.Refused as reason:
@@ -64,6 +67,36 @@ def _create(options: Any, _: Any = None) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
     _install()
     return ShmGroup(store, channel, timeout)
+
+
+def _grid(store: Any, rank: int, size: int) -> list[list[int]]:
+    """The ranks of a group by host; [] where the launcher says that there is one host, or that of each rank is not asked for."""
+    if size == 1 or os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-"):
+        return []
+    store.set(f"kernel/{rank}", peers.kernel())
+    return grid_of([store.get(f"kernel/{other}").decode() for other in range(size)])
+
+
+def _over_hosts(store: Any, rank: int, ranks: list[int], grid: list[list[int]], timeout: timedelta) -> Any:
+    """Two levels where each host has as many ranks and these share memory; else Gloo, on all of them alike."""
+    flat = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, len(ranks), timeout=timeout)
+    if not fits(grid):
+        return flat
+    host = next(n for n, members in enumerate(grid) if rank in members)
+    place, inside, refused = grid[host].index(rank), dist.PrefixStore(f"host{host}/", store), ""
+    try:
+        mine = [ranks[member] for member in grid[host]]
+        channel = rendezvous.connect(inside, place, mine, timeout.total_seconds())
+    except rendezvous.Refused as reason:
+        refused = str(reason)
+    store.set(f"refused/{rank}", refused)
+    reasons = [text for other in range(len(ranks)) if (text := store.get(f"refused/{other}").decode())]
+    if reasons:
+        _warn(rank, ranks, reasons[0])
+        return flat
+    line = dist.ProcessGroupGloo(dist.PrefixStore(f"line{place}/", store), host, len(grid), timeout=timeout)
+    _install()
+    return HostsGroup(store, rank, ShmGroup(inside, channel, timeout), line, flat, grid, timeout)
 
 
 def _warn(rank: int, ranks: list[int], reason: str) -> None:
@@ -82,9 +115,9 @@ def _leave_all() -> None:
         group._channel.leave()
 
 
-def _of(group: Any) -> ShmGroup | None:
+def _of(group: Any) -> ShmGroup | HostsGroup | None:
     found = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    return found if isinstance(found, ShmGroup) else None
+    return found if isinstance(found, ShmGroup | HostsGroup) else None
 
 
 def _monitored_barrier(original: Any, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -93,7 +126,8 @@ def _monitored_barrier(original: Any, group: Any = None, timeout: Any = None, wa
     if ours is None:
         return original(group, timeout, wait_all_ranks)
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-    return ours.monitored_barrier(limit, wait_all_ranks)
+    ours.monitored_barrier(limit, wait_all_ranks)
+    return None
 
 
 def _split_group(

@@ -31,6 +31,9 @@ class ShmGroup(Reductions, Copies):
     The methods are those of torch.distributed.ProcessGroup; tensors on other devices go to their own backend.
     """
 
+    scatters = True
+    """It adds and divides in one step."""
+
     def __init__(self, store: Any, channel: Channel, timeout: timedelta) -> None:
         super().__init__(store, channel, timeout)
         self._messages = Messages(channel)

@@ -77,16 +77,15 @@ def device() -> torch.device:
 
 
 def default_backend(device_type: str = "cpu") -> str:
-    """ONECARD_BACKEND if set; else NCCL on GPUs, shared memory where the launcher says that all ranks are on one host.
+    """ONECARD_BACKEND if set; else NCCL on GPUs, shared memory on the CPU, and Gloo where there is none.
 
-    With several hosts, or where there is no such memory, Gloo. No word from a launcher: the ranks find out themselves.
+    Of a group that spans hosts shared memory is one level, and Gloo between the hosts the other; the ranks find out themselves.
     """
     if named := os.environ.get("ONECARD_BACKEND"):
         return named
     if device_type == "cuda":
         return "nccl"
-    everywhere = os.environ.get("WORLD_SIZE", "1")
-    return "shm" if shm.available() and os.environ.get("LOCAL_WORLD_SIZE", everywhere) == everywhere else "gloo"
+    return "shm" if shm.available() else "gloo"
 
 
 def init() -> None:
