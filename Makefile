@@ -5,7 +5,7 @@ TORCH_VERSION ?= 2.13.0
 BIN := .venv/bin
 STAMP := .venv/installed-$(TORCH_VERSION)
 
-.PHONY: train test proof fuzz lint bench docs clean
+.PHONY: train test proof fuzz lint bench docs site wheel clean
 
 train: $(STAMP)
 	$(BIN)/onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2 --check 20
@@ -60,8 +60,21 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m onecard.rules.verify --markdown docs/rules.md
 
+# All pages, the API and search, as files in site/: python -m http.server -d site. Every link is checked.
+site: .venv/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site --bind 127.0.0.1"
+
+.venv/docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+# Wheel and sdist, and the wheel in an empty environment: it imports, it is typed, the tutorial runs. Others: make wheel PYTHON=python3.13
+wheel:
+	$(PYTHON) tests/wheel.py --torch $(TORCH_VERSION) $(ARGS)
+
 clean:
-	rm -rf .venv logs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv logs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that the version asked for is the one that everything else settles with.

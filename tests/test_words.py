@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import traceback
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import onecard as oc
+from onecard import errors
 from onecard.comm.agree import check
 from onecard.errors import CommunicationError, DispatchError, LayoutError, MeshError
 from onecard.testing import multirank
@@ -214,3 +216,37 @@ def test_the_check_shows_a_few_values_on_both_ranks() -> None:
         said = str(caught.value)
         assert len(said) < 1200, said
         assert ("another rank is gone" in said) is fails
+
+
+VOCABULARY = Path(__file__).parents[1] / "docs" / "vocabulary.md"
+
+
+def errors_table() -> str:
+    """The errors of the vocabulary, as their docstrings say."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OnecardError)]
+    meanings = [str(kind.__doc__).splitlines()[0].replace("``", "`") for kind in kinds]
+    rows = [f"| `{kind.__name__}` | {meaning} |" for kind, meaning in zip(kinds, meanings, strict=True)]
+    return "\n".join(["| error | meaning |", "|---|---|", *rows])
+
+
+def vocabulary() -> list[str]:
+    text = VOCABULARY.read_text(encoding="utf-8").split("## Errors")[0]
+    rows = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    return [word.strip() for row in rows if row.strip() != "word" for word in row.split(",")]
+
+
+def unused(words: list[str], texts: list[str]) -> list[str]:
+    said = "\n".join(texts).lower()
+    return [word for word in words if not re.search(rf"\b{re.escape(word.lower())}(e?s|ed|d)?\b", said)]
+
+
+def test_the_vocabulary_is_that_of_the_errors_and_the_pages() -> None:
+    page = VOCABULARY.read_text(encoding="utf-8")
+    assert page.split("<!-- errors -->")[1].split("<!-- end -->")[0].strip() == errors_table(), (
+        f"in docs/vocabulary.md stands:\n{errors_table()}"
+    )
+    words = vocabulary()
+    assert len(words) > 40 and len(set(words)) == len(words)
+    pages = [p.read_text(encoding="utf-8") for p in VOCABULARY.parent.rglob("*.md") if p != VOCABULARY]
+    assert unused(words, pages) == []
+    assert unused(["mesh", "flurb"], pages) == ["flurb"]

@@ -56,7 +56,8 @@ def svg(recording: Step, depth: int | None = None) -> str:
         parts += _column(blocks, x + PAD, top + 34)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" '
-        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">\n'
+        f'role="img" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">\n'
+        f"<title>{escape(f'A step as a graph: {recording.name}, {_said(recording)}')}</title>\n"
         + _rect(0, 0, width, height, "#ffffff", "none", 0)
         + "\n"
         + "\n".join(parts)
@@ -64,13 +65,16 @@ def svg(recording: Step, depth: int | None = None) -> str:
     )
 
 
-def _head(recording: Step, kinds: set[str]) -> Iterator[str]:
+def _said(recording: Step) -> str:
     nodes = [*recording.nodes()]
     price = cost(recording)
     sent = "; ".join(f"{_bytes(n)} sent along {axis!r}" for axis, n in price.sent.items()) or "no message"
+    return f"on this rank: {len(nodes)} nodes, {_count(price.flops)}FLOP, {sent}, peak memory {_bytes(price.peak)}"
+
+
+def _head(recording: Step, kinds: set[str]) -> Iterator[str]:
     yield _text(PAD, 24, recording.name, 15, bold=True)
-    said = f"on this rank: {len(nodes)} nodes, {_count(price.flops)}FLOP, {sent}, peak memory {_bytes(price.peak)}"
-    yield _text(PAD, 42, said, 11, "#555555")
+    yield _text(PAD, 42, _said(recording), 11, "#555555")
     x = PAD
     for kind, colour in COLOURS.items():
         if kind in kinds:
