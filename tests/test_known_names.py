@@ -120,6 +120,6 @@ def test_what_is_not_there_says_what_is() -> None:
     for name in OTHERS:
         with pytest.raises(AttributeError, match=rf"onecard has no '{name}' \(.*\). In its place: "):
             getattr(oc, name)
-    for key in ("ep_degree", "sharding_configs", "mp_configs", "pp_configs"):
+    for key in ("sharding_configs", "mp_configs", "pp_configs"):
         with pytest.raises(fleet.FleetError, match=rf"\['{key}'\]: in its place: "):
             fleet.DistributedStrategy().hybrid_configs = {key: 2}

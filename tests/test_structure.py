@@ -86,7 +86,7 @@ FLOORS = {
         "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step", "full",
         "programs", "loaders", "progress", "saved", "loop", "engine", "dist_model",
     ],
-    "fleet": ["names", "grid", "gradients", "layers", "zero", "front", "utils", "meta_parallel"],
+    "fleet": ["names", "grid", "gradients", "layers", "experts", "zero", "front", "utils", "meta_parallel"],
 }  # fmt: skip
 
 

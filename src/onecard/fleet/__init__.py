@@ -10,12 +10,19 @@ from onecard.comm.issue.ranks import of_ranks
 from onecard.comm.world import world
 from onecard.errors import FleetError
 from onecard.fleet import meta_parallel, names, utils
+from onecard.fleet.experts.exchange import global_gather, global_scatter
+from onecard.fleet.experts.model import balance, router_loss, update_router_bias
 from onecard.fleet.front import training
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.sharding import group_sharded_parallel, save_group_sharded_model
 from onecard.fleet.front.training import distributed_model, distributed_optimizer
 from onecard.fleet.gradients import clipping, scaling
-from onecard.fleet.gradients.clipping import ClipGradByGlobalNorm, clip_grad_norm_, grad_norm
+from onecard.fleet.gradients.clipping import (
+    ClipGradByGlobalNorm,
+    ClipGradForMOEByGlobalNorm,
+    clip_grad_norm_,
+    grad_norm,
+)
 from onecard.fleet.gradients.hooks import sync
 from onecard.fleet.gradients.scaling import GradScaler, distributed_scaler
 from onecard.fleet.grid.rng import dropout, get_rng_state_tracker, model_parallel_random_seed
@@ -47,15 +54,16 @@ from onecard.train.shard import Run, held
 from onecard.train.shard import Shard as Held
 
 __all__ = [
-    "Assign", "ClipGradByGlobalNorm", "Constant", "DistributedStrategy", "FleetError", "GradScaler", "GroupShardedModel",
-    "Held", "HybridCommunicateGroup", "KaimingUniform", "LayerDesc", "Normal", "ParamAttr", "PipelineLayer", "PipelineParallel",
-    "Run", "SharedLayerDesc", "Uniform", "XavierNormal", "XavierUniform", "barrier_worker", "clip_grad_norm_",
-    "distributed_model", "distributed_optimizer", "distributed_scaler", "draw_parts", "dropout", "get_hybrid_communicate_group",
-    "get_rng_state_tracker", "grad_norm", "group_sharded_parallel", "held", "init", "is_first_worker", "mappings", "mark",
-    "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names", "part_sizes", "recompute",
-    "recomputing", "ring_attention", "saved", "save_group_sharded_model", "split_parameters", "sum_over", "sync", "token_mean",
-    "training", "ulysses_attention",
-    "utils", "worker_index", "worker_num",
+    "Assign", "ClipGradByGlobalNorm", "ClipGradForMOEByGlobalNorm", "Constant", "DistributedStrategy", "FleetError",
+    "GradScaler", "GroupShardedModel", "Held", "HybridCommunicateGroup", "KaimingUniform", "LayerDesc", "Normal",
+    "ParamAttr", "PipelineLayer", "PipelineParallel", "Run", "SharedLayerDesc", "Uniform", "XavierNormal",
+    "XavierUniform", "balance", "barrier_worker", "clip_grad_norm_", "distributed_model", "distributed_optimizer",
+    "distributed_scaler", "draw_parts", "dropout", "get_hybrid_communicate_group", "get_rng_state_tracker",
+    "global_gather", "global_scatter", "grad_norm", "group_sharded_parallel", "held", "init", "is_first_worker",
+    "mappings", "mark", "mark_as_sequence_parallel_parameter", "meta_parallel", "model_parallel_random_seed", "names",
+    "part_sizes", "recompute", "recomputing", "ring_attention", "router_loss", "saved", "save_group_sharded_model",
+    "split_parameters", "sum_over", "sync", "token_mean", "training", "ulysses_attention", "update_router_bias", "utils",
+    "worker_index", "worker_num",
 ]  # fmt: skip
 
 

@@ -3,6 +3,10 @@
 from typing import NoReturn
 
 from onecard.fleet import names
+from onecard.fleet.experts.gates import BaseGate, GShardGate, NaiveGate, SwitchGate
+from onecard.fleet.experts.layer import MoELayer
+from onecard.fleet.experts.networks import GroupedExperts
+from onecard.fleet.experts.top_k import TopKGate
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.grid.rng import RNGStatesTracker, get_rng_state_tracker, model_parallel_random_seed
 from onecard.fleet.layers.heads import QKVParallelLinear
@@ -12,10 +16,10 @@ from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.layers.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding, class_center_sample
 
 __all__ = [
-    "ColumnParallelLinear", "LayerDesc", "MergedColumnParallelLinear", "ParallelCrossEntropy", "PipelineLayer",
-    "PipelineParallel", "QKVParallelLinear", "RNGStatesTracker",
-    "RowParallelLinear", "SharedLayerDesc", "VocabParallelEmbedding", "class_center_sample", "get_rng_state_tracker",
-    "model_parallel_random_seed", "names",
+    "BaseGate", "ColumnParallelLinear", "GShardGate", "GroupedExperts", "LayerDesc", "MergedColumnParallelLinear",
+    "MoELayer", "NaiveGate", "ParallelCrossEntropy", "PipelineLayer", "PipelineParallel", "QKVParallelLinear",
+    "RNGStatesTracker", "RowParallelLinear", "SharedLayerDesc", "SwitchGate", "TopKGate", "VocabParallelEmbedding",
+    "class_center_sample", "get_rng_state_tracker", "model_parallel_random_seed", "names",
 ]  # fmt: skip
 
 

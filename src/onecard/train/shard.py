@@ -42,6 +42,9 @@ class Shard:
         sums: groups whose ranks' gradients are summands of the gradient (sequence parallel, a shared embedding).
         copies: (start, length) of the whole along ``dim`` that lie on several ranks of ``group``, each with a summand of
             their gradient (key and value heads fewer than ranks). The same on all ranks.
+        experts: ranks that have other experts in this one's place and send it their tokens: its gradient is of the data of
+            all of them, and copies of it lie beyond them.
+        also: (dim, start, length): along a second dim, too, it is a part among ``group``.
     """
 
     shape: tuple[int, ...]
@@ -50,14 +53,22 @@ class Shard:
     group: Ranks | None = None
     sums: tuple[Ranks, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    experts: Ranks | None = None
+    also: tuple[int, int, int] | None = None
 
     def is_cut(self) -> bool:
         """Whether other ranks have other parts."""
         return self.group is not None and self.group.size > 1
 
+    def is_cut_among(self, ranks: Ranks) -> bool:
+        """Whether these ranks have other parts."""
+        return self.group is not None and {*ranks.ranks} <= {*self.group.ranks}
+
     def is_all(self) -> bool:
         """Whether the runs are the whole, in its order."""
         at = 0
+        if self.also is not None and self.also[2] != self.shape[self.also[0]]:
+            return False
         for run in self.runs:
             if run.start != at:
                 return False
@@ -66,15 +77,18 @@ class Shard:
 
     def boxes(self) -> Iterator[tuple[Box, tuple[slice, ...]]]:
         """For each run: the box of the whole, and where it lies in the local tensor."""
-        everything = whole(self.shape)
+        there = here = whole(self.shape)
+        if self.also is not None:
+            dim, start, length = self.also
+            there, here = cut(there, dim, start, start + length), cut(here, dim, 0, length)
         if self.dim < 0:
-            yield everything, slices(everything)
+            yield there, slices(here)
             return
         at = 0
         for run in self.runs:
-            here = cut(everything, self.dim, at, at + run.length)
+            local = cut(here, self.dim, at, at + run.length)
             at += run.length
-            yield cut(everything, self.dim, run.start, run.start + run.length), slices(here)
+            yield cut(there, self.dim, run.start, run.start + run.length), slices(local)
 
     def owned(self) -> list[tuple[int, int]]:
         """(start, length) along ``dim`` in the local tensor of what this rank counts."""
@@ -83,6 +97,8 @@ class Shard:
 
     def take(self, x: Tensor) -> Tensor:
         """The runs of a whole tensor, one after the other: a copy."""
+        if self.also is not None:
+            x = x.narrow(*self.also)
         if self.dim < 0:
             return x.clone()
         return torch.cat([x.narrow(self.dim, run.start, run.length) for run in self.runs], self.dim)

@@ -5,6 +5,7 @@ A rank outside the group may not call them. ``call`` names what the message is f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -123,14 +124,22 @@ def _exchange(
     x: Tensor, group: Ranks, dim: int, sizes: Sequence[int] | None, to_sizes: Sequence[int] | None, call: str
 ) -> Tensor:
     """Both dims are one: parts sent and received lie one after the other; ``sizes`` are those that come."""
-    to_sizes = cut_sizes(x, group, dim, to_sizes, "all_to_all")
+    to_sizes = exchanges(x, group, dim, to_sizes, call)
     sizes = list(to_sizes if sizes is None else sizes)
-    begin(Move("all_to_all", Shard(dim), Shard(dim), dim, dim), group, x, call)
-    rest = x.numel() // x.shape[dim] if x.shape[dim] else 1
+    rest = math.prod(n for d, n in enumerate(x.shape) if d != dim)
     flat, arrive, leave, shape = collectives.exchange_of(x, group, dim, sizes, dim, to_sizes)
     return collectives.arrived(
         collectives.exchanged(flat, arrive, leave, group, rest > 0).wait(), shape, group, dim, sizes
     )
+
+
+def exchanges(x: Tensor, group: Ranks, dim: int, leave: Sequence[int] | None, call: str) -> list[int]:
+    """Check an exchange of stretches of one dim and tell of it, with the bytes that leave this rank; the lengths that leave."""
+    leave = cut_sizes(x, group, dim, leave, "all_to_all")
+    away = sum(leave) - leave[group.index] if group.is_member() else 0
+    count = x.nbytes // max(x.shape[dim], 1) * away
+    begin(Move("all_to_all", Shard(dim), Shard(dim), dim, dim), group, x, call, count=count)
+    return leave
 
 
 def broadcast(x: Tensor, group: Ranks, src: int, call: str = "broadcast") -> Tensor:
@@ -187,20 +196,29 @@ def member(group: Ranks, call: str) -> None:
         )
 
 
-def begin(move: Move, group: Ranks, x: Tensor, call: str, sends: bool = True) -> None:
-    """Say what comes, to who watches and to the other ranks. ``sends``: whether this rank does."""
+def begin(move: Move, group: Ranks, x: Tensor, call: str, sends: bool = True, count: int | None = None) -> None:
+    """Say what comes, to who watches and to the other ranks. ``sends``: whether this rank does; ``count``: how many bytes."""
     member(group, call)
     if group.size > 1:
         record.serving.here = (call, "", ())
         if record.observers.here:
-            tell(move, group, x, call, sends=sends)
+            tell(move, group, x, call, sends=sends, count=count)
 
 
-def tell(move: Move, group: Ranks, x: Tensor, call: str, peer: str = "x", sends: bool = True) -> None:
+def tell(
+    move: Move,
+    group: Ranks,
+    x: Tensor,
+    call: str,
+    peer: str = "x",
+    sends: bool = True,
+    count: int | None = None,
+) -> None:
     """Show a message to every observer."""
     kind, source, target, dim, to_dim, op, length = move
     before, after = (Layout.of(group.mesh(), x.dim(), [placement]) for placement in (source, target))
-    count = sent(kind, x.nbytes, group.size) if sends else 0
+    if count is None:
+        count = sent(kind, x.nbytes, group.size) if sends else 0
     step = Step(kind, 0, before, after, dim, to_dim, op, count, machine.here.message(count))
     shape = list(x.shape)
     if dim >= 0 and (length >= 0 or dim == to_dim):

@@ -7,6 +7,7 @@ under way (a graph is traced, or the group's size is one) it is complete when it
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,16 @@ def reduce_scatter(
     """A reduce-scatter that sums, left under way. Where the parts travel (see collectives.py), ``wait`` adds them."""
     dim, sizes = plain.scatters(x, group, dim, sizes, "sum", call)
     return collectives.scattered(x, group, dim, sizes, later=later)
+
+
+def all_to_all(
+    x: Tensor, group: Ranks, come: Sequence[int], leave: Sequence[int], call: str = "all_to_all", later: bool = True
+) -> Handle:
+    """Rows of ``x`` to each rank (``leave``) and rows from each (``come``), left under way."""
+    leave = plain.exchanges(x, group, 0, leave, call)
+    flat, arrive, sent, shape = collectives.exchange_of(x, group, 0, come, 0, leave)
+    way = collectives.exchanged(flat, arrive, sent, group, math.prod(x.shape[1:]) > 0, later)
+    return way.then(lambda flat: collectives.arrived(flat, shape, group, 0, come))
 
 
 def tag_of(name: str, microbatch: int = 0) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
+from onecard.fleet.experts.staged import has_routers, routed_stage
 from onecard.fleet.front.wrapped import DistributedModel
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.scaling import GradScaler
@@ -47,13 +48,15 @@ class PipelineParallel(DistributedModel):
         self._size = strategy.pipeline_configs["micro_batch_size"]
         self._plans: dict[int, Schedule] = {}
         self._elsewhere = Elsewhere(module.descs, module.parameters())
+        routed = has_routers(module, module.group)
         self._runner = Runner(
-            {stage: partial(module.run_stage, stage) for stage in module.stages},
+            {stage: partial(routed_stage if routed else _stage, module, stage) for stage in module.stages},
             module.loss_fn,
             module.group,
             self._around() if self._amp is not None else None,
             halves=not module.recompute_interval,
-            given=module.given,
+            given=partial(_given_routed, module) if routed else module.given,
+            beside=routed,
         )
         self._runner.hooks = lambda: hooks_wait(_without_wrapped_hooks(module.parameters()), gradients.sync)
 
@@ -198,6 +201,14 @@ class PipelineParallel(DistributedModel):
         if module.num_stages - 1 not in module.stages or module.loss_weight is None:
             return None
         return loss_weights(module.loss_weight, split(labels, sizes, "the labels"))
+
+
+def _stage(module: PipelineLayer, stage: int, value: Any) -> Any:
+    return module.run_stage(stage, value)
+
+
+def _given_routed(module: PipelineLayer, stage: int, value: Any) -> Any:
+    return module.given(stage, value), torch.zeros((), device="meta", requires_grad=True)
 
 
 def loss_weights(counted: Callable[[Any], Any] | None, parts: Sequence[Any]) -> list[float] | None:

@@ -14,9 +14,10 @@ from torch import nn
 
 from onecard.checkpoint import save_state_dict
 from onecard.comm.issue import plain
-from onecard.comm.issue.ranks import Ranks, as_ranks, of_ranks
+from onecard.comm.issue.ranks import Ranks, as_ranks
 from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
+from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.scaling import distributed_scaler
 from onecard.fleet.grid import topology
@@ -90,12 +91,11 @@ def group_sharded_parallel(
     sharded: Sharded | None = getattr(model, "_sharded", None)
     if sharded is None:
         _check(model, level, ranks)
-        mesh = Ranks.mesh(ranks) if ranks.name == AXIS else of_ranks(ranks.ranks, AXIS).mesh()
         _own_parameters(model, optimizer)
         for p in [*model.parameters(), *(model.buffers() if sync_buffers else ())]:
-            plain.broadcast(p.detach(), ranks, 0, call=call)
+            plain.broadcast(p.detach(), holders.divided_over(p, ranks), 0, call=call)
         running = False if sync_comm else overlap
-        stage: Any = LEVELS[level](AXIS, mesh, running, master_weights, reduce_dtype, offload)
+        stage: Any = LEVELS[level](AXIS, None, running, master_weights, reduce_dtype, offload)
         if grad_accum_dtype is not None and not (master_weights or offload):
             raise FleetError(
                 f"{call}: grad_accum_dtype={grad_accum_dtype} without master_weights: 16-bit parameters would meet gradients "

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from onecard._torch import patches
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks
+from onecard.fleet.gradients import holders, hooks
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.merging import waiting
 from onecard.fleet.gradients.twins import trained
-from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 from onecard.train import norms
 from onecard.train.shard import held
@@ -36,9 +35,7 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         raise FleetError(f"grad_norm: norm_type is {norm_type}; want a positive number, or inf")
     chosen = [*map(trained, parameters)]
     hooks.sync(chosen)
-    hcg = get_hybrid_communicate_group()
-    lines = [hcg.group(axis) for axis, degree in hcg.degrees.items() if degree > 1 and axis != "pp"]
-    mine = [part for p in chosen if p.grad is not None for part in norms.counted(held(p), p.grad, lines)]
+    mine = [part for p in chosen if p.grad is not None for part in norms.counted(held(p), p.grad, holders.lines(p))]
     device = next((p.device for p in chosen), torch.device("cpu"))
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in chosen)
     return norms.joined(mine, norm_type, device, "grad_norm", explicit=True).to(
@@ -83,6 +80,22 @@ class ClipGradByGlobalNorm:
 
     def __call__(self, parameters: Any) -> Tensor:
         return clip_grad_norm_(parameters, self.clip_norm)
+
+
+class ClipGradForMOEByGlobalNorm(ClipGradByGlobalNorm):
+    """Paddle's object for mixtures. Parameters say themselves which are experts, so that all but the norm may be left out.
+
+    Source: ``paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm``.
+    """
+
+    def __init__(
+        self,
+        clip_norm: float,
+        is_expert_param_func: Callable[[Any], bool] | None = None,
+        moe_group: Any = None,
+        group_name: str = "default_moe_group",
+    ) -> None:
+        super().__init__(clip_norm)
 
 
 def install() -> None:

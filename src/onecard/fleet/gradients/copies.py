@@ -11,9 +11,8 @@ from onecard.comm.agree import sparse_check
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
+from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
-from onecard.fleet.grid.topology import get_hybrid_communicate_group
-from onecard.train.shard import held
 
 _CURE = (
     "Each rank must do the same to its copy. p.grad, and what torch.autograd.grad gives for a parameter, are of all ranks' data; "
@@ -23,16 +22,11 @@ _CURE = (
 
 def by_group(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
     """Those that other ranks have copies of, with those ranks."""
-    hcg = get_hybrid_communicate_group()
     kinds: dict[tuple[int, ...], tuple[Ranks, list[Tensor]]] = {}
     for p in tensors:
-        cut = held(p).group
-        axes = [axis for axis, n in hcg.degrees.items() if n > 1 and axis != "pp"]
-        copies = [a for a in axes if cut is None or not set(hcg.group(a).ranks) <= set(cut.ranks)]
-        if copies and p.numel() and not p.is_meta:
-            group = hcg.group(*copies)
+        if p.numel() and not p.is_meta and (group := holders.copies(p)) is not None:
             kinds.setdefault(group.ranks, (group, []))[1].append(p)
-    return [*kinds.values()]
+    return [kinds[ranks] for ranks in sorted(kinds)]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from onecard import recorded
 from onecard.comm.issue import plain, trace
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import pending, sparse_gradients, twins
+from onecard.fleet.gradients import holders, pending, sparse_gradients, twins
 from onecard.fleet.gradients.pending import read, write
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
@@ -27,8 +27,8 @@ from onecard.train.shard import held
 
 def adds_up(p: Tensor) -> bool:
     """Whether its gradient is an average and nothing else: then one of whole ones and of summands is right, too."""
-    what, data = held(p), _data(p)
-    return not (what.sums or what.copies or (data is not None and _cut_within(p, data)))
+    what = held(p)
+    return not (what.sums or what.copies or holders.beside(p) is not None)
 
 
 @torch.no_grad()
@@ -48,14 +48,14 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
     for p in added:
         if held(p).copies:
             _sum_copies(p)
-    over = {p: (states[p].rest if step else None) or _data(p) for p in changed}
-    for group in {d.ranks: d for d in over.values() if d is not None}.values():
+    over = {p: (states[p].rest if step else None) or holders.averaged_over(p) for p in changed}
+    for _, group in sorted({d.ranks: d for d in over.values() if d is not None}.items()):
         mine = [p for p, d in over.items() if d is not None and d.ranks == group.ranks]
-        _reduce([_part(p) for p in mine if not _cut_within(p, group)], group, "avg")
+        _reduce([_part(p) for p in mine], group, "avg")
         for p in mine:
-            # Its part alone: backward brought a sum over the ranks' losses; what the program made of that is a mean already.
-            if _cut_within(p, group) and id(p) in summands:
-                _part(p).div_(group.size)
+            # An expert: backward brought a sum over several ranks' losses; what the program made of that is a mean already.
+            if id(p) in summands and (losses := holders.share(p)) > 1:
+                _part(p).div_(losses)
     for p, state in states.items():
         if state.wide is not None:
             total = state.wide if state.kept is None else state.wide.add_(state.kept)
@@ -63,7 +63,7 @@ def sync(parameters: Iterable[Tensor], step: bool = False) -> None:
         elif state.kept is not None:
             write(p, state.kept.add_(read(p)))
         state.kept = state.wide = None
-        if over.get(p) is _data(p) or p not in over:
+        if state.rest is None or not step or over.get(p) is not state.rest:
             state.is_whole()
 
 
@@ -149,7 +149,7 @@ def note(parameter: Tensor) -> None:
 
 def has_sums(p: Tensor) -> bool:
     """Whether other ranks have summands of its gradient."""
-    what, data = held(p), _data(p)
+    what, data = held(p), holders.data_of(p)
     return bool(what.sums or what.copies) or (data is not None and data.size > 1)
 
 
@@ -178,7 +178,7 @@ def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
 
 def mean_loss(loss: Any, parameters: Iterable[Tensor]) -> Any:
     """What a closure returns, of all data: the mean over the ranks that see different ones."""
-    group = next((data for p in parameters if (data := _data(p)) is not None), None)
+    group = next((data for p in parameters if (data := holders.data_of(p)) is not None), None)
     if loss is None or group is None or group.size == 1:
         return loss
     mine = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
@@ -188,23 +188,13 @@ def mean_loss(loss: Any, parameters: Iterable[Tensor]) -> Any:
 
 def in_stages(p: Tensor) -> bool:
     """Whether other ranks have other parameters of its model."""
-    return _data(p) is not None and get_hybrid_communicate_group().degrees["pp"] > 1
-
-
-def _data(p: Tensor) -> Ranks | None:
-    state = pending.of(p)
-    return None if state is None else state.data
-
-
-def _cut_within(p: Tensor, group: Ranks) -> bool:
-    part = held(p).group
-    return part is not None and part.size > 1 and set(part.ranks) <= set(group.ranks)
+    return holders.data_of(p) is not None and get_hybrid_communicate_group().degrees["pp"] > 1
 
 
 def refuse_parts(p: Tensor, group: Ranks, call: str) -> None:
-    """Refuse a parameter of which ranks that should hold copies hold parts (experts), where ZeRO would divide copies."""
+    """Refuse a parameter of which ranks that should hold copies hold parts, and which is no expert: ZeRO would divide copies."""
     part = held(p).group
-    if part is not None and len(set(part.ranks) & set(group.ranks)) > 1:
+    if part is not None and held(p).experts is None and len(set(part.ranks) & set(group.ranks)) > 1:
         raise FleetError(
             f"{call}: a parameter of shape {list(p.shape)} is this rank's part of {list(held(p).shape)} among ranks "
             f"{list(part.ranks)} (fleet.mark, mp_group=), and {call} divides what ranks {list(group.ranks)} hold copies of. "
@@ -219,8 +209,8 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """
     by_group: dict[tuple[tuple[int, ...], str], tuple[Ranks, list[Tensor]]] = {}
     for p in parameters:
-        for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), _data(p)]:
-            if group is not None and group.size > 1 and not (group is _data(p) and _cut_within(p, group)):
+        for group in [*held(p).sums, *([held(p).group] if held(p).copies else []), holders.averaged_over(p)]:
+            if group is not None and group.size > 1:
                 by_group.setdefault((group.ranks, group.name), (group, []))[1].append(p)
     states: dict[Tensor, Any] = {p: pending.of(p) for p in parameters}
     said = {

@@ -26,6 +26,7 @@ from onecard.train.shard import held, noted
 _NAME = "_onecard_twin"
 LOCAL = "_onecard_local"  # of a plain parameter: what it stands for
 _ACCUM = "_onecard_accum"  # of a twin: in which dtype gradients add up
+_LOSSES = "_onecard_losses"  # of a twin of an expert: of how many ranks' losses backward's gradient is a sum
 
 
 def add_up_in(twin: Any, dtype: torch.dtype | None) -> None:
@@ -33,6 +34,17 @@ def add_up_in(twin: Any, dtype: torch.dtype | None) -> None:
     if dtype is not None and twin.is_floating_point() and torch.promote_types(twin.dtype, dtype) != twin.dtype:
         twin.grad_dtype = dtype  # torch takes no other gradient, else
         setattr(twin, _ACCUM, dtype)
+
+
+def sum_of_losses(twin: Any, losses: int) -> None:
+    """Say of how many ranks' losses the gradient that backward leaves is a sum: of an expert, which is sent their tokens."""
+    if losses > 1:
+        setattr(twin, _LOSSES, losses)
+
+
+def losses_of(twin: Any) -> int:
+    """So many."""
+    return int(getattr(twin, _LOSSES, 1))
 
 
 @dataclass(eq=False)
@@ -77,6 +89,8 @@ def summand(twin: Any, grad: Tensor) -> DistTensor:
     """A rank's own gradient as a distributed one: the average over the ranks, still to be taken."""
     layout = Layout.make(twin.mesh, ((),) * twin.dim(), ((0, "avg"),))
     grad = grad.to(getattr(twin, _ACCUM, grad.dtype))
+    if (losses := losses_of(twin)) > 1:
+        grad = grad / losses
     return wrap(grad, Spec.make(layout, twin.shape, tuple(grad.stride()), grad.dtype, grad.device))
 
 

@@ -18,6 +18,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "pp_degree": 1,
         "sharding_degree": 1,
         "sep_degree": 1,
+        "ep_degree": 1,
+        "moe_sharding_degree": 1,
         "order": list(AXES),
     },
     "tensor_parallel_configs": {"tensor_parallel_degree": 1, "tensor_init_seed": -1},
@@ -49,9 +51,6 @@ _PLANNED = {
 
 
 _KEYS = {
-    "ep_degree": "there is no axis of experts: lay their weights out by marks, oc.shard_tensor(w, mesh, [oc.Shard(0)]) of "
-    "(experts, in, out), with oc.alltoall_single or an einsum between them",
-    "moe_sharding_degree": "there is no axis of experts",
     "sharding_configs": "overlap and buckets need no word; stages: fleet.group_sharded_parallel(model, optimizer, level)",
     "mp_configs": "sums of tensor parallel layers need no word; sequence parallelism: fleet.utils.sequence_parallel_utils",
     "pp_configs": "strategy.pipeline_configs",
@@ -63,7 +62,9 @@ class DistributedStrategy:
 
     Attributes:
         hybrid_configs: ``dp_degree`` (-1: what remains), ``mp_degree``, ``pp_degree``, ``sharding_degree``,
-            ``sep_degree``, and ``order``, the axes from the outermost to the innermost.
+            ``sep_degree``, and ``order``, the axes from the outermost to the innermost. ``ep_degree``: so many neighbours among
+            the ranks that see other data have different experts; ``moe_sharding_degree``, how often each expert is there, may
+            be left out.
         tensor_parallel, tensor_parallel_configs: ``tensor_parallel_degree``, which is ``mp_degree`` too.
         pipeline_configs: ``accumulate_steps`` microbatches of ``micro_batch_size``; ``schedule_mode``: "1F1B", "F-then-B", "VPP",
             "ZBV" or another of ``pipeline.modes.MODES``, or an ``onecard.pipeline.Schedule``.
@@ -146,7 +147,19 @@ class DistributedStrategy:
                     else f"run onecard run --nproc_per_node {product} script.py, or degrees {rest} that divide {world}"
                 )
             )
-        return {axis: given[axis] if given[axis] != -1 else world // product for axis in self.hybrid_configs["order"]}
+        found = {axis: given[axis] if given[axis] != -1 else world // product for axis in self.hybrid_configs["order"]}
+        self._check_experts(found)
+        return found
+
+    def _check_experts(self, degrees: dict[str, int]) -> None:
+        data = degrees["dp"] * degrees["sharding"] * degrees["sep"]
+        experts, copies = self.hybrid_configs["ep_degree"], self.hybrid_configs["moe_sharding_degree"]
+        if data % experts or (copies > 1 and experts * copies != data):
+            fits = [n for n in range(1, data + 1) if not data % n]
+            raise FleetError(
+                f"ep_degree {experts}{f' x moe_sharding_degree {copies}' if copies > 1 else ''} does not fit the {data} ranks "
+                f"that see other data (dp x sharding x sep), among which experts are divided: ep_degree of {fits}"
+            )
 
     def __repr__(self) -> str:
         on = [name for name in _SWITCHES if getattr(self, name)]

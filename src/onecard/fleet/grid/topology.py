@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -22,11 +24,11 @@ class HybridCommunicateGroup:
     Source: ``paddle.distributed.fleet.base.topology.HybridCommunicateGroup``.
     """
 
-    def __init__(self, degrees: dict[str, int]) -> None:
+    def __init__(self, degrees: dict[str, int], experts: int = 1) -> None:
         names = list(degrees)
         size = prod(degrees.values())
         self.mesh = ProcessMesh(_grid(list(range(size)), [degrees[n] for n in names]), names)
-        self.degrees = degrees
+        self.degrees, self._experts = degrees, experts
 
     def group(self, *axes: str) -> Ranks:
         """The ranks that differ from this one along these axes only, in the grid's order.
@@ -60,6 +62,32 @@ class HybridCommunicateGroup:
     def data(self, without: str = "") -> Ranks:
         """The ranks that see other data (batch or part of the sequence) and hold copies of one model; ``without`` an axis."""
         return self.group(*(axis for axis in self.degrees if axis in ("dp", "sharding", "sep") and axis != without))
+
+    def experts(self) -> Ranks:
+        """The ranks that have different experts (``ep_degree``): neighbours among those that see other data."""
+        ranks = self.data().ranks
+        begin = ranks.index(self.get_global_rank()) // self._experts * self._experts
+        return of_ranks(ranks[begin : begin + self._experts], "ep")
+
+    def same_experts(self, experts: Ranks) -> Ranks:
+        """The ranks that see other data and have the experts of this one, where ``experts`` have different ones.
+
+        Raises:
+            FleetError: ranks that do not divide those that see other data into groups like them.
+        """
+        data, me = self.data().ranks, self.get_global_rank()
+        among = [rank for rank in data if rank in experts.ranks]
+        axes = [axis for axis in self.degrees if axis in ("dp", "sharding", "sep") and self.degrees[axis] > 1]
+        for chosen in (c for n in range(len(axes) + 1) for c in combinations(axes, n)):
+            if among == self.ranks_along(chosen):
+                return self.group(*(axis for axis in axes if axis not in chosen))
+        begin = data.index(among[0])
+        if me in among and not begin % len(among) and among == list(data[begin : begin + len(among)]):
+            return of_ranks(data[data.index(me) - begin :: len(among)], "copies of experts")
+        raise FleetError(
+            f"moe_group: ranks {list(experts.ranks)} do not divide those that see other data, {list(data)}, into groups alike: "
+            "hcg.get_expert_parallel_group() (ep_degree), or all ranks along an axis"
+        )
 
     def get_global_rank(self) -> int:
         """The rank in the world."""
@@ -119,6 +147,22 @@ def _getters() -> None:
 
     for word, axis in _PADDLE.items():
         make(word, axis)
+    for word, group in (
+        ("expert", lambda self: self.experts()),
+        ("moe_sharding", lambda self: self.same_experts(self.experts())),
+    ):
+        _of_group(word, group)
+
+
+def _of_group(word: str, group: Callable[[Any], Ranks]) -> None:
+    for name, function, text in (
+        ("rank", lambda self: group(self).index, "This rank's place in it."),
+        ("world_size", lambda self: group(self).size, "How many ranks there are in it."),
+        ("group", group, "The ranks that have different experts, or copies of this one's."),
+        ("group_src_rank", lambda self: group(self).ranks[0], "The first of them, as a rank of the world."),
+    ):
+        function.__name__, function.__doc__ = f"get_{word}_parallel_{name}", text
+        setattr(HybridCommunicateGroup, function.__name__, function)
 
 
 _getters()
@@ -148,7 +192,8 @@ def degrees_of(strategy: DistributedStrategy) -> dict[str, int]:
 def begin(strategy: DistributedStrategy) -> HybridCommunicateGroup:
     """Lay the grid of a strategy."""
     _state.here["strategy"] = strategy
-    _state.here["hcg"] = HybridCommunicateGroup(degrees_of(strategy))
+    experts = 1 if world.alone.here else strategy.hybrid_configs["ep_degree"]
+    _state.here["hcg"] = HybridCommunicateGroup(degrees_of(strategy), experts)
     return _state.here["hcg"]
 
 

@@ -35,6 +35,8 @@ def fit(what: Shard | str, parameter: Tensor, name: str) -> Shard | str:
     if what.dim < 0:
         return replace(what, shape=tuple(parameter.shape))
     wanted = list(what.shape)
+    if what.also is not None:
+        wanted[what.also[0]] = what.also[2]
     wanted[what.dim] = sum(run.length for run in what.runs)
     if wanted != list(parameter.shape):
         raise FleetError(

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from onecard._torch import names as _torch
 from onecard.errors import FleetError
 from onecard.fleet.gradients import sparse_gradients
-from onecard.fleet.gradients.twins import LOCAL, summand, trained
+from onecard.fleet.gradients.twins import LOCAL, losses_of, summand, trained
 from onecard.pipeline.run.waiting_hooks import is_ours
 from onecard.place.layout import Layout
 from onecard.tensor import DistTensor
@@ -64,7 +64,8 @@ class Local:
             found = given if found is None else found
             if not isinstance(found, DistTensor):
                 return found
-            return found._local if found._spec.layout.pending == ((0, "avg"),) else own_whole(found)
+            mine = found._local if found._spec.layout.pending == ((0, "avg"),) else own_whole(found)
+            return mine * losses if (losses := losses_of(self.twin)) > 1 else mine
 
         run.of_user = True  # type: ignore[attr-defined]
         return run
@@ -83,7 +84,8 @@ class _Handing:
     @grad.setter
     def grad(self, value: Any) -> None:
         twin = of_local(self).twin
-        twin.grad = value if value is None or isinstance(value, DistTensor) else summand(twin, value)
+        plain = value is not None and not isinstance(value, DistTensor)
+        twin.grad = summand(twin, value * losses_of(twin)) if plain else value  # a program's own is a mean
 
     @grad.deleter
     def grad(self) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from onecard._torch import patches
 from onecard.comm.issue import groups, plain
-from onecard.comm.issue.ranks import Ranks
+from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks
-from onecard.fleet.gradients.twins import add_up_in, added, pair, summand, twin_of
+from onecard.fleet.gradients import holders, hooks
+from onecard.fleet.gradients.twins import add_up_in, added, pair, sum_of_losses, summand, twin_of
 from onecard.fleet.grid import topology
 from onecard.fleet.zero.local_parameter import Places, become_local, local_gradient, mend, of_local, twin_parameter
 from onecard.tensor import DistTensor
@@ -58,10 +58,8 @@ class Sharded:
         accum: torch.dtype | None = None,
     ) -> None:
         self.level, self.stage, self.group, self._how = level, stage, group, (policy, blocks, accum)
-        assert stage.mesh is not None
-        groups.apart.here.add(stage.mesh)
         named = dict(model.named_parameters())
-        self.twins: dict[Any, Any] = {p: twin_parameter(p, stage.mesh) for p in named.values()}
+        self.twins: dict[Any, Any] = {p: self._twin(p) for p in named.values()}
         self.names = {id(p): name for name, p in named.items()} | {id(self.twins[p]): n for n, p in named.items()}
         everything = [*self.twins.values()]
         self.overlap = overlaps(stage.overlap, everything)
@@ -95,6 +93,15 @@ class Sharded:
         )
         model.__dict__["_sharded"] = self
 
+    def _twin(self, p: Any) -> Any:
+        """A distributed parameter over the ranks that have copies: an expert's are fewer."""
+        ranks = holders.divided_over(p, self.group)
+        mesh = of_ranks(ranks.ranks, AXIS).mesh()
+        groups.apart.here.add(mesh)
+        twin = twin_parameter(p, mesh)
+        sum_of_losses(twin, self.group.size // ranks.size)
+        return twin
+
     def agree(self) -> None:
         """What was frozen or unfrozen, or given other memory, by one name is so by the other."""
         for p, twin in self.twins.items():
@@ -121,7 +128,7 @@ class Sharded:
         for p, state in [*optimizer.state.items()]:
             for key, value in state.items():
                 if is_like(p, key, value) and not isinstance(value, DistTensor):  # as the parameters: the first rank's
-                    plain.broadcast(value, self.group, 0, call="group_sharded_parallel")
+                    plain.broadcast(value, holders.divided_over(p, self.group), 0, call="group_sharded_parallel")
         exchange_all(optimizer, self.twins)
         optimizer.register_step_pre_hook(lambda opt, *_: self._before(opt))
         update = ShardedUpdate(optimizer, self.stage, self.reducer, self._mean)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from onecard.comm.issue import groups
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
-from onecard.fleet.gradients import hooks, pending, sparse_gradients
+from onecard.fleet.gradients import holders, hooks, pending, sparse_gradients
 from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.twins import summand
 from onecard.fleet.zero.local_parameter import twin_parameter
@@ -40,10 +40,8 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, line: Ranks, clips: bool) -> None:
         self._clips, self._line = clips, line
         divided[optimizer] = "sharding_degree"
-        self._mesh = of_ranks(line.ranks, AXIS).mesh()
-        groups.apart.here.add(self._mesh)
         self._twins: dict[Any, Any] = {}
-        self._stage = ShardingStage1(AXIS, self._mesh, overlap=False)
+        self._stage = ShardingStage1(AXIS, overlap=False)
         optimizer.register_step_pre_hook(self._begin)
         self._show(optimizer)
         update = ShardedUpdate(optimizer, self._stage)
@@ -77,7 +75,12 @@ class ShardedOptimizer:
             for p in each["params"]:
                 if not isinstance(p, DistTensor) and p not in self._twins:
                     gradients.refuse_parts(p, self._line, "sharding_degree")
-                    self._twins[p] = twin_parameter(p, self._mesh)
+                    ranks = holders.divided_over(p, self._line)
+                    if ranks.size == 1:  # an expert of which no rank along the axis has a copy
+                        continue
+                    mesh = of_ranks(ranks.ranks, AXIS).mesh()
+                    groups.apart.here.add(mesh)
+                    self._twins[p] = twin_parameter(p, mesh)
                     if not self._clips:
                         hooks.leave_to_optimizer(p, AXIS)
         exchange_all(optimizer, self._twins)

@@ -35,6 +35,8 @@ class Runner(StageRuntime):
         halves: whether I leaves the weights to W. Not where stages recompute their activations: W would do so once more.
         given: in a pretended world, where nothing arrives: (stage, a microbatch of the inputs) -> a value of the shapes, dtypes
             and ``requires_grad`` that the stage would be given; of the meta device will do.
+        beside: stages take and give (value, number), the first takes the value alone: the number that comes out is added to
+            the loss, of each microbatch by its share of the batch.
 
     Example:
         >>> from onecard import pipeline
@@ -55,9 +57,10 @@ class Runner(StageRuntime):
         device: torch.device | None = None,
         halves: bool = True,
         given: Callable[[int, Any], Any] | None = None,
+        beside: bool = False,
     ) -> None:
         super().__init__(
-            stages, loss_fn, of_ranks() if group is None else group, around, timeout, device, halves, given
+            stages, loss_fn, of_ranks() if group is None else group, around, timeout, device, halves, given, beside
         )
         modules = [run for run in stages.values() if isinstance(run, nn.Module)]
         self.hooks: Callable[[], AbstractContextManager[Any]] = lambda: hooks_wait(

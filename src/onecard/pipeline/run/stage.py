@@ -35,6 +35,8 @@ class Stage:
         loss: on the last stage, (value, target) -> one number; None elsewhere.
         around: makes the context of each forward, such as autocast.
         halves: whether I leaves the weights to W; else it does the whole backward.
+        beside: whether ``run`` gives (value, number): a number that is added to the loss, of whatever this and earlier stages
+            lose besides (routers of experts).
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Stage:
         loss: Callable[[Any, Any], Tensor] | None = None,
         around: Callable[[], AbstractContextManager[Any]] | None = None,
         halves: bool = True,
+        beside: bool = False,
     ) -> None:
-        self.run, self.loss, self.around, self.halves = run, loss, around, halves
+        self.run, self.loss, self.around, self.halves, self.beside = run, loss, around, halves, beside
         self._flights: dict[int, _Flight] = {}
 
     def forward(self, microbatch: int, form: Form, tensors: Sequence[Tensor], index: int) -> tuple[Form, list[Tensor]]:
@@ -66,15 +69,21 @@ class Stage:
         target: Any,
         weigh: Callable[[Any], Any],
         scale: Any,
+        share: float = 1.0,
     ) -> Tensor:
         """F of the last stage: its loss. ``weigh`` and ``scale``: what it is multiplied with before its backward, the first as a
-        function of what the stage returns."""
+        function of what the stage returns. ``share``: of the microbatch in the batch, which weighs what is lost besides; the
+        loss is then the microbatch's summand of the batch's."""
         inputs = self._enter(form, tensors)
         with nullcontext() if self.around is None else self.around():
-            value = self.run(form.join(given(inputs)))
+            value, more = (
+                self.run(form.join(given(inputs))) if self.beside else (self.run(form.join(given(inputs))), None)
+            )
             weight = weigh(value)
             # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
             loss = one_number(self.loss(value, target)) if weight and self.loss is not None else torch.zeros(())
+            if more is not None:
+                loss, weight = loss * weight + more.to(loss.device) * share, 1.0
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
@@ -84,7 +93,8 @@ class Stage:
 
     def forward_output(self, form: Form, tensors: Sequence[Tensor]) -> Any:
         """F of the last stage where nobody asks for a loss: what the model returns."""
-        made, outputs = Form.of(self._run(form.join(self._enter(form, tensors))))
+        value = self._run(form.join(self._enter(form, tensors)))
+        made, outputs = Form.of(value[0] if self.beside else value)
         return made.join([_kept(x) for x in outputs])
 
     def _run(self, value: Any) -> Any:

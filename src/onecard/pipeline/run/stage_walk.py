@@ -42,12 +42,14 @@ class StageRuntime(Runtime):
         device: torch.device | None,
         halves: bool,
         given: Callable[[int, Any], Any] | None,
+        beside: bool = False,
     ) -> None:
         super().__init__(group.index, group.size, list(stages))
         self.group, self.device = group, world.device() if device is None else device
         self.loss_fn, self.timeout, self.given = loss_fn, timeout, given
         self.shares = None if loss_fn is None else Shares(loss_fn)
-        self.stages = {number: Stage(run, loss_fn, around, halves) for number, run in stages.items()}
+        self.stages = {number: Stage(run, loss_fn, around, halves, beside) for number, run in stages.items()}
+        self.beside = beside
         self._given: dict[Any, Form] = {}
         self._batches: list[sparse_check.Site] | None = None
 
@@ -173,7 +175,8 @@ class StageWalk(Walk):
             self.outputs[i] = mine.forward_output(form, tensors)
         else:
             target = self.targets[i] if self.targets is not None else None
-            loss = mine.forward_loss(i, form, tensors, target, partial(self._weight_of, i), self.scale)
+            share = self.sizes[i] / sum(self.sizes)
+            loss = mine.forward_loss(i, form, tensors, target, partial(self._weight_of, i), self.scale, share)
             self.losses[i] = loss.reshape(())
             if len(self.losses) == len(self.sizes) and self.word.at_once:
                 self.word.send(self._mean())
@@ -200,7 +203,7 @@ class StageWalk(Walk):
         self.note(action, begin)
 
     def _mean(self) -> Tensor:
-        weights = self.weights or []
+        weights = [1.0] * len(self.sizes) if self.runner.beside else self.weights or []
         total = torch.stack([self.losses[i].double() * w for i, w in enumerate(weights)]).sum()
         return total.to(next((self.losses[i].dtype for i, w in enumerate(weights) if w), torch.float32))
 

@@ -159,13 +159,11 @@ class Reducer:
         params = [*self._bucket_of]
         if self._zero is None or self._overlap or not params:
             return
-        with unrecorded():  # the same in every replay
-            mine = [_pending(p.grad) for p in params]
-            there = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
-            record.serving.here = ("gradients", "which there are", (len(params),))
-            found = collectives.all_reduce(there, group(params[0].mesh, 0), "max")
-            anywhere = mine if found.is_meta or trace.faking() else found.tolist()
-        for param, used in zip(params, anywhere, strict=True):
+        by_mesh: dict[Any, list[DistTensor]] = {}
+        for param in params:
+            by_mesh.setdefault(param.mesh, []).append(param)
+        used_of = {p: used for alike in by_mesh.values() for p, used in zip(alike, _anywhere(alike), strict=True)}
+        for param, used in used_of.items():
             if used and not _pending(param.grad):
                 if param.grad is not None:
                     self._kept[param] = param.grad  # type: ignore[assignment]
@@ -254,6 +252,16 @@ def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any]
         Tensor.register_hook(param, before)  # not what a subclass makes of it for users
     Tensor.register_post_accumulate_grad_hook(param, after)
     param.requires_grad_(trained)
+
+
+def _anywhere(params: list[DistTensor]) -> list[bool]:
+    """For each parameter of a mesh whether any rank has a gradient of it."""
+    with unrecorded():  # the same in every replay
+        mine = [_pending(p.grad) for p in params]
+        there = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
+        record.serving.here = ("gradients", "which there are", (len(params),))
+        found = collectives.all_reduce(there, group(params[0].mesh, 0), "max")
+        return mine if found.is_meta or trace.faking() else [bool(n) for n in found.tolist()]
 
 
 def _pending(grad: Any) -> bool:
