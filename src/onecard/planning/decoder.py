@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from onecard.fleet.layers import context, sequence
 from onecard.fleet.layers.linear import ColumnParallelLinear
 from onecard.fleet.layers.transformer import NORMS, ParallelTransformerLayer, rotary_turns
 from onecard.fleet.layers.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding
+from onecard.planning.mixture import MixtureLayer
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
 
@@ -27,7 +29,7 @@ def build(transformer: Transformer, plan: Plan, device: Any = None) -> Decoder:
     are what the caller does with it.
 
     Raises:
-        FleetError: the grid has other degrees; a model with experts.
+        FleetError: the grid has other degrees.
 
     Example:
         >>> import onecard as oc
@@ -86,7 +88,8 @@ class Decoder(nn.Module):
                     sequence.mark_as_sequence_parallel_parameter(p, mp)
 
     def _block(self, sizes: Transformer, width: int, again: Any, cut: dict[str, Any]) -> ParallelTransformerLayer:
-        return ParallelTransformerLayer(
+        kind = partial(MixtureLayer, sizes) if sizes.experts else ParallelTransformerLayer
+        return kind(
             sizes.hidden,
             sizes.heads,
             sizes.kv_heads or None,
@@ -149,10 +152,6 @@ def _groups(sizes: Transformer, plan: Plan) -> tuple[Ranks, Ranks | None]:
         raise FleetError(
             f"the grid is {grid.degrees}; the plan has tp={plan.tp}, cp={plan.cp}: strategy.hybrid_configs = "
             f'{{"mp_degree": {plan.tp}, "sep_degree": {plan.cp}}} before fleet.init'
-        )
-    if sizes.experts:
-        raise FleetError(
-            f"a decoder of {sizes.experts} experts cannot be built: fleet's layers have none; Transformer(experts=0)"
         )
     return grid.group("mp"), grid.group("sep") if plan.cp > 1 else None
 

@@ -115,9 +115,14 @@ def _pipeline(plan: Any, sizes: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def _states(plan: Any, sizes: Mapping[str, int]) -> Iterator[Finding]:
-    if sizes.get("experts"):
-        yield Finding("cost", "ep", f"the model has {sizes['experts']} experts, of which nothing is priced yet",
-                      "figures of time and memory are not given")  # fmt: skip
+    experts = sizes.get("experts", 0)
+    if experts and experts < plan.ep:
+        yield Finding(
+            "mistake", "ep", f"ep={plan.ep} is more than the {experts} experts", f"ep={experts} has one on each rank"
+        )
+    elif experts % plan.ep:
+        yield Finding("cost", "ep", f"ep={plan.ep} does not divide {experts} experts: all wait for the last rank, which has more",
+                      f"ep={_up_to(_divisors(experts), plan.ep)} does")  # fmt: skip
     if "float16" in (plan.compute, plan.parameters) and not plan.master and plan.parameters == "float16":
         yield Finding(
             "mistake", "master", "parameters in float16 without a copy in float32 lose small updates", "master=True"
@@ -127,6 +132,8 @@ def _states(plan: Any, sizes: Mapping[str, int]) -> Iterator[Finding]:
 def _without_effect(plan: Any, sizes: Mapping[str, int]) -> Iterator[Finding]:
     if plan.sequence_parallel and plan.tp == 1:
         yield Finding("idle", "sequence_parallel", "sequence parallel divides along tp, but tp=1", "leave it out")
+    if plan.ep > 1 and not sizes.get("experts", 1):
+        yield Finding("idle", "ep", f"ep={plan.ep} divides experts, of which the model has none", "ep=1")
     if plan.zero and plan.dp == plan.replicas:
         yield Finding("idle", "zero", f"ZeRO {plan.zero} divides over dp / replicas = 1 rank", "a larger dp, or zero=0")
 

@@ -31,7 +31,8 @@ class PieceCost:
         output: bytes of what later pieces take of it: what a pipeline sends if it is cut behind this piece.
         tensors: elements of each of its parameters on this rank that gets a gradient; gradients: bytes of those, as it makes
             them; frozen: elements of the other parameters; pending: bytes sent to sum its gradients along
-            other axes than dp, once in a step.
+            other axes than dp, once in a step; expert_tensors: those of its tensors that are experts, of which other ranks
+            along ep have others.
     """
 
     name: str
@@ -51,11 +52,17 @@ class PieceCost:
     gradients: int
     frozen: int = 0
     pending: Mapping[str, int] = field(default_factory=dict)
+    expert_tensors: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
         """Elements of its parameters on this rank."""
         return sum(self.tensors)
+
+    @property
+    def experts(self) -> int:
+        """Of them, those of experts."""
+        return sum(self.expert_tensors)
 
     @property
     def backward(self) -> float:

@@ -37,9 +37,10 @@ class RankMemory:
         divides = state.shards > 1 and state.plan.zero >= 2
         self._divided, self._at_end = divides and state.plan.overlap, divides and not state.plan.overlap
         elements = sum(stage.parameters for stage in stages.values())
+        experts = sum(stage.experts for stage in stages.values())
         self._always = {
-            "parameters": state.parameters(elements + sum(stage.frozen for stage in stages.values())),
-            "states": state.states(elements),
+            "parameters": state.parameters(elements + sum(stage.frozen for stage in stages.values()), experts),
+            "states": state.states(elements, experts),
             "buffers": self._buffers(stages, last),
         }
         self._stages = {number: self._of_stage(stage) for number, stage in stages.items()}
@@ -51,9 +52,9 @@ class RankMemory:
     def _buffers(self, stages: dict[int, StageCost], last: int) -> int:
         """Parameters that are gathered, gradients that are on their way, what comes from other stages."""
         state, plan = self._state, self._state.plan
-        sizes = sorted((p.parameters for stage in stages.values() for p, _ in stage.runs), reverse=True)
-        largest = sizes[0] if sizes else 0
-        gathered = state.gathered(largest)
+        sizes = [(p.parameters, p.experts) for stage in stages.values() for p, _ in stage.runs]
+        largest, of_experts = max(sizes, default=(0, 0))
+        gathered = state.gathered(largest, of_experts)
         sums = largest * size(plan.gradients) if self._divided else 0
         messages = sum(stage.output for number, stage in stages.items() if number < last) if plan.pp > 1 else 0
         return gathered + sums + messages
@@ -62,7 +63,7 @@ class RankMemory:
         pieces = list(stage.pieces())
         kept = 0
         forward, first, later = (0, 0), (0, 0, 0), (0, 0)
-        gradients = [piece.gradients if self._at_end else self._state.gradients(piece.parameters) for piece in pieces]
+        gradients = [piece.gradients if self._at_end else self._of(piece) for piece in pieces]
         after = sum(gradients)
         for piece, gradient in zip(pieces, gradients, strict=True):
             kept += piece.kept
@@ -74,8 +75,12 @@ class RankMemory:
             later = max(
                 later, (kept, new + piece.transient + max(piece.tensors, default=0) * self._made(piece)), key=sum
             )
-        stay = sum(self._state.gradients(piece.parameters) for piece in pieces)
+        stay = sum(map(self._of, pieces))
         return _StageMemory(kept, forward, first, later, stay, sum(piece.gradients for piece in pieces))
+
+    def _of(self, piece: PieceCost) -> int:
+        """Bytes of a piece's gradients."""
+        return self._state.gradients(piece.parameters, piece.experts)
 
     @staticmethod
     def _made(piece: PieceCost) -> int:

@@ -38,7 +38,7 @@ class _Spent:
 
 def _name(axis: str) -> str:
     """An axis of fleet's grid under the name that plans have for it."""
-    return {"mp": "tp", "sep": "cp"}.get(axis, axis)
+    return "dp" if axis.startswith("dp+") else {"mp": "tp", "sep": "cp"}.get(axis, axis)
 
 
 _BOTH = {"aten::linear_backward": 3, "aten::convolution_backward": 10}
@@ -201,14 +201,16 @@ class Pieces:
             self.names[i], self.alike[i], spent.forward, spent.backward_input, spent.backward_weight, dict(spent.messages),
             dict(spent.sent), spent.macs + spent.macs_back, again, memory.kept[i], memory.peak[i] - memory.kept[i],
             memory.first[i] - memory.kept[i], memory.output[i], tuple(self.tensors(i)), memory.gradients[i],
-            self.frozen(i), self.pending(i),
+            self.frozen(i), self.pending(i), tuple(self.tensors(i, experts=True)),
         )  # fmt: skip
 
-    def tensors(self, i: int) -> Iterator[int]:
-        """Elements of each parameter of a piece on this rank."""
+    def tensors(self, i: int, experts: bool = False) -> Iterator[int]:
+        """Elements of each parameter of a piece on this rank; ``experts``: of those alone."""
         placeholders = [n for n in self.recording.graph.nodes if n.op == "placeholder"]
         for node, known in zip(placeholders, self.recording.inputs, strict=True):
             if self.owners.get(node) == i and known.where in self._trained:
+                if experts and ".experts." not in str(known.where[-1]):
+                    continue
                 yield size_of(node) // node.meta["tensor"][2].itemsize
 
     def pending(self, i: int) -> dict[str, int]:

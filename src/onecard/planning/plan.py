@@ -34,7 +34,7 @@ class Plan:
 
     Attributes:
         dp, tp, cp, pp: ranks along each mesh axis: data (batch), tensor, context (parts of a sequence in attention), pipeline.
-        ep: experts, of whose axis dp is made; 1 until a model has some.
+        ep: ranks that have different experts, neighbours among those that dp (and cp) counts, whose number it divides.
         per_host: ranks on one host; 0 if all are on one.
         placements: (pattern of parameters' names, placements by mesh axis), such as ("*.q_proj.weight", "tp: Shard(0)"); the
             first pattern that fits counts; empty for programs whose layers say it themselves.

@@ -54,10 +54,10 @@ def _waits(pieces: Sequence[PieceCost], state: TrainingState, seconds: Sequence[
     """Seconds in which pieces that are gathered, the next one while one runs, are waited for; in backward gradients go back."""
     line, now, waited = 0.0, 0.0, 0.0
     for i, (piece, computes) in enumerate(zip(pieces, seconds, strict=True)):
-        kind, ranks, given = state.gather_message(piece, False)
         # The next piece is asked for when this one begins; without overlap, when it is needed.
         asked = now if not state.plan.overlap or i == 0 else max(0.0, now - seconds[i - 1])
-        line = max(line, asked) + ranks.seconds(kind, given)
+        took = sum(ranks.seconds(kind, given) for kind, ranks, given in state.gather_messages(piece, False))
+        line = max(line, asked) + took
         copied = state.unpacked(piece)
         waited += max(0.0, line - now) + copied
         now = max(now, line) + copied + computes
@@ -163,11 +163,12 @@ class RankTime:
             for axis, nbytes in piece.pending.items():
                 found[axis] += count * nbytes
             often = plan.microbatches if plan.zero >= 3 else 1
-            for kind, line, given in self.state.gradient_messages(piece.parameters):
+            for kind, line, given in self.state.gradient_messages(piece.parameters, piece.experts):
                 found["dp"] += count * often * line.sent(kind, given)
             if plan.zero:
-                kind, line, given = self.state.gather_message(piece, plan.zero < 3)
-                found["dp"] += count * line.sent(kind, given) * (2 * plan.microbatches if plan.zero >= 3 else 1)
+                times = count * (2 * plan.microbatches if plan.zero >= 3 else 1)
+                for kind, line, given in self.state.gather_messages(piece, plan.zero < 3):
+                    found["dp"] += times * line.sent(kind, given)
         last = plan.pp * plan.virtual - 1
         for number, stage in self.stages.items():
             if plan.pp > 1:

@@ -110,11 +110,11 @@ def _seen(model: nn.Module) -> Any:
 def part_of(plan: Plan, fleets: bool) -> Plan:
     """The plan without what recordings do not depend on; ``fleets``: the layers themselves say how they are divided."""
     one = replace(
-        plan, pp=1, ep=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
+        plan, pp=1, schedule="1F1B", virtual=1, stages=(), microbatches=1, zero=0, replicas=1, gradients="float32",
         states="float32", master=True, offload=False, overlap=True, overlap_pp=True, partial_sends=False,
         recompute_blocks=0, per_host=8,
     )  # fmt: skip
-    return replace(one, dp=1) if fleets else one
+    return replace(one, dp=plan.ep) if fleets else replace(one, ep=1)
 
 
 def _is_fleets(model: Model, plan: Plan) -> bool:
@@ -129,7 +129,7 @@ def record_decoder(sizes: Transformer, plan: Plan) -> RecordedModel:
     """A decoder's forward and backward under a plan; not kept."""
     few = min(sizes.layers, 3)
     folded = [Folded("blocks", (1, sizes.layers - 2, 1) if sizes.layers > 3 else (1,) * few)]
-    with pretend(plan.tp * plan.cp, fake=True):
+    with pretend(plan.ep * plan.tp * plan.cp, fake=True):
         _begin_fleet(plan)
         model = build(replace(sizes, layers=few), plan)
         tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
@@ -139,7 +139,7 @@ def record_decoder(sizes: Transformer, plan: Plan) -> RecordedModel:
 
 def _begin_fleet(plan: Plan) -> None:
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"mp_degree": plan.tp, "sep_degree": plan.cp}
+    strategy.hybrid_configs = {"mp_degree": plan.tp, "sep_degree": plan.cp, "ep_degree": plan.ep}
     fleet.init(is_collective=True, strategy=strategy)
 
 

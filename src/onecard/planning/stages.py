@@ -38,6 +38,11 @@ class StageCost:
         return sum(count * piece.parameters for piece, count in self.runs)
 
     @property
+    def experts(self) -> int:
+        """Of them, those of experts."""
+        return sum(count * piece.experts for piece, count in self.runs)
+
+    @property
     def frozen(self) -> int:
         """Elements on this rank that are not."""
         return sum(count * piece.frozen for piece, count in self.runs)

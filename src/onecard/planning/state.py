@@ -33,7 +33,8 @@ class TrainingState:
     """What dp divides of the training state, and what it costs.
 
     Attributes:
-        shards: ranks that divide it; line: those; copies: ranks that have the same part of it.
+        shards: ranks that divide it; line: those; copies: ranks that have the same part of it. Of experts fewer ranks have
+            copies, by ep (``expert_shards``, ``expert_line``); where elements are counted, ``experts`` are so many of them.
     """
 
     plan: Plan
@@ -50,6 +51,17 @@ class TrainingState:
         return AxisLine("dp", self.machine, self.shards, self.plan.tp, self.plan.per_host)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks that divide what is kept for experts: those that have the same ones."""
+        return max(1, self.shards // self.plan.ep)
+
+    @property
+    def expert_line(self) -> AxisLine:
+        """Those."""
+        stride = self.plan.tp * self.plan.ep
+        return AxisLine("dp", self.machine, self.expert_shards, stride, self.plan.per_host)
+
+    @property
     def copies(self) -> AxisLine:
         """Ranks that have the same part."""
         return AxisLine("dp", self.machine, self.plan.replicas, self.plan.tp * self.shards, self.plan.per_host)
@@ -59,28 +71,31 @@ class TrainingState:
         stride = 1 if name == "tp" else self.plan.tp
         return AxisLine(name, self.machine, getattr(self.plan, name), stride, self.plan.per_host)
 
-    def _part(self, count: int, stage: int) -> int:
-        return -(-count // self.shards) if self.plan.zero >= stage else count
+    def _part(self, count: int, stage: int, experts: int) -> int:
+        if self.plan.zero < stage:
+            return count
+        return -(-(count - experts) // self.shards) + -(-experts // self.expert_shards)
 
-    def parameters(self, elements: int) -> int:
+    def parameters(self, elements: int, experts: int = 0) -> int:
         """Bytes that a rank keeps of parameters."""
-        return self._part(elements, 3) * size(self.plan.parameters)
+        return self._part(elements, 3, experts) * size(self.plan.parameters)
 
-    def gradients(self, elements: int) -> int:
+    def gradients(self, elements: int, experts: int = 0) -> int:
         """Bytes that a rank keeps of gradients."""
-        return self._part(elements, 2) * size(self.plan.gradients)
+        return self._part(elements, 2, experts) * size(self.plan.gradients)
 
-    def states(self, elements: int) -> int:
+    def states(self, elements: int, experts: int = 0) -> int:
         """Bytes that a rank keeps for the optimizer: two moments, and parameters in float32."""
         own = 2 * size(self.plan.states) + (4 if self.plan.master else 0)
-        return 0 if self.plan.offload else self._part(elements, 1) * own
+        return 0 if self.plan.offload else self._part(elements, 1, experts) * own
 
-    def gathered(self, elements: int) -> int:
+    def gathered(self, elements: int, experts: int = 0) -> int:
         """Bytes of parameters that are there only while a piece runs (ZeRO-3)."""
         if self.plan.zero < 3 or self.shards == 1:
             return 0
         # What arrives, and what it is copied to; with overlap the next piece's, too.
-        return (elements * (3 if self.plan.overlap else 2) + elements // self.shards) * size(self.plan.compute)
+        own = (elements - experts) // self.shards + experts // self.expert_shards
+        return (elements * (3 if self.plan.overlap else 2) + own) * size(self.plan.compute)
 
     def sent_on(self, nbytes: int) -> int:
         """What of a stage's result a rank sends to the next stage: a part, if tp's ranks share it (``plan.partial_sends``)."""
@@ -89,20 +104,29 @@ class TrainingState:
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def gradient_messages(self, elements: int) -> Iterator[tuple[str, AxisLine, int]]:
+    def gradient_messages(self, elements: int, experts: int = 0) -> Iterator[tuple[str, AxisLine, int]]:
         """What sums so many gradients: (collective, ranks, bytes given)."""
-        given = elements * size(self.plan.gradients)
-        yield ("all_reduce" if self.plan.zero == 0 else "reduce_scatter"), self.line, given
-        yield "all_reduce", self.copies, given // (self.shards if self.plan.zero else 1)
+        kind = "all_reduce" if self.plan.zero == 0 else "reduce_scatter"
+        for count, line in self._kinds(elements, experts):
+            given = count * size(self.plan.gradients)
+            yield kind, line, given
+            yield "all_reduce", self.copies, given // (line.count if self.plan.zero else 1)
 
-    def gather_message(self, piece: PieceCost, updated: bool) -> tuple[str, AxisLine, int]:
+    def _kinds(self, elements: int, experts: int) -> Iterator[tuple[int, AxisLine]]:
+        """How many elements are divided over which ranks."""
+        yield elements - experts, self.line
+        if experts:
+            yield experts, self.expert_line
+
+    def gather_messages(self, piece: PieceCost, updated: bool) -> Iterator[tuple[str, AxisLine, int]]:
         """What brings parameters together: for a piece that runs (ZeRO-3), or updated, for the next step (ZeRO-1 and 2)."""
         dtype = self.plan.parameters if updated else self.plan.compute
-        return "all_gather", self.line, -(-piece.parameters // self.shards) * size(dtype)
+        for count, line in self._kinds(piece.parameters, piece.experts):
+            yield "all_gather", line, -(-count // line.count) * size(dtype)
 
     def sum_seconds(self, pieces: Sequence[PieceCost]) -> float:
         """Seconds in which the gradients of pieces are summed together, in buckets that are filled, and emptied."""
-        messages = self.gradient_messages(sum(piece.parameters for piece in pieces))
+        messages = self.gradient_messages(sum(p.parameters for p in pieces), sum(p.experts for p in pieces))
         took = sum(line.seconds(kind, given, _buckets(given)) for kind, line, given in messages)
         return took + (2 * self._packed(pieces, size(self.plan.gradients)) if took else 0.0)
 
@@ -124,10 +148,11 @@ class TrainingState:
 
     def gather_seconds(self, pieces: Sequence[PieceCost]) -> float:
         """Seconds in which the updated parameters of pieces come together (ZeRO-1 and 2)."""
-        given = -(-sum(piece.parameters for piece in pieces) // self.shards) * size(self.plan.parameters)
-        return self.line.seconds("all_gather", given, _buckets(given)) + self._packed(
-            pieces, size(self.plan.parameters)
-        )
+        took = self._packed(pieces, size(self.plan.parameters))
+        for count, line in self._kinds(sum(p.parameters for p in pieces), sum(p.experts for p in pieces)):
+            given = -(-count // line.count) * size(self.plan.parameters)
+            took += line.seconds("all_gather", given, _buckets(given))
+        return took
 
     def unpacked(self, piece: PieceCost) -> float:
         """Seconds in which a piece's gathered parameters are copied to where they are used (ZeRO-3), on the computing stream."""
@@ -139,10 +164,13 @@ class TrainingState:
     def update(self, piece: PieceCost) -> float:
         """Seconds of Adam's update."""
         each = self._touched()
-        share = self.shards if self.plan.zero else 1
+        share, of_experts = (self.shards, self.expert_shards) if self.plan.zero else (1, 1)
         if "adamw" in self.machine.curves:
-            return sum(read(self.machine.curves["adamw"], n * each / share) for n in piece.tensors)
-        return self.machine.copy(piece.parameters * each / share)
+            curve = self.machine.curves["adamw"]
+            more = sum(read(curve, n * each / of_experts) - read(curve, n * each / share) for n in piece.expert_tensors)
+            return sum(read(curve, n * each / share) for n in piece.tensors) + more
+        mine = (piece.parameters - piece.experts) / share + piece.experts / of_experts
+        return self.machine.copy(mine * each)
 
     def _touched(self) -> int:
         """Bytes that an update reads and writes for an element: its gradient, the parameter, two moments.

@@ -78,14 +78,21 @@ class NaiveGate(BaseGate):
     """
 
     def __init__(
-        self, d_model: int, num_expert: int, world_size: int = 1, topk: int = 2, group: Ranks | None = None
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int = 1,
+        topk: int = 2,
+        group: Ranks | None = None,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__(num_expert, world_size, group)
         if not 1 <= topk <= self.tot_expert:
             raise FleetError(
                 f"{type(self).__name__}: topk is {topk}, of {self.tot_expert} experts; want 1 to as many as there are"
             )
-        self.gate = nn.Linear(d_model, self.tot_expert)
+        self.gate = nn.Linear(d_model, self.tot_expert, device=device, dtype=dtype)
         self.top_k = topk
 
     def scores(self, x: Tensor) -> Tensor:

@@ -67,8 +67,10 @@ class TopKGate(NaiveGate):
         capacity: float | None = None,
         drop_policy: str = "position",
         group: Ranks | None = None,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
-        super().__init__(d_model, num_expert, world_size, topk, group)
+        super().__init__(d_model, num_expert, world_size, topk, group, device, dtype)
         if not linear_bias:
             self.gate.register_parameter("bias", None)
         if capacity is not None:

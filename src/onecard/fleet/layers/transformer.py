@@ -145,7 +145,10 @@ class ParallelTransformerLayer(nn.Module):
 
     def _layer(self, x: Tensor, turns: Tensor | None) -> Tensor:
         x = x + self._dropout(self._attention(self.norm1(x), turns))
-        return x + self._dropout(self.fc2(self._units(self.norm2(x))))
+        return x + self._dropout(self._mlp(self.norm2(x)))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.fc2(self._units(x))
 
     def _units(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)

@@ -140,8 +140,6 @@ def worth(
         return Worth(
             None, "no file says the model's sizes; name a Hugging Face config.json beside it, or --model llama3-8b"
         )
-    if model.experts:
-        return Worth(None, "experts are not priced yet")
     if audit.mistakes:
         fatal = [str(found) for found in audit.plan.check(model) if found.kind == "mistake"]
         if fatal:

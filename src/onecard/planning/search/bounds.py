@@ -32,6 +32,7 @@ class _Rank:
     frozen: int
     kept: int  # of its stage that keeps most, and of the one that keeps least
     least: int
+    experts: int
 
 
 class Bounds:
@@ -53,9 +54,11 @@ class Bounds:
         for place, rank in enumerate(self._shape(plan)[1]):
             done = rank.before + plan.microbatches * rank.busy + (0.0 if halves else rank.behind)
             seconds = max(seconds, done)
-            always = state.parameters(rank.elements + rank.frozen) + state.states(rank.elements)
+            always = state.parameters(rank.elements + rank.frozen, rank.experts) + state.states(
+                rank.elements, rank.experts
+            )
             held = max(rank.kept, in_flight(plan, place) * rank.least)
-            peak = max(peak, always + max(held, state.gradients(rank.elements)))
+            peak = max(peak, always + max(held, state.gradients(rank.elements, rank.experts)))
         return seconds, peak
 
     def closely(self, plan: Plan) -> float:
@@ -95,7 +98,7 @@ class Bounds:
                 _Rank(
                     mine, before, sum(forward[i] + backward[i] for i in mine), behind,
                     sum(stages[i].parameters for i in mine), sum(stages[i].frozen for i in mine), max(kept[i] for i in mine),
-                    min(kept[i] for i in mine),
+                    min(kept[i] for i in mine), sum(stages[i].experts for i in mine),
                 )
             )  # fmt: skip
             before, behind = before + forward[place], behind + backward[place]
@@ -152,6 +155,7 @@ def _part(piece: PieceCost, ways: int) -> PieceCost:
     return replace(
         piece, forward=piece.forward * share, backward_input=piece.backward_input * share,
         backward_weight=piece.backward_weight * share, kept=0,
-        tensors=tuple(n // ways for n in piece.tensors), gradients=piece.gradients // ways, frozen=piece.frozen // ways,
+        tensors=tuple(n // ways for n in piece.tensors), expert_tensors=tuple(n // ways for n in piece.expert_tensors),
+        gradients=piece.gradients // ways, frozen=piece.frozen // ways,
         pending=none, transient=0, first=0, output=0,
     )  # fmt: skip

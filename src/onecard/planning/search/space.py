@@ -46,8 +46,9 @@ class Space:
         self._smallest = smallest
         if "schedule" in fixed:
             self.fixed["schedule"] = Plan(schedule=fixed["schedule"]).schedule
-        for axis in ("dp", "tp", "cp", "pp", "microbatch", "microbatches", "virtual"):
-            Plan(**{axis: fixed.get(axis, 1)} | ({"pp": 2} if axis == "virtual" else {}))  # says what is no number
+        for axis in ("dp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "virtual"):
+            also = {"pp": 2} if axis == "virtual" else {"dp": fixed.get(axis, 1)} if axis == "ep" else {}
+            Plan(**{axis: fixed.get(axis, 1)} | also)  # says what is no number
             if axis in ("dp", "tp", "cp", "pp") and world % fixed.get(axis, 1):
                 raise PlanError(f"plan: fixed {axis}={fixed[axis]} does not divide {world} ranks", axis)
         self.why: dict[str, int] = {}
@@ -61,8 +62,14 @@ class Space:
             for cp in self._pick("cp", self._context(tp), self.world // tp):
                 for dp in self._divisors(self.world // (tp * cp), "dp"):
                     pp = self.world // (dp * tp * cp)
-                    for rows in self._pick("microbatch", self._microbatches(dp, pp)):
-                        yield from self._group(dp, tp, cp, rows)
+                    for ep in self._experts(dp):
+                        for rows in self._pick("microbatch", self._microbatches(dp, pp)):
+                            yield from self._group(dp, tp, cp, rows, ep)
+
+    def _experts(self, dp: int) -> Iterator[int]:
+        """Of models that have experts: how many ranks have different ones; others are looked at with one only."""
+        experts = self.subject.experts()
+        yield from self._pick("ep", [n for n in range(1, experts + 1) if experts % n == 0 and dp % n == 0] or [1], dp)
 
     def _microbatches(self, dp: int, pp: int) -> list[int]:
         """Rows of a microbatch: without a pipeline as many as can be, with one such that each rank has enough to do."""
@@ -79,7 +86,7 @@ class Space:
         filled = [n for n in sizes if pp <= self.subject.rows // dp // n <= ENOUGH * pp]
         return filled or sizes[-1:]
 
-    def _group(self, dp: int, tp: int, cp: int, rows: int) -> Iterator[Plan]:
+    def _group(self, dp: int, tp: int, cp: int, rows: int, ep: int) -> Iterator[Plan]:
         per_rank = -(-self.subject.rows // dp)
         pp = self.world // (dp * tp * cp)
         if per_rank % rows or ("pp" in self.fixed and self.fixed["pp"] != pp):
@@ -90,7 +97,7 @@ class Space:
         sequence = self.subject.sequence()
         parallel = tp > 1 and sequence > 0 and sequence % (tp * cp) == 0
         one = replace(
-            self.subject.base, dp=dp, tp=tp, cp=cp, pp=pp, microbatch=rows, microbatches=count,
+            self.subject.base, dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, microbatch=rows, microbatches=count,
             recompute=self.fixed.get("recompute", "none"), placements=self.subject.pinned,
             sequence_parallel=bool(self.fixed.get("sequence_parallel", parallel)),
         )  # fmt: skip

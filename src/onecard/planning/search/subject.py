@@ -51,6 +51,10 @@ class Subject:
         """Tokens of a row; 0 if the model is not known to have any."""
         return 0
 
+    def experts(self) -> int:
+        """Of a mixture; 0 if there are none, or nothing is known of them."""
+        return 0
+
     def microbatches(self, dp: int, pp: int) -> list[int]:
         """Rows of a rank's microbatch: its rows in 1, 2, 4, ... parts, the largest first; none if dp does not divide them."""
         if self.rows % dp:
@@ -98,6 +102,9 @@ class OfSizes(Subject):
 
     def sequence(self) -> int:
         return self.sizes.sequence
+
+    def experts(self) -> int:
+        return self.sizes.experts
 
     def microbatches(self, dp: int, pp: int) -> list[int]:
         """Of at most ``FULL`` tokens each."""
