@@ -94,6 +94,9 @@ DEEPSPEED = {
     "PipelineModule": "`fleet.PipelineLayer`; by marks `pipeline.step_by_marks`",
     "TiedLayerSpec": "`fleet.SharedLayerDesc`",
     "LayerSpec": "`fleet.LayerDesc`",
+    "MoE": '`fleet.meta_parallel.MoELayer(hidden_size, [fleet.LayerDesc(...)] * num_experts, {"type": "topk", "top_k": k, '
+    '"capacity": capacity_factor})` under `ep_degree`',
+    "split_params_into_different_moe_groups_for_optimizer": "nothing: parameters say which are experts",
 }
 MEGATRON = {
     "copy_to_tensor_model_parallel_region": "`oc.fleet.mappings.copy_to(x)`",
@@ -106,6 +109,15 @@ MEGATRON = {
     "reduce_scatter_to_sequence_parallel_region": "`oc.fleet.utils.sequence_parallel_utils.reduce_scatter(x)`",
     "vocab_parallel_cross_entropy": "`oc.fleet.meta_parallel.ParallelCrossEntropy()(logits, labels)`",
     "initialize_model_parallel": "`oc.fleet.init(strategy=...)` with `hybrid_configs`",
+    "TopKRouter": '`gate={"type": "topk", ...}` of `oc.fleet.meta_parallel.MoELayer`',
+    "MoEAlltoAllTokenDispatcher": "nothing: `oc.fleet.meta_parallel.MoELayer` sends tokens by all-to-all; by hand "
+    "`oc.fleet.global_scatter` and `oc.fleet.global_gather`",
+    "MoEAllGatherTokenDispatcher": "nothing: `oc.fleet.meta_parallel.MoELayer` sends each token to its experts alone",
+    "SequentialMLP": "a list of modules as `experts` of `oc.fleet.meta_parallel.MoELayer`",
+    "TEGroupedMLP": "`oc.fleet.meta_parallel.GroupedExperts`",
+    "SharedExpertMLP": "`shared_experts=` of `oc.fleet.meta_parallel.MoELayer`, `overlap=True` for its overlap",
+    "get_expert_model_parallel_group": "`get_expert_parallel_group()` of `oc.fleet.get_hybrid_communicate_group()`",
+    "get_expert_data_parallel_group": "`get_moe_sharding_parallel_group()` of `oc.fleet.get_hybrid_communicate_group()`",
 }
 
 ALL = {

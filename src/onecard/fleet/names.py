@@ -39,6 +39,9 @@ ELSEWHERE = {
     "fused_allreduce_gradients": "`fleet.sync(model.parameters())`; clipping and `optimizer.step()` do it, too",
     "mix_precision_utils": "`strategy.amp = True` or `torch.autocast`, and `fleet.GradScaler`; gradients of bfloat16 models in "
     "float32: `master_weights=True` of a stage of ZeRO",
+    "prepare_forward": "nothing: `fleet.meta_parallel.MoELayer` finds out how many rows go where",
+    "limit_by_capacity": '`capacity` of a router: `gate={"type": "topk", "capacity": 1.25}`',
+    "count_by_gate": "`layer.statistics()` of a `fleet.meta_parallel.MoELayer`",
     "timer_helper": "`model.timeline()` of a pipeline; `torch.profiler` else",
     "recompute_sequential": "`fleet.utils.recompute_sequential`",
     "recompute_hybrid": "`fleet.utils.recompute_hybrid`",

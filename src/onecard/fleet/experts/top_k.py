@@ -105,7 +105,7 @@ class TopKGate(NaiveGate):
         given = x
         if self.training and self.jitter:
             noise = self.batch.uniform(x, x.shape[1]) * (2 * self.jitter) + 1 - self.jitter
-            given = x.to(noise.dtype) * noise
+            given = x.to(torch.promote_types(x.dtype, torch.float32)) * noise
         scores = self.scores(given)
         probabilities = scores.sigmoid() if self.score == "sigmoid" else scores.softmax(-1)
         experts = self.without_padding(self._choose(scores.detach(), probabilities.detach()))

@@ -62,14 +62,17 @@ class Space:
             for cp in self._pick("cp", self._context(tp), self.world // tp):
                 for dp in self._divisors(self.world // (tp * cp), "dp"):
                     pp = self.world // (dp * tp * cp)
-                    for ep in self._experts(dp):
+                    for ep in self._experts(dp, tp * cp):
                         for rows in self._pick("microbatch", self._microbatches(dp, pp)):
                             yield from self._group(dp, tp, cp, rows, ep)
 
-    def _experts(self, dp: int) -> Iterator[int]:
-        """Of models that have experts: how many ranks have different ones; others are looked at with one only."""
+    def _experts(self, dp: int, inside: int) -> Iterator[int]:
+        """Of models that have experts: all on each rank, over the ranks of a host, over as many as can be. Each is a recording
+        of its own, so that those between are looked at only if they are fixed."""
         experts = self.subject.experts()
-        yield from self._pick("ep", [n for n in range(1, experts + 1) if experts % n == 0 and dp % n == 0] or [1], dp)
+        works = [n for n in range(1, experts + 1) if experts % n == 0 and dp % n == 0] or [1]
+        near = [n for n in works if n * inside <= (self.subject.base.per_host or self.world)] or [1]
+        yield from self._pick("ep", sorted({1, near[-1], works[-1]}), dp)
 
     def _microbatches(self, dp: int, pp: int) -> list[int]:
         """Rows of a microbatch: without a pipeline as many as can be, with one such that each rank has enough to do."""
