@@ -62,6 +62,10 @@ class PlanError(OnecardError, ValueError):
         self.field = field
 
 
+class NothingFits(PlanError):
+    """No plan of a search fits into the memory of the ranks; says which takes least, and what is missing."""
+
+
 class AutoError(OnecardError, RuntimeError):
     """A program for one card that cannot run on several ranks as it is (``onecard run --auto``); says which line stops it."""
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
-from onecard.commands.options import model_fields
+from onecard.commands.front import Flag, answered, parsed
+from onecard.commands.options import Pairs, model_fields, pairs, typed
 from onecard.commands.waiting import waiting
-from onecard.errors import OnecardError, PlanError
+from onecard.errors import PlanError
 from onecard.machine.cost import Machine
 from onecard.planning.audit.audit import Audit, Given
 from onecard.planning.audit.page import LIBRARIES, as_json, page, price_page
@@ -24,8 +25,6 @@ from onecard.planning.audit.write import write
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
-
-Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,19 @@ class Options:
     set: Pairs = ()
     """A field of onecard.Plan or onecard.Transformer, which counts more than the files; may be given several times."""
 
-    verbose: bool = False
+    verbose: Flag = False
     """Each setting with its meaning, and each that was ignored."""
 
     machine: str = "H100"
     """What it runs on: A100, H100, H200, here (this one is measured), or machine.json."""
 
-    price: bool = True
+    price: Flag = True
     """What a step takes, in time and memory."""
 
-    search: bool = True
+    search: Flag = True
     """Which change of the plan would gain most; prices one after the other, for a minute at most."""
 
-    json: bool = False
+    json: Flag = False
     """The result as JSON."""
 
     to: Annotated[
@@ -80,14 +79,8 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Audits, or writes, what is named on the command line, and returns the exit status."""
-    options = tyro.cli(
-        Options, args=sys.argv[1:] if argv is None else list(argv), prog="onecard audit", use_underscores=False
-    )
-    try:
-        return _run(options)
-    except OnecardError as error:
-        print(f"onecard: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+    options = parsed(Options, sys.argv[1:] if argv is None else argv, "audit")
+    return answered("audit", lambda: _run(options))
 
 
 def _run(options: Options) -> int:
@@ -128,47 +121,10 @@ def given_of(options: Options) -> Given:
         value = getattr(options, name)
         if value is not None and not 0 < value < 2**40:
             raise PlanError(f"--{name.replace('_', '-')} is {value}; want a number of ranks, 1 or more")
-    change = {name: _typed(name, value) for name, value in _pairs("set", options.set).items()}
-    define = _pairs("define", options.define)
+    change = {name: typed(name, value) for name, value in pairs("set", options.set).items()}
+    define = pairs("define", options.define)
     model = Transformer(**model_fields(options.model, options.sequence or 0)) if options.model is not None else None
     return Given(options.world, options.per_host, options.sequence, define, change, model)
-
-
-def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    made = {}
-    for text in given:
-        name, sign, value = text.partition("=")
-        if not sign or not name:
-            raise PlanError(f"--{option} {text!r}: want NAME=VALUE, such as --{option} {_EXAMPLES[option]}")
-        made[name] = value
-    return made
-
-
-_EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16"}
-
-
-def _fields() -> Mapping[str, Any]:
-    return get_type_hints(Transformer) | get_type_hints(Plan)
-
-
-def _typed(name: str, value: str) -> Any:
-    """A value of the command line as the field wants it; what is wrong with it the field says itself."""
-    kinds = _fields()
-    if name not in kinds:
-        raise PlanError(f"--set {name}={value}: there is no field {name!r}; there are {', '.join(sorted(kinds))}")
-    kind = kinds[name]
-    if kind is int and value.lstrip("-").isdecimal() and len(value) < 20:
-        return int(value)
-    if kind is bool and value.lower() in ("true", "false", "yes", "no"):
-        return value.lower() in ("true", "yes")
-    if kind is float:
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if name == "stages":
-        return tuple(int(n) for n in value.split(",") if n.strip().isdecimal() and len(n) < 9)
-    return value
 
 
 def _write(options: Options, given: Given) -> int:

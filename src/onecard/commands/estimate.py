@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,8 +9,9 @@ from typing import Annotated
 
 import tyro
 
-from onecard.commands.options import Outputs
-from onecard.commands.simulate import refuse, show, write
+from onecard.commands.front import answer_alone, answered, check_rank, check_script, divided, parsed, print_json
+from onecard.commands.options import Outputs, plan_file
+from onecard.commands.simulate import show, write
 from onecard.commands.waiting import waiting
 from onecard.errors import OnecardError, PlanError
 from onecard.launch.rehearsal.program import Program
@@ -51,55 +50,35 @@ class Asked:
 def main(argv: Sequence[str]) -> int:
     """Runs a program up to its second step and prints what it takes; returns the exit status.
 
-    It is 2 for what cannot be, and 1 where the program cannot be run so: then one line says which of its lines stopped it.
+    It is 2 for what cannot be, also where the program cannot be run so: then a line says which of its lines stopped it.
     """
     ours, script = divided(argv)
-    asked = tyro.cli(Asked, args=ours, prog="onecard estimate", use_underscores=True)
-    try:
-        _check(asked)
-        with waiting("pricing") as say:
-            if asked.machine == "here":
-                say("measuring this machine")
-            machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)
-            say(f"running {asked.script} up to its second step")
-            found: JobCost | RankStep
-            if asked.plan is not None:
-                found, findings = _planned(asked, Plan.load(asked.plan), machine, script)
-            else:
-                found, findings = _as_it_is(asked, machine, script)
-        if isinstance(found, JobCost):
-            show(found, findings)
-            write(found, asked.output, asked.script.name)
+    asked = parsed(Asked, ours, "estimate")
+    return answered("estimate", lambda: _run(asked, script))
+
+
+def _run(asked: Asked, script: list[str]) -> int:
+    _check(asked)
+    with waiting("pricing") as say, answer_alone(asked.output.json):
+        if asked.machine == "here":
+            say("measuring this machine")
+        machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)
+        say(f"running {asked.script} up to its second step")
+        found: JobCost | RankStep
+        if asked.plan is not None:
+            found, findings = _planned(asked, plan_file(asked.plan), machine, script)
         else:
-            show(found, findings)
-            _write(found, asked.output)
-    except RehearsalError as error:
-        print(f"onecard estimate: {error}", file=sys.stderr)
-        return 1
-    except OnecardError as error:
-        return refuse("estimate", error)
-    except OSError as error:
-        return refuse("estimate", f"{error.filename}: {error.strerror}")
+            found, findings = _as_it_is(asked, machine, script)
+    if isinstance(found, JobCost):
+        write(found, asked.output, asked.script.name, findings)
+    else:
+        _write(found, asked.output, findings)
     return 0
 
 
-def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our words, and those behind ``--``, which are the script's.
-
-    >>> divided(["train.py", "--world", "8", "--", "--lr", "1"])
-    (['train.py', '--world', '8'], ['--lr', '1'])
-    """
-    words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _check(asked: Asked) -> None:
-    if not asked.script.is_file():
-        kind = "is a folder, not a script" if asked.script.is_dir() else "does not exist"
-        raise PlanError(f"{asked.script} {kind}")
-    if asked.world < 0 or not 0 <= asked.rank < (asked.world or 1):
-        raise PlanError(f"--rank {asked.rank} of --world {asked.world or 1}: ranks go from 0 below it")
+    check_script(asked.script)
+    check_rank(asked.world, asked.rank)
     if asked.per_host < 0:
         raise PlanError(f"--per_host {asked.per_host}; ranks on a host, 0 if all are on one")
     if asked.plan is None and asked.output.html is not None:
@@ -144,9 +123,11 @@ def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> t
         ) from fault
 
 
-def _write(found: RankStep, outputs: Outputs) -> None:
-    if outputs.json is not None:
-        outputs.json.write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
+def _write(found: RankStep, outputs: Outputs, findings: Sequence[str]) -> None:
+    if outputs.json:
+        print_json(found.data())
+    else:
+        show(found, findings)
     if outputs.trace is not None:
         cost = found.cost
         alive = tuple((node.start + node.seconds, float(node.alive)) for node in cost.nodes)
@@ -155,3 +136,6 @@ def _write(found: RankStep, outputs: Outputs) -> None:
             outputs.trace,
             [Panel(f"rank {found.rank} of {found.world}: {cost.machine.name}", events, (("bytes alive", alive),))],
         )
+
+
+__all__ = ["Asked", "divided", "main"]

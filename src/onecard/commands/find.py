@@ -6,16 +6,17 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from onecard.auto.apply import PLAIN, pure
 from onecard.auto.calls import over
 from onecard.auto.files import Overlay
 from onecard.auto.rank import Job
-from onecard.errors import OnecardError, PlanError
+from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.launch._explain import say
 from onecard.launch._options import Target
 from onecard.launch.rehearsal.program import Program
@@ -23,6 +24,7 @@ from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
 from onecard.machine.cost import Machine
 from onecard.planning.machine_file import machine_named, this_machine
 from onecard.planning.search.api import plan
+from onecard.planning.search.plans import Plans
 
 
 def find(target: Target, ranks: int, machine: str, memory: float) -> Job:
@@ -59,24 +61,44 @@ def main(argv: list[str]) -> int:
 
 
 def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory: float) -> tuple[Job, str]:
-    """The plan, and why it was chosen."""
+    """The plan, and why it was chosen; data parallelism where the program cannot be rehearsed."""
     on = machine_named(machine, Machine.measure) if machine else this_machine()
-    program = Program()
     try:
-        with open(os.devnull, "w") as nothing, redirect_stderr(nothing), files(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the program says it again when it runs
-            rehearse(script, arguments, 1, 0, on, program)
+        with open(os.devnull, "w") as nothing, redirect_stderr(nothing):
+            found, names = searched(script, arguments, ranks, on, memory)
+    except RehearsalError as why:
+        return Job(pure(ranks)), _by_default(str(why), ranks)
+    return Job(found.best, names), f"onecard run --auto: {found}"
+
+
+def searched(
+    script: Path, arguments: Sequence[str], ranks: int, machine: Machine, memory: float, fixed: Mapping[str, Any] = PLAIN
+) -> tuple[Plans, dict[str, list[int]]]:
+    """The plans of a program for one card, and the shapes of its parameters by name.
+
+    Args:
+        memory: GiB of a rank; 0: what the machine has. fixed: as for ``oc.plan``.
+
+    Raises:
+        RehearsalError: it cannot be run without devices, or not be divided; the cause is what stopped it.
+        NothingFits: no plan does.
+    """
+    program = Program()
+    with files(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the program says it again when it runs
+        rehearse(script, arguments, 1, 0, machine, program)
+        try:
             model, batch, loss = program.parts()
             names = {name: list(p.shape) for name, p in model.named_parameters()}
             limit = int(memory * 2**30) if memory else None
-            found = plan(model, world=ranks, machine=on, batch=tuple(batch), loss=loss, memory=limit, fixed=PLAIN)
-    except RehearsalError as why:
-        return Job(pure(ranks)), _by_default(str(why), ranks)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:
-        if isinstance(why, PlanError) and "nothing fits" in str(why):
+            found = plan(
+                model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed
+            )
+        except NothingFits:
             raise
-        return Job(pure(ranks)), _by_default(f"{script}: {said(why)}", ranks)
-    return Job(found.best, names), f"onecard run --auto: {found}"
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:
+            raise RehearsalError(f"{script}: {said(why)}") from why
+    return found, names
 
 
 def _by_default(why: str, ranks: int) -> str:

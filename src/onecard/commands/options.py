@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from onecard.commands.front import Flag
 from onecard.errors import PlanError
 from onecard.planning import json_text
 from onecard.planning.known_models import known_model
@@ -35,15 +36,16 @@ SIZES = {
     "dropout": "",
     "attention": "one kernel, or scores in memory",
 }
+Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
 NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write."""
+    """What comes out."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """all figures"""
+    json: Flag = False
+    """all figures as JSON, in place of the table"""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """one page for a browser, which needs no network"""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -84,11 +86,19 @@ def said(argv: Sequence[str], name: str) -> str | None:
     return None
 
 
+def plan_file(path: str | Path) -> Plan:
+    """A plan's file: of ``Plan.save``, or of ``onecard plan`` for a script, which has the program's parameters beside it."""
+    found = json_text.located(json_text.text_of(Path(path)), str(path)).value
+    if isinstance(found, dict) and found.keys() >= {"plan", "program"}:
+        return Plan.from_json(found["plan"])
+    return Plan.load(path)
+
+
 def plan_fields(path: str | None) -> dict[str, Any]:
     """What a plan's file says; nothing without one."""
     if path is None:
         return {}
-    plan = Plan.load(path)
+    plan = plan_file(path)
     return {field.name: getattr(plan, field.name) for field in fields(Plan)}
 
 
@@ -144,3 +154,37 @@ def whole_number(argv: Sequence[str], name: str) -> int:
     """The value of an option that is a whole number, before all options are read; 0 where it is not there or none."""
     text = said(argv, name) or ""
     return int(text) if re.fullmatch(r"\d+", text) else 0
+
+
+def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """What an option that may be given several times says, by name."""
+    made = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise PlanError(f"--{option} {text!r}: want NAME=VALUE, such as --{option} {_EXAMPLES[option]}")
+        made[name] = value
+    return made
+
+
+_EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16", "fixed": "tp=2"}
+
+
+def typed(name: str, value: str, option: str = "set") -> Any:
+    """A value of the command line as the field wants it; what is wrong with it the field says itself."""
+    kinds = get_type_hints(Transformer) | get_type_hints(Plan)
+    if name not in kinds:
+        raise PlanError(f"--{option} {name}={value}: there is no field {name!r}; there are {', '.join(sorted(kinds))}")
+    kind = kinds[name]
+    if kind is int and value.lstrip("-").isdecimal() and len(value) < 20:
+        return int(value)
+    if kind is bool and value.lower() in ("true", "false", "yes", "no"):
+        return value.lower() in ("true", "yes")
+    if kind is float:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if name == "stages":
+        return tuple(int(n) for n in value.split(",") if n.strip().isdecimal() and len(n) < 9)
+    return value

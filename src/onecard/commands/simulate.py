@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from onecard.commands.front import answered, parsed, print_json, refuse
 from onecard.commands.options import (
     FLAGS,
     SIZES,
@@ -23,7 +23,6 @@ from onecard.commands.options import (
     whole_number,
 )
 from onecard.commands.waiting import waiting
-from onecard.errors import OnecardError
 from onecard.machine.cost import Machine
 from onecard.planning.job import JobCost
 from onecard.planning.machine_file import machine_named
@@ -57,23 +56,21 @@ def main(argv: Sequence[str]) -> int:
     ...
     0
     """
-    try:
-        asked, outputs, sizes, plan = read(argv)
-        mistakes = [finding for finding in plan.check(sizes) if finding.kind == "mistake"]
-        if mistakes:
-            return refuse("simulate", "\n".join(map(str, mistakes)))
-        with waiting(f"pricing {asked.model or 'the model'} on {plan.world:,} ranks") as say:
-            if asked.machine == "here":
-                say("measuring this machine")
-            machine = machine_named(asked.machine, Machine.measure)
-            say(f"recording blocks and pricing them on {plan.world:,} ranks")
-            job = price(sizes, plan, machine)
-        show(job, [str(finding) for finding in plan.check(sizes)])
-        write(job, outputs, asked.model or "")
-    except OnecardError as error:
-        return refuse("simulate", error)
-    except OSError as error:
-        return refuse("simulate", f"{error.filename}: {error.strerror}")
+    return answered("simulate", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    asked, outputs, sizes, plan = read(argv)
+    mistakes = [finding for finding in plan.check(sizes) if finding.kind == "mistake"]
+    if mistakes:
+        return refuse("simulate", "\n".join(map(str, mistakes)))
+    with waiting(f"pricing {asked.model or 'the model'} on {plan.world:,} ranks") as say:
+        if asked.machine == "here":
+            say("measuring this machine")
+        machine = machine_named(asked.machine, Machine.measure)
+        say(f"recording blocks and pricing them on {plan.world:,} ranks")
+        job = price(sizes, plan, machine)
+    write(job, outputs, asked.model or "", [str(finding) for finding in plan.check(sizes)])
     return 0
 
 
@@ -81,19 +78,24 @@ def read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
     """The command line: what files say are the defaults of the flags."""
     known = plan_fields(said(argv, "plan"))
     model = model_fields(said(argv, "model"), whole_number(argv, "sequence"))
+    found: Any = parsed(options(known, model), argv, "simulate")
+    asked: Asked = found.job
+    return asked, found.output, model_of(found.model, model), plan_of(found.plan, known, asked.world, asked.batch)
+
+
+def options(plan: Mapping[str, Any] | None = None, model: Mapping[str, Any] | None = None) -> type:
+    """The options, with defaults by a plan and by a model's sizes."""
     flags = make_dataclass(
         "Simulate",
         [
             ("job", tyro.conf.OmitArgPrefixes[Asked]),
-            ("model", _flat(flags_of(Transformer, "Sizes of the model.", [*SIZES], SIZES, model))),
-            ("plan", _flat(flags_of(Plan, "How it runs.", FLAGS, MEANS, known))),
+            ("model", _flat(flags_of(Transformer, "Sizes of the model.", [*SIZES], SIZES, model or {}))),
+            ("plan", _flat(flags_of(Plan, "How it runs.", FLAGS, MEANS, plan or {}))),
             ("output", tyro.conf.OmitArgPrefixes[Outputs]),
         ],
     )
     flags.__doc__ = "What a step of a job takes: seconds, bytes and memory, without devices."
-    found: Any = tyro.cli(flags, args=list(argv), prog="onecard simulate", use_underscores=True)
-    asked: Asked = found.job
-    return asked, found.output, model_of(found.model, model), plan_of(found.plan, known, asked.world, asked.batch)
+    return flags
 
 
 def _flat(kind: Any) -> Any:
@@ -111,15 +113,15 @@ def show(job: Any, findings: Sequence[str] = ()) -> None:
         console.print(f"note: {finding}", markup=False)
 
 
-def write(job: JobCost, outputs: Outputs, title: str) -> None:
-    """Writes the files that are asked for."""
-    import json
-
+def write(job: JobCost, outputs: Outputs, title: str, findings: Sequence[str] = ()) -> None:
+    """The answer, on standard output, and the files that are asked for."""
     from onecard.machine.events import write_trace
     from onecard.reports.job_data import job_data, panels
 
-    if outputs.json is not None:
-        outputs.json.write_text(json.dumps(job_data(job), indent=1) + "\n", encoding="utf-8")
+    if outputs.json:
+        print_json(job_data(job))
+    else:
+        show(job, findings)
     if outputs.trace is not None:
         write_trace(outputs.trace, panels(job))
     if outputs.html is not None:
@@ -128,7 +130,4 @@ def write(job: JobCost, outputs: Outputs, title: str) -> None:
         write_page(outputs.html, job, title)
 
 
-def refuse(command: str, why: object) -> int:
-    """Says in a line what cannot be; the exit status for it."""
-    print(f"onecard {command}: {why}", file=sys.stderr)
-    return 2
+__all__ = ["Asked", "main", "options", "read", "refuse", "show", "write"]

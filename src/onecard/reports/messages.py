@@ -102,11 +102,11 @@ def _cells(message: Message) -> list[str]:
         _axis(message),
         f"{step.bytes:,}",
         f"{step.seconds * 1e6:.1f}",
-        _why(message),
+        why(message),
     ]
 
 
-def _why(message: Message) -> str:
+def why(message: Message) -> str:
     """Why the layout must change: the rule's reason, in front of it what could not enter the operator pending."""
     op = message.step.op
     if op and f"{_axis(message)} cuts nothing" in message.reason:
@@ -180,7 +180,7 @@ def no_implicit_communication() -> Iterator[None]:
         raise ImplicitCommunication(
             f"{message.operator} at {message.source} needs {step.kind} of {step.bytes:,} bytes on axis "
             f"{_axis(message)!r}: its operand {message.operand!r} {list(message.shape)} is "
-            f"[{step.source}] and must become [{step.target}] ({_why(message)}). To allow it, ask for it: "
+            f"[{step.source}] and must become [{step.target}] ({why(message)}). To allow it, ask for it: "
             f"x = onecard.reshard(x, mesh, [{wanted}])"
         )
 

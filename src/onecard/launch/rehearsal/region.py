@@ -16,6 +16,8 @@ from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.names import tree_leaves
+from onecard.comm.base import record
+from onecard.comm.base.record import Message
 from onecard.comm.issue.message import COLLECTIVES
 from onecard.launch.rehearsal.region_recorder import RegionRecorder
 from onecard.static.capture.capture import holders
@@ -39,6 +41,7 @@ class Rehearsed:
         kinds: for each input what it is: "parameters", "gradients", "states", "buffers", "batch and others".
         gradients: nodes that make gradients of parameters.
         unpriced: names of messages that no price knows.
+        asked: for names of nodes that are messages of onecard's what needs them.
     """
 
     step: Step
@@ -47,6 +50,7 @@ class Rehearsed:
     kinds: dict[fx.Node, str]
     gradients: frozenset[fx.Node]
     unpriced: tuple[str, ...]
+    asked: dict[str, Message]
 
 
 class Region:
@@ -105,6 +109,8 @@ class Region:
         self.phases.optimizers.clear()
         self.recorder = recorded.recorder = RegionRecorder(self.phases)
         self._stack.enter_context(_torch.beneath(self.recorder.below))
+        record.observers.here.append(self.recorder.tell)
+        self._stack.callback(record.observers.here.remove, self.recorder.tell)
 
     def _leave(self) -> None:
         if recorded.recorder is not None and recorded.recorder is self.recorder:
@@ -133,7 +139,8 @@ class Region:
         step = Step("step", recorder.graph, tuple(inputs), (), None, (), None, (), ())
         made_gradients = frozenset(node for x, node in alive if kinds.get(_memory(x)) == "gradients")
         self.found = Rehearsed(
-            step, roots, optimizer, kind_of, made_gradients, tuple(sorted(recorder.unpriced - set(COLLECTIVES)))
+            step, roots, optimizer, kind_of, made_gradients, tuple(sorted(recorder.unpriced - set(COLLECTIVES))),
+            recorder.asked,
         )
 
 

@@ -12,11 +12,13 @@ from torch import Tensor, fx
 
 from onecard._torch import names as _torch
 from onecard._torch.names import TorchDispatchMode, tree_leaves
+from onecard.comm.base.record import Message
 from onecard.comm.issue import again
 from onecard.comm.world import world
 from onecard.launch.rehearsal.values import holds_others
 from onecard.place.mesh import ProcessMesh
 from onecard.static.capture.recorder import Recorder
+from onecard.static.price.messages import axis_of, sent_by
 from onecard.static.step.phases import Phases
 from onecard.tensor.deferred.calls import storage_of
 
@@ -69,9 +71,12 @@ class RegionRecorder(Recorder):
 
     Attributes:
         unpriced: names of messages that no price knows.
+        asked: for names of nodes what needs the message, where onecard sends it.
     """
 
     def __init__(self, phases: Phases) -> None:
+        self.asked: dict[str, Message] = {}
+        self._told: list[Message] = []
         self._filled: dict[int, fx.Node] = {}
         self._named: dict[int, set[int]] = {}
         super().__init__(_Anything(), phases)
@@ -81,6 +86,22 @@ class RegionRecorder(Recorder):
         self.unpriced: set[str] = set()
         self._lines: dict[tuple[int, ...], again.Line] = {}
         self._started: dict[int, tuple[Any, fx.Node]] = {}
+
+    def tell(self, message: Message) -> None:
+        """An observer: what is about to be sent, if anything, and what for."""
+        if message.step.bytes:
+            self._told.append(message)
+
+    def message(self, what: Any, into: Tensor, given: Tensor) -> None:
+        """Write it down with what it is for: messages are sent in the order in which they were told."""
+        super().message(what, into, given)
+        node = next(iter(reversed(self.graph.nodes)))
+        for i, told in enumerate(self._told):
+            axis = told.step.source.mesh.dim_names[told.step.axis]
+            if what.operation.startswith(told.step.kind) and (axis, told.step.bytes) == (axis_of(node), sent_by(node)):
+                self.asked[node.name] = told
+                del self._told[: i + 1]
+                return
 
     def needs_values(self) -> None:
         """What is divided by values is divided by those of this rehearsal."""

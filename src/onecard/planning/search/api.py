@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from onecard.errors import PlanError
+from onecard.errors import NothingFits, PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.planning.job import JobCost, bytes_in_words
 from onecard.planning.known_models import known_model
@@ -57,7 +57,8 @@ def plan(
         objective: "time" of a step, or "memory" of the fullest rank.
 
     Raises:
-        PlanError: nothing fits: says which plan takes least, and what is missing; a field that cannot be.
+        NothingFits: says which plan takes least, and what is missing.
+        PlanError: a field that cannot be.
 
     Source: bounds and pruning as in Calculon (Isaev et al., 2023) and Galvatron (Miao et al., 2022); prices by recordings.
 
@@ -188,7 +189,7 @@ def _nothing(
         why = max(search.space.why, key=lambda w: search.space.why[w], default="no plan has these fields")
         return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")
     cost = least.priced[0]
-    return PlanError(
+    return NothingFits(
         f"nothing fits into {bytes_in_words(limit)} on {world} rank(s): {in_words(cost.plan)} takes least, "
         f"{bytes_in_words(cost.peak)} ({largest(cost)}). More ranks, fewer rows, or fixed={{'offload': True}}"
     )
