@@ -311,7 +311,7 @@ def test_bad_input_ends_in_one_line(name: str, text: str, says: str, tmp_path, c
     assert says in str(error.value)
     assert cli.main(["audit", "--no-price", str(tmp_path / name)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err == f"onecard: {error.value}\n" and err.count("\n") == 1
+    assert out == "" and err == f"onecard audit: {error.value}\n" and err.count("\n") == 1
 
 
 def test_circles_over_two_files(tmp_path) -> None:

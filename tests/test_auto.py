@@ -323,7 +323,7 @@ def test_a_script_that_copies_its_model_is_priced(tmp_path):
 def test_help_says_what_auto_is(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--nproc" in said and "--auto [plan.json]" in said and "not one line changed" in said
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -25,11 +27,12 @@ BIG, SMALL = 64 * 256 + 256, 256 * 10 + 10  # parameters of the two layers
 
 
 def estimated(tmp_path, text, *arguments, name="train.py"):
-    """What the JSON file says of a program."""
-    script, found = tmp_path / name, tmp_path / "step.json"
+    """What the JSON says of a program."""
+    script, found = tmp_path / name, io.StringIO()
     script.write_text(text)
-    assert main(["estimate", str(script), *arguments, "--json", str(found)]) == 0
-    return json.loads(found.read_text())
+    with contextlib.redirect_stdout(found):
+        assert main(["estimate", str(script), *arguments, "--json"]) == 0
+    return json.loads(found.getvalue())
 
 
 def test_a_plain_program(tmp_path, capsys):
@@ -46,7 +49,9 @@ def test_a_plain_program(tmp_path, capsys):
     said = capsys.readouterr()
     assert "train.py:18 reads a value that is not computed here" in said.err
     assert said.err.count("reads a value") == 1
-    assert said.out.startswith("a step on H100:")
+    assert "loss 1.0000" in said.err  # the program's own words: standard output is for the answer
+    assert main(["estimate", str(tmp_path / "train.py")]) == 0
+    assert capsys.readouterr().out.startswith("a step on H100:")
 
 
 def test_it_is_the_recording_of_the_step(tmp_path):
@@ -124,10 +129,10 @@ def test_modules_are_priced_in_the_plans_dtype(dtype):
 def test_what_stops_a_program_is_said_in_a_line(tmp_path, capsys, text):
     script = tmp_path / "stops.py"
     script.write_text(text)
-    assert main(["estimate", str(script)]) == 1
+    assert main(["estimate", str(script)]) == 2
     err = capsys.readouterr().err
     assert programs.STOPS[text] in err
-    assert "Traceback" not in err
+    assert "onecard/" not in err  # a traceback is the program's own
 
 
 @pytest.mark.parametrize(
@@ -180,12 +185,10 @@ SEEDS = {
 
 def in_a_process(tmp_path, script, world, *arguments):
     """`onecard estimate` as it is typed."""
-    found = tmp_path / "step.json"
-    command = [sys.executable, "-m", "onecard", "estimate", str(script), "--world", str(world), "--json", str(found)]
+    command = [sys.executable, "-m", "onecard", "estimate", str(script), "--world", str(world), "--json"]
     done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "memory at its peak" in done.stdout
-    return json.loads(found.read_text())
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", share(SEEDS, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -23,50 +25,53 @@ LLAMA = {
 }  # fmt: skip
 
 
-def simulated(tmp_path, *arguments):
-    """What the JSON file says of it."""
-    path = tmp_path / "job.json"
-    assert main(["simulate", *arguments, "--json", str(path)]) == 0
-    return json.loads(path.read_text())
+def simulated(*arguments):
+    """What the JSON says of it."""
+    found = io.StringIO()
+    with contextlib.redirect_stdout(found):
+        assert main(["simulate", *arguments, "--json"]) == 0
+    return json.loads(found.getvalue())
 
 
 def test_flags_are_the_price_of_python(tmp_path, capsys):
-    data = simulated(
-        tmp_path, *SMALL, *["--dp", "2", "--tp", "2", "--pp", "2", "--microbatches", "4", "--machine", "A100"]
-    )
+    data = simulated(*SMALL, *["--dp", "2", "--tp", "2", "--pp", "2", "--microbatches", "4", "--machine", "A100"])
     job = oc.price(SIZES, oc.Plan(dp=2, tp=2, pp=2, microbatches=4), oc.Machine.preset("A100"))
     assert data["seconds"] == job.seconds
     assert data["terms"] == dict(job.terms)
     assert [rank["memory"] for rank in data["ranks"]] == [dict(rank.memory) for rank in job.ranks]
     assert [rank["sent"] for rank in data["ranks"]] == [dict(rank.sent) for rank in job.ranks]
     assert (data["mfu"], data["fits"], data["peak"]) == (job.mfu, job.fits, job.peak)
+    assert (
+        main(["simulate", *SMALL, "--dp", "2", "--tp", "2", "--pp", "2", "--microbatches", "4", "--machine", "A100"])
+        == 0
+    )
     assert "8 ranks (pp=2 x dp=2 x tp=2), A100" in capsys.readouterr().out
 
 
 def test_world_and_batch_say_dp_and_microbatches(tmp_path):
-    plan = simulated(tmp_path, *SMALL, *["--world", "8", "--tp", "2", "--batch", "32", "--microbatch", "2"])["plan"]
+    plan = simulated(*SMALL, *["--world", "8", "--tp", "2", "--batch", "32", "--microbatch", "2"])["plan"]
     assert (plan["dp"], plan["microbatches"]) == (4, 4)
 
 
 def test_flags_go_before_a_file(tmp_path):
     path = tmp_path / "plan.json"
     oc.Plan(dp=4, zero=1, microbatches=2, sequence_parallel=False).save(path)
-    plan = simulated(tmp_path, *SMALL, "--plan", str(path), "--dp", "2")["plan"]
+    plan = simulated(*SMALL, "--plan", str(path), "--dp", "2")["plan"]
     assert (plan["dp"], plan["zero"], plan["microbatches"]) == (2, 1, 2)
     path.write_text('{"onecard": "Plan", "version": 1, "tp": 2, "sequence_parallel": true}')
-    plan = simulated(tmp_path, *SMALL, f"--plan={path}", "--no_sequence_parallel")["plan"]
+    plan = simulated(*SMALL, f"--plan={path}", "--no_sequence_parallel")["plan"]
     assert (plan["tp"], plan["sequence_parallel"]) == (2, False)
 
 
 def test_a_hugging_face_config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    data = simulated(tmp_path, "--model", str(path), "--sequence", "64")
+    data = simulated("--model", str(path), "--sequence", "64")
     sizes = oc.Transformer.from_config(LLAMA, 64)
     assert data["seconds"] == oc.price(sizes, oc.Plan(), oc.Machine.preset("H100")).seconds
-    assert simulated(tmp_path, "--model", str(tmp_path), "--sequence", "64")["seconds"] == data["seconds"]
+    assert simulated("--model", str(tmp_path), "--sequence", "64")["seconds"] == data["seconds"]
     path.write_text(sizes.to_json())
-    assert simulated(tmp_path, "--model", str(path))["seconds"] == data["seconds"]
+    assert simulated("--model", str(path))["seconds"] == data["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_known_models_have_their_published_number_of_parameters(name, count):
 
 def test_trace_and_page(tmp_path):
     trace, page = tmp_path / "t.json", tmp_path / "job.html"
-    data = simulated(tmp_path, *SMALL, *f"--pp 2 --microbatches 2 --trace {trace} --html {page}".split())
+    data = simulated(*SMALL, *f"--pp 2 --microbatches 2 --trace {trace} --html {page}".split())
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert len([e for e in events if e["cat"] in ("forward", "backward")]) == 8  # two ranks, two microbatches
     assert max(e["ts"] + e["dur"] for e in events) <= data["seconds"] * 1e6
@@ -93,7 +98,7 @@ def test_machines_are_written_and_read(tmp_path):
     read = load_machine(path)
     names = ("name", "flops", "memory", "curves", "dtypes", "links", "per_host", "capacity")
     assert [getattr(read, n) for n in names] == [getattr(machine.with_links(dp=oc.Link(1e-5, 1e9)), n) for n in names]
-    data = simulated(tmp_path, *SMALL, "--machine", str(path))
+    data = simulated(*SMALL, "--machine", str(path))
     assert data["machine"]["name"] == "ours"
 
 
@@ -135,7 +140,7 @@ def test_a_machines_file_that_cannot_be(tmp_path, text, said):
         ("--model gpt2 --batch 3 --dp 2", "--batch 3 is no multiple of dp x microbatch = 2; 2 is"),
         ("--model gpt2 --schedule 1B1F", "Plan: schedule='1B1F'"),
         ("--model gpt2 --sequence 2048", "gpt2 has learned positions, for 1024 tokens"),
-        ("--model gpt2 --layers 2 --sequence 32 --json nowhere/job.json", "nowhere/job.json: No such file"),
+        ("--model gpt2 --layers 2 --sequence 32 --trace nowhere/job.json", "nowhere/job.json: No such file"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(capsys, monkeypatch, tmp_path, arguments, said):

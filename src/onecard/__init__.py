@@ -2,6 +2,9 @@
 
 from types import ModuleType as _ModuleType
 
+from onecard import _needed as _needed  # first: it says of an old torch what is missing
+
+# isort: split
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from onecard import _addresses

@@ -1,1 +1,1 @@
-"""Commands beside `onecard run`: a job's price from sizes (`simulate`) and from a program (`estimate`)."""
+"""The commands, one module for each; `front` has what they share, `listed` their names."""

@@ -23,7 +23,6 @@ from onecard.planning.audit.read import read
 from onecard.planning.audit.worth import Worth, worth
 from onecard.planning.audit.write import write
 from onecard.planning.machine_file import machine_named
-from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
 
 
@@ -77,10 +76,15 @@ class Options:
     """The model's sizes: a Hugging Face config.json, a onecard.Transformer as JSON, or a name: llama3-70b, gpt3-175b, ..."""
 
 
+def options() -> type:
+    """The options."""
+    return Options
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Audits, or writes, what is named on the command line, and returns the exit status."""
-    options = parsed(Options, sys.argv[1:] if argv is None else argv, "audit")
-    return answered("audit", lambda: _run(options))
+    asked = parsed(Options, sys.argv[1:] if argv is None else argv, "audit")
+    return answered("audit", lambda: _run(asked))
 
 
 def _run(options: Options) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from onecard.commands.front import answer_alone, answered, check_rank, check_script, divided, parsed, print_json
+from onecard.commands.front import answered, check_rank, check_script, divided, parsed, print_json
 from onecard.commands.options import Outputs, plan_file
 from onecard.commands.simulate import show, write
 from onecard.commands.waiting import waiting
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(asked: Asked, script: list[str]) -> int:
     _check(asked)
-    with waiting("pricing") as say, answer_alone(asked.output.json):
+    with waiting("pricing") as say:
         if asked.machine == "here":
             say("measuring this machine")
         machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)

@@ -14,7 +14,6 @@ from onecard.commands.front import (
     FINE,
     NO,
     Flag,
-    answer_alone,
     answered,
     check_rank,
     check_script,
@@ -65,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(asked: Asked, words: list[str]) -> int:
     check_script(asked.script)
     check_rank(asked.world, asked.rank)
-    with waiting("explaining") as say, answer_alone(asked.json):
+    with waiting("explaining") as say:
         if asked.machine == "here":
             say("measuring this machine")
         machine = replace(machine_named(asked.machine, Machine.measure), per_host=asked.per_host)

@@ -72,7 +72,12 @@ def looked(script: Path, arguments: list[str], ranks: int, machine: str, memory:
 
 
 def searched(
-    script: Path, arguments: Sequence[str], ranks: int, machine: Machine, memory: float, fixed: Mapping[str, Any] = PLAIN
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int,
+    machine: Machine,
+    memory: float,
+    fixed: Mapping[str, Any] = PLAIN,
 ) -> tuple[Plans, dict[str, list[int]]]:
     """The plans of a program for one card, and the shapes of its parameters by name.
 
@@ -91,9 +96,7 @@ def searched(
             model, batch, loss = program.parts()
             names = {name: list(p.shape) for name, p in model.named_parameters()}
             limit = int(memory * 2**30) if memory else None
-            found = plan(
-                model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed
-            )
+            found = plan(model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed)
         except NothingFits:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:

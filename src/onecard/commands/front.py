@@ -10,8 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -92,16 +91,6 @@ def check_rank(world: int, rank: int) -> None:
 def print_json(data: Any) -> None:
     """An answer for programs."""
     print(json.dumps(data, indent=1))
-
-
-@contextmanager
-def answer_alone(wanted: bool) -> Iterator[None]:
-    """What a script prints goes to standard error, where standard output is for JSON alone."""
-    if not wanted:
-        yield
-        return
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def scripts_traceback(fault: BaseException) -> str:

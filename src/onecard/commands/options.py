@@ -167,7 +167,7 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     return made
 
 
-_EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16", "fixed": "tp=2"}
+_EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16", "fixed": "tp=2", "rename": "model.*=*"}
 
 
 def typed(name: str, value: str, option: str = "set") -> Any:

@@ -17,7 +17,6 @@ from onecard.commands.front import (
     FINE,
     NO,
     Flag,
-    answer_alone,
     answered,
     check_script,
     divided,
@@ -105,11 +104,12 @@ def _run(asked: Asked, words: list[str]) -> int:
 def _script(asked: Asked, words: list[str], fixed: Mapping[str, Any]) -> tuple[Plans, str]:
     """The plans of a script, and the file of the first one."""
     if asked.batch or asked.sequence:
-        raise PlanError("--batch and --sequence are of a model; a script has its own batch: give it its own arguments behind --")
+        raise PlanError(
+            "--batch and --sequence are of a model; a script has its own batch: give it its own arguments behind --"
+        )
     check_script(Path(asked.target))
     on = machine_named(asked.machine, Machine.measure) if asked.machine else this_machine()
-    with answer_alone(True):
-        found, names = searched(Path(asked.target), words, asked.world, on, asked.memory, {**PLAIN, **fixed})
+    found, names = searched(Path(asked.target), words, asked.world, on, asked.memory, {**PLAIN, **fixed})
     return found, Job(found.best, names).to_json()
 
 

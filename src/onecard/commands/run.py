@@ -6,18 +6,22 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import patch
+
+import tyro
 
 from onecard.auto.apply import check
 from onecard.auto.rank import Job
 from onecard.commands.find import find
+from onecard.commands.front import parsed
 from onecard.errors import OnecardError
 from onecard.launch._explain import say
 from onecard.launch._main import main as launch
 from onecard.launch._main import plan as ranks_of
-from onecard.launch._options import LaunchError, parse
+from onecard.launch._options import LaunchError, Options, parse
 from onecard.launch._torchrun import LONE
 
 
@@ -75,24 +79,39 @@ class Asked:
             raise LaunchError(f"--memory is {value!r}; write GiB of one rank: --memory 24") from None
 
 
-HELP = """
-A script written for one card, not one line changed:
-  --auto [plan.json]     divides its work over the ranks: by the plan, or by the fastest one that fits
-  --dry_run [plan.json]  prints that plan, writes it to a file, runs nothing
-  --machine NAME         what the plan is priced on: A100, H100, H200, here, or machine.json
-  --memory GIB           what a rank may take
-"""
-"""What ``onecard run --help`` says below the launcher's options."""
+@dataclass(frozen=True)
+class RunOptions(Options):
+    """Run a training script on several ranks, one process each; with --auto one that was written for one card.
+
+    Usage: onecard run [options] script.py [arguments], or with -m module in place of script.py. What follows the
+    script belongs to the script, unchanged. The exit status is that of the first rank that failed.
+    """
+
+    script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="script.py", help_behavior_hint="")] = ""
+    """What runs, followed by its own arguments; -m module runs a module."""
+
+    auto: Annotated[str | None, tyro.conf.arg(metavar="[plan.json]", help_behavior_hint="")] = None
+    """Divides the work of a script for one card, not one line changed: by the plan, or by the fastest one that fits."""
+
+    dry_run: Annotated[str | None, tyro.conf.arg(metavar="[plan.json]", help_behavior_hint="")] = None
+    """With --auto: prints that plan, writes it to a file, runs nothing."""
+
+    machine: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """With --auto: what the plan is priced on: A100, H100, H200, here, or machine.json."""
+
+    memory: Annotated[float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = None
+    """With --auto: what a rank may take."""
+
+
+def options() -> type:
+    """The options as help and shells have them; the words are read by hand, as the script's are its own."""
+    return RunOptions
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program named on the command line; returns its exit status, 2 for what cannot be."""
     if argv[:1] in (["-h"], ["--help"]):
-        try:
-            launch(argv)
-        except SystemExit:
-            print(HELP)
-            raise
+        parsed(options(), ["--help"], "run")
     try:
         asked = Asked(argv)
         if not asked.auto:

@@ -139,7 +139,12 @@ class Region:
         step = Step("step", recorder.graph, tuple(inputs), (), None, (), None, (), ())
         made_gradients = frozenset(node for x, node in alive if kinds.get(_memory(x)) == "gradients")
         self.found = Rehearsed(
-            step, roots, optimizer, kind_of, made_gradients, tuple(sorted(recorder.unpriced - set(COLLECTIVES))),
+            step,
+            roots,
+            optimizer,
+            kind_of,
+            made_gradients,
+            tuple(sorted(recorder.unpriced - set(COLLECTIVES))),
             recorder.asked,
         )
 

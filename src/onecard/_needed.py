@@ -1,0 +1,40 @@
+"""What this package needs of torch, said in a sentence at once and not by whatever fails first for want of it."""
+
+from __future__ import annotations
+
+import re
+
+OLDEST = (2, 11)
+"""The oldest torch that has all that is used here; ``pyproject.toml`` says the same."""
+
+
+def complaint(version: str) -> str:
+    """Why a torch cannot be used, with the repair; "" if it can.
+
+    Example:
+        >>> complaint("2.13.0+cpu")
+        ''
+        >>> complaint("2.9.1")
+        'onecard needs torch 2.11 or newer; here is torch 2.9.1. The repair: pip install --upgrade torch'
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) >= OLDEST:
+        return ""
+    return (
+        f"onecard needs torch {'.'.join(map(str, OLDEST))} or newer; here is torch {version}. The repair: pip install "
+        "--upgrade torch"
+    )
+
+
+def check() -> None:
+    """
+    Raises:
+        ImportError: torch is too old.
+    """
+    import torch
+
+    if words := complaint(torch.__version__):
+        raise ImportError(words)
+
+
+check()
