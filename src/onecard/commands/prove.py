@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,13 @@ from onecard.commands.estimate import divided
 from onecard.commands.simulate import refuse
 from onecard.commands.waiting import waiting
 from onecard.errors import OnecardError
+from onecard.planning.plan import Plan
 from onecard.proof.api import prove
 from onecard.proof.script import Script
+from onecard.proof.small import narrowed
+
+LEAST = 5
+"""Calls of a recorded step: one as it is, one that is recorded, and replays."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +33,28 @@ class Asked:
 
     script: tyro.conf.Positional[Path]
     """the program, unchanged"""
-    world: Annotated[int, tyro.conf.arg(metavar="RANKS", help_behavior_hint="(default: 2)")] = 2
+    world: Annotated[int | None, tyro.conf.arg(metavar="RANKS", help_behavior_hint="(default: the plan's, or 2)")] = (
+        None
+    )
     """ranks that it runs on"""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """a plan by which they run a program for one card, as `onecard run --auto` does"""
     steps: int = 2
-    """optimizer steps after which it ends; 0: at its own end"""
+    """optimizer steps after which it ends; 0: at its own end. Of recordings: calls of recorded steps, 5 at least"""
+    wide: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[=SIZE]", help_behavior_hint="")] = ()
+    """flags of the script that are widths, and their sizes instead; without a size the least that divides alike"""
     against: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """the program for one card; by default the same one, in a world of one"""
+    processes: bool = False
+    """each rank is a process: for programs that cannot share one"""
+    recorded: bool = False
+    """steps of to_static are recorded and replayed on the ranks, by their passes"""
+    bisect: bool = False
+    """the same, and which pass is at fault if they are not equal"""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """write the report as one HTML file, too"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """write it as data"""
     show: bool = False
     """what the program prints, of every rank"""
 
@@ -42,12 +64,24 @@ def main(argv: Sequence[str]) -> int:
     ours, words = divided(argv)
     asked = tyro.cli(Asked, args=ours, prog="onecard prove", use_underscores=True)
     try:
+        words = narrowed(
+            words, asked.wide, asked.world or (Plan.load(asked.plan).world if asked.plan is not None else 2)
+        )
         script = Script(asked.script, words, quiet=not asked.show)
         one = None if asked.against is None else Script(asked.against, words, quiet=not asked.show)
+        recorded = asked.recorded or asked.bisect
+        steps = max(asked.steps, LEAST) if recorded and asked.steps else asked.steps
         with waiting("proving") as say:
-            say(f"running {asked.script} on one card and on {asked.world} ranks")
-            proof = prove(script, world=asked.world, against=one, steps=asked.steps)
+            say(f"running {asked.script} on one card and on all ranks")
+            proof = prove(
+                script, world=asked.world, against=one, plan=asked.plan, steps=steps, recorded=recorded, bisect=asked.bisect,
+                processes=asked.processes,
+            )  # fmt: skip
     except OnecardError as error:
         return refuse("prove", error)
+    if asked.html is not None:
+        proof.html(asked.html, asked.script.name)
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(proof.data(), indent=1) + "\n", encoding="utf-8")
     print(proof.text(), file=sys.stdout)
     return 0 if proof else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onecard.testing import run_ranks
+from onecard.testing._run import run_ranks
 
 
 def spawn(func: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, timeout: float = 3600.0) -> list[Any]:

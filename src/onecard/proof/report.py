@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from onecard.proof import page
 from onecard.proof.explain import explained, near, worst
 from onecard.proof.nodes import Node
 from onecard.proof.origin import origin
@@ -16,6 +18,7 @@ from onecard.proof.partners import Found
 from onecard.proof.results import Result
 from onecard.proof.watch import Watched
 from onecard.proof.whole import apart
+from onecard.proof.words import ranks_of, with_code
 
 SHOWN = 8  # results that are listed
 
@@ -120,14 +123,23 @@ class Proof:
             lines.append(f"  {self.why}")
         return "\n".join(lines)
 
+    def html(self, path: str | PathLike[str], title: str = "") -> None:
+        """Write it as one HTML file that needs no network; ``title``: of the program."""
+        page.write(self, path, title)
+
+    def data(self) -> dict[str, Any]:
+        """It as data that JSON can hold, without tensors."""
+        return page.data_of(self)
+
     def _precision(self) -> str:
         worst_one = max(self.results, key=lambda r: r.off, default=None)
         if worst_one is None:
             return "nothing was left to compare"
-        where = "in float64" if self.exact else "in the program's own precision"
-        lines = f"{where} apart by {worst_one.off:.1e} at most ({worst_one.what})"
+        where = "in float64:" if self.exact else "in the program's own precision:"
+        last = worst_one.off / torch.finfo(torch.float64 if self.exact else torch.float32).eps
+        lines = f"{where} largest difference {worst_one.off:.1e}, {last:.3g} ulp, at {worst_one.what}"
         if self.rounding is not None and self.exact:
-            lines += f"; in its own precision by {self.rounding[0]:.1e} ({self.rounding[1]}): rounding"
+            lines += f"; in its own precision {self.rounding[0]:.1e} at {self.rounding[1]}: rounding"
         return lines
 
 
@@ -147,26 +159,6 @@ def said(result: Result) -> str:
         reason = explained(result.local, result.right, [tuple(result.local)])
         found = f" ({reason})" if reason else ""
     return f"{result.what}: {off or f'off by {result.off:.2g}'}{why}{found}"
-
-
-def ranks_of(ranks: Sequence[int]) -> str:
-    """Ranks in words.
-
-    Example:
-        >>> ranks_of([3]), ranks_of([0, 1]), ranks_of([])
-        ('rank 3', 'ranks [0, 1]', 'no rank')
-    """
-    if not ranks:
-        return "no rank"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
-
-
-def with_code(line: str) -> str:
-    """``file:line`` with what stands there."""
-    name, _, number = line.rpartition(":")
-    code = linecache.getline(name, int(number)).strip() if number.isdigit() else ""
-    shown = Path(name).name if name else line
-    return f"{shown}:{number} (`{code}`)" if code else line
 
 
 def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-from importlib import resources
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from onecard._version import __version__
 from onecard.pipeline.schedule.timeline_pictures import COLOURS
 from onecard.planning.job import JobCost
 from onecard.reports.job_data import job_data, memory, timeline
+from onecard.reports.template import filled, part
 
 # Told apart by people with any of the common kinds of colour blindness, as the schedules' pictures: Okabe and Ito (2008).
 _COLOURS = COLOURS | {
@@ -67,12 +67,10 @@ def page(job: JobCost, title: str = "") -> str:
         "version": html.escape(__version__),
         "text": html.escape(str(job)),
         "data": in_script(data),
-        "style": _part("job.css"),
-        "script": _part("job.js"),
+        "style": part("job.css"),
+        "script": part("job.js"),
     }
-    before, *rest = _part("job.html").split("{{")
-    parts = (part.partition("}}") for part in rest)
-    return before + "".join(given[name] + after for name, _, after in parts)
+    return filled("job.html", given)
 
 
 def in_script(data: Any) -> str:
@@ -83,10 +81,6 @@ def in_script(data: Any) -> str:
         '{"name":"\\\\u003c/script>\\\\u003c!--"}'
     """
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _part(name: str) -> str:
-    return (resources.files("onecard.reports") / "page" / name).read_text(encoding="utf-8")
 
 
 def _words(job: JobCost) -> dict[str, Any]:

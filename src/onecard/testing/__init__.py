@@ -14,7 +14,8 @@ shows where each rank is and which rank is missing from which collective.
 
 from onecard.testing._close import assert_close
 from onecard.testing._multirank import multirank
+from onecard.testing._proves import proves
 from onecard.testing._report import RankError, RankTimeout
 from onecard.testing._run import preload, run_ranks
 
-__all__ = ["RankError", "RankTimeout", "assert_close", "multirank", "preload", "run_ranks"]
+__all__ = ["RankError", "RankTimeout", "assert_close", "multirank", "preload", "proves", "run_ranks"]
