@@ -131,7 +131,7 @@ def _owners(
                 continue
             after, same = last + 1, [held.name] if held.name in alone else []
             for other in [*listed[after : after + 1], *same, *listed[after + 1 :], *listed[:after]]:
-                part = _part_of(held.value.local, alone[other], bound)
+                part = _shard_of(held.value, alone[other], bound) or _part_of(held.value.local, alone[other], bound)
                 if part is not None:
                     found[rank, held.name], last = (other, part), listed.index(other)
                     break
@@ -161,6 +161,13 @@ def _module(name: str) -> str:
 
 def _all(x: Tensor) -> Tensor:
     return x
+
+
+def _shard_of(value: Value, right: Tensor, bound: float) -> Part | None:
+    """The part that a layer says it is, which may be several pieces of the whole."""
+    shard = value.shard
+    fits = shard is not None and shard.shape == tuple(right.shape) and apart(shard.take(right), value.local) <= bound
+    return shard.take if shard is not None and fits else None
 
 
 def _part_of(local: Tensor, right: Tensor, bound: float) -> Part | None:

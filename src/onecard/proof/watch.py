@@ -24,6 +24,7 @@ from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
+from onecard.train.shard import Shard, noted
 
 _SKIPPED = ("profiler", "prim", "c10d", "_c10d_functional")
 _ROOM = (
@@ -46,12 +47,13 @@ Source = tuple[int, int]
 class Value:
     """A tensor as a rank had it at one place of the program: its local part, and how it lies; no spec: a plain tensor.
 
-    ``made``: which entry has made it last, and as which of its values.
+    ``made``: which entry has made it last, and as which of its values. ``shard``: of a parameter that a layer of fleet has cut.
     """
 
     local: Tensor
     spec: Spec | None
     made: Source | None = None
+    shard: Shard | None = None
 
     @staticmethod
     def of(x: Tensor) -> Value:
@@ -132,14 +134,15 @@ class Watch(TorchDispatchMode):
         self._calls: dict[int, tuple[str, str]] = {}
         self._told: list[Told] = []
         self._made: dict[int, Source] = {}
-        self._stepping = self._off = self._inside = 0
+        self._stepping = self._off = 0
+        self.serving: list[str] = []  # operators that run now, the innermost last
 
     def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
         """A message begins; gives who is to be told of what arrives, where no operator is being served."""
         if self._off:
             return None
         self.seen.messages.append(message)
-        if self._inside or not self.keep:
+        if self.serving or not self.keep:
             self._told.append(message)
             return None
         with self.paused():
@@ -184,13 +187,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        serves = func.namespace not in _SKIPPED
-        self._inside += serves
+        if func.namespace in _SKIPPED:
+            return func(*args, **kwargs)
+        self.serving.append(schema_of(func).functional)
         try:
             result = func(*args, **kwargs)
         finally:
-            self._inside -= serves
-        if not self._off and self.keep and serves:
+            self.serving.pop()
+        if not self._off and self.keep:
             with self.paused():
                 self._note(func, args, kwargs, result)
         return result
@@ -249,8 +253,13 @@ class Watch(TorchDispatchMode):
 
     def value(self, x: Tensor) -> Value:
         """A copy of what a tensor is now, with what has made it."""
-        found = Value.of(x)
-        return Value(found.local, found.spec, self._made.get(_memory(x)))
+        found, shard = Value.of(x), noted(x)
+        return Value(
+            found.local,
+            found.spec,
+            self._made.get(_memory(x)),
+            shard if isinstance(shard, Shard) and shard.is_cut() else None,
+        )
 
     # -- modules and optimizers ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,61 @@
+"""Pairs of programs that differ in float32: by rounding alone, or by a small fault. For ``test_prove_faults.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES, SCALES = (3000, 20000), (1.0, 1e4)
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    n, rank = _place()
+    total = x.tensor_split(n)[rank].sum()
+    if n > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def cancelling(size: int, scale: float, seed: int, fault: float) -> Any:
+    """A long sum in which little is left of large numbers."""
+    torch.manual_seed(seed)
+    x = torch.randn(size) * scale
+    x = torch.cat([x, -x.flip(0) * (1 - 1e-6)])
+    return _total(x) * (1 + fault)
+
+
+def steep(size: int, scale: float, seed: int, fault: float) -> Any:
+    """Steps of descent that are so large that each makes what was rounded many times as large."""
+    torch.manual_seed(seed)
+    x, w = torch.randn(size // 100, 3), torch.ones(3) * 0.5
+    for _ in range(12):
+        error = x @ w - x.sum(1)
+        grad = torch.stack([_total(error * x[:, i]) for i in range(3)]) / len(x)
+        w = w - 4.0 * grad * (1 + fault)
+    return w * scale
+
+
+def ill(size: int, scale: float, seed: int, fault: float) -> Any:
+    """A system of equations that is close to having no solution, of sums over ranks."""
+    torch.manual_seed(seed)
+    x = torch.randn(size // 10) * scale**0.25
+    a, b = _total(x * x), _total(x * (x + 1e-4))
+    return a / (a - b) * (1 + fault)
+
+
+PROGRAMS: tuple[Callable[..., Any], ...] = (cancelling, steep, ill)
+CASES = [(p, size, scale, seed) for seed in range(4) for p in PROGRAMS for size in SIZES for scale in SCALES][:40]
+
+
+def pair(case: tuple[Any, ...], fault: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The program of the ranks and that of one card."""
+    program, *given = case
+    return partial(program, *given, fault), partial(program, *given, 0.0)

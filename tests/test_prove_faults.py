@@ -1,0 +1,49 @@
+"""What prove finds: planted faults with their operators, rounding told from faults, and no alarm in right programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from amounts import PROOF, share
+from proof_rounding import CASES, pair
+
+import onecard as oc
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz import faults, prove
+
+ALL = faults.all_faults()
+
+
+def test_planted_faults_are_found_and_named():
+    outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
+    counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
+    missed = [fault.name for fault, outcome in counted if not outcome.found]
+    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in counted if not outcome.named]
+    assert len(missed) <= 0.01 * len(counted), missed
+    assert len(unnamed) <= max(0.05 * len(counted), 1), unnamed
+    assert len(counted) >= (150 if PROOF else 8)
+
+
+@pytest.mark.parametrize("bug", share([*faults.programs.BUGS], 4))
+def test_bugs_of_megatrons_kind_are_named(bug):
+    (fault,) = [f for f in ALL if f.name == bug]
+    outcome = faults.tried(fault)
+    assert outcome.found and outcome.named, outcome.said
+
+
+@pytest.mark.parametrize("number", share(range(len(CASES)), 4))
+def test_rounding_is_told_from_small_faults(number):
+    program, one = pair(CASES[number], 0.0)
+    proof = oc.prove(program, world=2, against=one)
+    assert proof and proof.exact, str(proof)
+    program, one = pair(CASES[number], 1e-4)
+    assert not oc.prove(program, world=2, against=one, rounding=False)
+
+
+@pytest.mark.parametrize(("kind", "seed"), share([*prove.cases(0, 500)], 3))
+def test_random_right_programs_raise_no_alarm(kind, seed):
+    verdict = prove.judge(kind, seed)
+    assert verdict.kind in ("right", "void", "refused"), verdict.why
