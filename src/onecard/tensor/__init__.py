@@ -17,6 +17,9 @@ from onecard.tensor.random_operators import draw as _draw  # noqa: F401
 from onecard.tensor.random_operators import variates as _variates  # noqa: F401
 from onecard.tensor.random_operators.create import rand, randint, randn, randperm
 from onecard.tensor.random_operators.one_card import manual_seed, one_card_random
+from onecard.tensor.rows import by_rule as _by_rule  # noqa: F401
+from onecard.tensor.rows import choose as _choose  # noqa: F401
+from onecard.tensor.rows import grouped as _grouped  # noqa: F401
 
 __all__ = [
     "DistTensor", "GatheredOperatorWarning", "deferred_init", "from_dtensor", "from_local", "manual_seed", "one_card_random",

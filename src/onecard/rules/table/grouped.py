@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def _bounds(offs: Tensor) -> Iterator[tuple[int, int]]:
     """Where each group begins and ends; ``offs`` are the ends."""
     ends = values_of(offs)
-    return zip([0, *ends[:-1]], ends, strict=True)
+    return zip([0, *ends[:-1]][: len(ends)], ends, strict=True)
 
 
 def _aligned(x: Tensor) -> bool:
@@ -29,7 +29,7 @@ def _aligned(x: Tensor) -> bool:
     return x.numel() > 0 and steps[0] == 1 and steps[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def _rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """``x[group] @ weights[group]`` for each group of rows; zeros for rows in none."""
     if _aligned(x) and _aligned(weights):
         return aten._grouped_mm(x, weights, offs).contiguous()  # its rows may be padded
@@ -39,10 +39,12 @@ def _rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
-def _summed(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
+def grouped_sums(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
     """``x[:, group] @ y[group]`` for each group of what is summed over."""
     if _aligned(x) and _aligned(y):
         return aten._grouped_mm(x, y, offs).contiguous()
+    if not len(offs):
+        return x.new_zeros(0, x.shape[0], y.shape[1])
     return torch.stack([x[:, start:end] @ y[start:end] for start, end in _bounds(offs)])
 
 
@@ -54,14 +56,14 @@ def _grouped_local(c: Local) -> None:
         if c.cut("n"):
             offs = (offs - start).clamp(0, length).to(offs.dtype)
         if not rows:
-            return _summed(x, y, offs)
+            return grouped_sums(x, y, offs)
         if not c.cut("e"):
-            return _rows(x, y, offs)
+            return grouped_rows(x, y, offs)
         # This rank's experts: their rows lie side by side, all others are another rank's.
         result = x.new_zeros(x.shape[0], y.shape[-1])
         if count:
             begin, end = int(offs[first - 1]) if first else 0, int(offs[first + count - 1])
-            result[begin:end] = _rows(x[begin:end], y, (offs[first : first + count] - begin).to(offs.dtype))
+            result[begin:end] = grouped_rows(x[begin:end], y, (offs[first : first + count] - begin).to(offs.dtype))
         return result
 
     c.run = run

@@ -62,17 +62,17 @@ def build(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program | R
     for operand in operands:
         operand._spec.check_home(changes=False)
     mesh, device = _common_mesh(func, operands)
-    call = Call(func, [_meta(a) for a in args], {k: _meta(v) for k, v in kwargs.items()})
+    call = Call(func, [meta_of(a) for a in args], {k: meta_of(v) for k, v in kwargs.items()})
     functional = _functional_form(func, call)
     if functional is not None:
         return Rewritten(func, functional)
     for path, name in zip(call.paths, call.names, strict=True):
         if name in call.schema.written:
-            memory.check_writable(_at(path, args, kwargs), call.schema.name)
+            memory.check_writable(at_path(path, args, kwargs), call.schema.name)
     row, bound = _rule(call)
     if row is None or bound is None:
         return Rewritten(func, fallback.without_rule(func, call))
-    values = tuple(_at(path, args, kwargs) for path in call.paths)
+    values = tuple(at_path(path, args, kwargs) for path in call.paths)
     layouts = [v._spec.layout if isinstance(v, DistTensor) else Layout.replicated(mesh, v.dim()) for v in values]
     if any(layouts[i].pending for i in bound.unread if call.names[i] in call.schema.written):
         # Overwriting every summand would count the new value once a rank.
@@ -327,17 +327,17 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [item for v in values for item in (_flat(v) if isinstance(v, list | tuple) else [v])]
 
 
-def _meta(value: Any) -> Any:
+def meta_of(value: Any) -> Any:
     if isinstance(value, DistTensor):
         return value._spec.meta()
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
-        return type(value)(_meta(item) for item in value)
+        return type(value)(meta_of(item) for item in value)
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def at_path(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     place, index = path
     value = args[place] if isinstance(place, int) else kwargs[place]
     return value if index < 0 else value[index]

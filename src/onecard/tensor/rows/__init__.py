@@ -1,0 +1,1 @@
+"""Rows of a dim that lie where data says: tokens at the ranks of their experts."""

@@ -1,0 +1,160 @@
+"""Rows chosen by number, ``x[index]``, of a dim that is cut: each rank has those whose element it has. Nothing is sent.
+
+The gradient goes the same way back: to the ranks that have the elements, where it is added up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard._torch.names import DispatchKeySet
+from onecard.place.layout import Layout
+from onecard.place.parts import axes_of
+from onecard.tensor.aliasing import strides
+from onecard.tensor.dispatch.entries import whole
+from onecard.tensor.dispatch.intercept import onward
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.rows.owners import Owners, of_dim
+from onecard.tensor.rows.rows import Rows, as_rows, made, spread, unknown, without
+from onecard.tensor.spec import Spec, contiguous_stride
+
+aten = torch.ops.aten
+
+
+@whole(aten.index.Tensor)
+def _index(keyset: DispatchKeySet, x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    if len(indices) == 1 and indices[0] is not None and _chooses(x, indices[0]):
+        return _Choose.apply(x, _positive(indices[0], x.shape[0]))
+    return onward(aten.index.Tensor, keyset, x, indices)
+
+
+@whole(aten.index_select.default)
+def _index_select(keyset: DispatchKeySet, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    if x.dim() and dim % x.dim() == 0 and _chooses(x, index):
+        return _Choose.apply(x, index)
+    return onward(aten.index_select.default, keyset, x, dim, index)
+
+
+def _chooses(x: Tensor, index: Tensor) -> bool:
+    """Whether ``x[index]`` is rows of a dim that is cut, or of rows."""
+    if not isinstance(x, DistTensor) or not x.is_floating_point() or index.dim() != 1 or len(index) < 2:
+        return False
+    if index.dtype not in (torch.int64, torch.int32) or not x._spec.here or unknown():
+        return False
+    if isinstance(index, DistTensor) and index.mesh is not x.mesh:
+        return False
+    if isinstance(x, Rows):
+        return x._along == 0
+    layout = x._spec.layout
+    cut = layout.axes(0)
+    if layout.pending or not any(layout.mesh.shape[a] > 1 for a in cut):
+        return False
+    return not isinstance(index, DistTensor) or not index._spec.layout.pending
+
+
+def _positive(index: Tensor, size: int) -> Tensor:
+    return torch.where(index < 0, index + size, index)
+
+
+class _Choose(torch.autograd.Function):
+    """``x[index]``. Its gradient is ``_Add``, of which it is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, index: Tensor) -> Tensor:
+        numbers = _whole_numbers(index, x.shape[0])
+        source, local = _source(x, index)
+        ctx.source, ctx.numbers, ctx.given = source, numbers, (x._spec, isinstance(x, Rows))
+        ctx.index = index
+        return _chosen(x._spec, local, source, numbers, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Add.apply(grads[0], ctx.index, ctx.numbers, ctx.source, *ctx.given), None
+
+
+class _Add(torch.autograd.Function):
+    """Zeros to which rows are added: what ``_Choose`` gives back."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, index: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -> Tensor:
+        ctx.given = (index,)
+        return _added(grad, numbers, source, spec, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *_, index = ctx.given
+        return _Choose.apply(grads[0], index), None, None, None, None, None
+
+
+def _whole_numbers(index: Tensor, size: int) -> Tensor:
+    """The numbers of the rows, on every rank."""
+    local = index
+    if isinstance(index, DistTensor):
+        target = Layout.replicated(index.mesh, 1)
+        local = index._become(target, "index", "index", "which rows go where", explicit=False)
+    local = local.long()
+    inside = ((local >= 0) & (local < size)).all()
+    aten._assert_async.msg(inside, f"index: an index is out of range for a dim of size {size}")
+    return local
+
+
+def _source(x: Any, index: Tensor) -> tuple[Owners, Tensor]:
+    """Who has the elements of which rows are chosen, and this rank's; axes that cut the index alone divide the rows, too."""
+    if isinstance(x, Rows):
+        return x._owners, x._held
+    layout = x._spec.layout
+    return of_dim(layout.mesh, x.shape[0], layout.dims[0], x._local.device), x._local
+
+
+def _chosen(spec: Spec, local: Tensor, source: Owners, numbers: Tensor, index: Tensor) -> Rows:
+    owners = source.of(numbers)
+    if isinstance(index, DistTensor):
+        layout = index._spec.layout
+        other = tuple(a for a in axes_of(layout.dims[0]) if a not in owners.places)
+        if other and axes_of(layout.dims[0]) == other:
+            extra = of_dim(layout.mesh, len(numbers), layout.dims[0], numbers.device)
+            owners = Owners(owners.mesh, owners.size, owners.places | extra.places, owners.home, owners.experts)
+    values = local.index_select(0, source.local(numbers[owners.mine]))
+    shape = torch.Size((len(numbers), *spec.shape[1:]))
+    like = torch.empty_strided(shape, contiguous_stride(shape), dtype=spec.dtype, device="meta")
+    return made(values, without(spec.layout, owners.axes), like, 0, owners, spec.device)
+
+
+def _added(grad: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -> Tensor:
+    owners = source.of(numbers)
+    extra = {}
+    if isinstance(grad, Rows):
+        extra = {a: p for a, p in grad._owners.places.items() if a not in owners.places}
+    elif isinstance(grad, DistTensor) and grad._spec.layout.axes(0):
+        block = of_dim(owners.mesh, owners.size, grad._spec.layout.dims[0], numbers.device)
+        extra = {a: p for a, p in block.places.items() if a not in owners.places}
+    if extra:
+        owners = Owners(owners.mesh, owners.size, owners.places | extra, owners.home, owners.experts)
+    found = as_rows(grad, 0, owners, "index_backward", "grad")
+    if found is None:
+        spread(grad)
+        found = as_rows(grad, 0, owners, "index_backward", "grad")
+    assert found is not None
+    values, layout = found
+    into = source.local(numbers[owners.mine])
+    shape = (len(source.mine), *values.shape[1:])
+    total = values.new_zeros(shape).index_add_(0, into, values)
+    mesh = owners.mesh
+    bare = layout if layout is not None else Layout.replicated(mesh, values.dim())
+    summed = tuple((a, "sum") for a in extra)
+    if rows:
+        like = spec.meta()
+        kept = Layout.make(mesh, bare.dims, tuple(sorted((*bare.pending, *summed))))
+        return made(total, kept, like, 0, source, spec.device)
+    dims = (spec.layout.dims[0], *bare.dims[1:])
+    target = Spec.make(
+        Layout.make(mesh, dims, tuple(sorted((*bare.pending, *summed)))),
+        spec.shape,
+        spec.stride,
+        values.dtype,
+        spec.device,
+    )
+    return wrap(strides.place(target)(total), target)

@@ -1,0 +1,184 @@
+"""Grouped products on rows: each row goes to the rank of its expert, the products there are local, and rows stay there.
+
+``grouped_mm(x, weights, offs)``: ``offs`` are the ends of the experts' rows, so every rank knows the expert of every row. Where
+experts are cut, their rows' owners along those axes are theirs; along others rows stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard.place.layout import Layout
+from onecard.place.parts import is_merged
+from onecard.rules.call import named
+from onecard.rules.table.grouped import grouped_rows, grouped_sums
+from onecard.tensor.aliasing import strides
+from onecard.tensor.dispatch.build import build
+from onecard.tensor.dispatch.entries import program
+from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.rows.owners import Owners, of_dim
+from onecard.tensor.rows.rows import Rows, as_rows, knows, made, run_small, small, unknown, without
+from onecard.tensor.spec import Spec
+
+aten = torch.ops.aten
+grouped_mm = aten._grouped_mm.default
+
+
+class _Grouped:
+    """A grouped product of ordinary tensors whose experts are cut: by rows, unless the step must not hold any."""
+
+    simple = False
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.ordinary: Any = None
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        if not unknown():
+            made = run(self.func, args, kwargs)
+            if made is not NotImplemented:
+                return made
+        if self.ordinary is None:
+            self.ordinary = build(self.func, args, kwargs)
+        return self.ordinary(args, kwargs)
+
+
+@program(grouped_mm)
+def _decide(func: Any, args: Any, kwargs: Any) -> Any:
+    x, weights = args[:2]
+    cut = isinstance(weights, DistTensor) and weights.dim() == 3 and weights._spec.layout.axes(0)
+    return _Grouped(func) if cut and isinstance(x, Tensor) and x.dim() == 2 else build(func, args, kwargs)
+
+
+@knows(grouped_mm)
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """A grouped product of rows, or NotImplemented."""
+    given = named(func, args, kwargs)
+    x, weights = given["self"], given["mat2"]
+    offs, bias, dtype = (given.get(name) for name in ("offs", "bias", "out_dtype"))
+    if offs is None or bias is not None or dtype not in (None, x.dtype):
+        return NotImplemented
+    if (x.dim(), weights.dim()) == (2, 3):
+        return _times_weights(x, weights, offs)
+    return _gradient(x, weights, offs) if (x.dim(), weights.dim()) == (2, 2) else NotImplemented
+
+
+def _ends(offs: Any) -> Tensor:
+    """Where each expert's rows end, on every rank."""
+    if not isinstance(offs, DistTensor):
+        return offs
+    target = Layout.replicated(offs.mesh, 1)
+    return offs._become(target, "_grouped_mm", "offs", "which rows go where", explicit=False)
+
+
+def _times_weights(x: Any, weights: Any, offs: Any) -> Any:
+    if not isinstance(weights, DistTensor) or isinstance(weights, Rows) or is_merged(weights._spec.layout.dims[0]):
+        return NotImplemented
+    if isinstance(x, Rows) and x._along != 0:
+        return NotImplemented
+    mesh, layout = weights.mesh, weights._spec.layout
+    ends = _ends(offs)
+    start = _owners_of(x, mesh, ends.device)
+    owners = _at_experts(start, ends, layout.dims[0], weights.shape[0])
+    bare = Layout.make(
+        mesh,
+        tuple(
+            d if i == 0 else tuple(a for a in d if a not in owners.axes)
+            for i, d in enumerate(layout.in_one_piece().dims)
+        ),
+        tuple(p for p in layout.pending if p[0] not in owners.axes),
+    )
+    mine = weights._become(bare, "_grouped_mm", "mat2", "whole for rows of any rank", explicit=False)
+    found = as_rows(x, 0, owners, "_grouped_mm", "self")
+    if found is None and isinstance(x, Rows):
+        return NotImplemented
+    values, along = found if found is not None else (None, None)
+    if values is None:
+        return NotImplemented
+    first, count = bare.bounds(tuple(weights.shape), 0, mesh.coordinate() or ())
+    local = torch.searchsorted(owners.mine, ends[first : first + count].long()).to(torch.int32)
+    other = without(bare, owners.axes)
+    if _idle(along) and _idle(other):
+        result, made_layout = grouped_rows(values, mine, local), Layout.replicated(mesh, 2)
+    else:
+        whole = torch.empty(x.shape, device="meta")
+        a = small(values, along or Layout.replicated(mesh, 2), whole, 0)
+        b = small(mine, other, weights._spec.meta(), 0)
+        c = small(local, Layout.replicated(mesh, 1), local, 0)
+        product: Any = run_small(grouped_mm, (a, b, c), {})
+        result, made_layout = product._local, product._spec.layout
+        if made_layout.axes(0):
+            return NotImplemented
+    like = torch.empty((x.shape[0], weights.shape[2]), dtype=result.dtype, device="meta")
+    return made(result, made_layout, like, 0, owners, result.device)
+
+
+def _idle(layout: Layout | None) -> bool:
+    return layout is None or layout.is_replicated
+
+
+def _owners_of(x: Any, mesh: Any, device: torch.device) -> Owners:
+    if isinstance(x, Rows):
+        return x._owners
+    dim = x._spec.layout.dims[0] if isinstance(x, DistTensor) else ()
+    return of_dim(mesh, x.shape[0], dim, device)
+
+
+def _at_experts(start: Owners, ends: Tensor, dim: Any, experts: int) -> Owners:
+    """The owners of rows at their experts. Rows of no expert, behind the last one's, are with the last expert."""
+    if not dim:
+        start.used = True
+        return start
+    numbers = torch.arange(start.size, device=ends.device)
+    expert = torch.searchsorted(ends.long(), numbers, right=True).clamp_(max=experts - 1)
+    places = {a: p[expert] for a, p in of_dim(start.mesh, experts, dim, ends.device).places.items()}
+    found = Owners(start.mesh, start.size, start.places | places, start.home, dim)
+    return start if start.same(found) else found
+
+
+def _gradient(x: Any, y: Any, offs: Any) -> Any:
+    """``x (k, rows)`` by ``y (rows, n)`` for each expert: of this rank's experts where all of their rows are here."""
+    rows = [r for r, dim in ((x, 1), (y, 0)) if isinstance(r, Rows) and r._along == dim]
+    if not rows:
+        return NotImplemented
+    owners = max(rows, key=lambda r: (r._owners.moved, len(r._owners.places)))._owners
+    found = [as_rows(r, dim, owners, "_grouped_mm", name) for r, dim, name in ((x, 1, "self"), (y, 0, "mat2"))]
+    if None in found:
+        return NotImplemented
+    (a, one), (b, other) = found  # type: ignore[misc]
+    ends, mesh = _ends(offs), owners.mesh
+    experts = len(ends)
+    cut = _cut_of(owners, ends)
+    layout = Layout.make(mesh, (cut, (), ()))
+    first, count = layout.bounds((experts, 1, 1), 0, mesh.coordinate() or ())
+    local = torch.searchsorted(owners.mine, ends[first : first + count].long()).to(torch.int32)
+    if _idle(one) and _idle(other):
+        result, along = grouped_sums(a, b, local), Layout.replicated(mesh, 3)
+    else:
+        halves = [
+            small(v, lay or Layout.replicated(mesh, 2), torch.empty(w.shape, device="meta"), d)
+            for v, lay, w, d in ((a, one, x, 1), (b, other, y, 0))
+        ]
+        c = small(local, Layout.replicated(mesh, 1), local, 0)
+        product: Any = run_small(grouped_mm, (*halves, c), {})
+        result, along = product._local, product._spec.layout
+    pending = tuple(sorted((*along.pending, *((axis, "sum") for axis in owners.axes if axis not in cut))))
+    shape = torch.Size((experts, x.shape[0], y.shape[1]))
+    like = torch.empty(shape, dtype=result.dtype, device="meta")
+    spec = Spec.like(Layout.make(mesh, (cut, *along.dims[1:]), pending), like, result.device)
+    return wrap(strides.place(spec)(result), spec)
+
+
+def _cut_of(owners: Owners, ends: Tensor) -> tuple[int, ...]:
+    """The axes along which all rows of an expert are on its rank, as a layout would cut the experts."""
+    numbers = torch.arange(owners.size, device=ends.device)
+    expert = torch.searchsorted(ends.long(), numbers, right=True)
+    counted = expert < len(ends)
+    for cut in [owners.experts] if owners.experts else []:
+        block = of_dim(owners.mesh, len(ends), cut, ends.device)
+        if all(torch.equal(owners.places[a][counted], p[expert[counted]]) for a, p in block.places.items()):
+            return cut
+    return ()

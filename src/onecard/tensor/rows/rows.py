@@ -1,0 +1,282 @@
+"""Rows: a tensor of which one dim lies where data says, row by row (see ``owners``). Below autograd.
+
+What no layout can say, one can still say truly: a value of which each rank has some rows is a *pending sum*, in which the
+rows that a rank lacks are zero. That is the spec of a ``Rows``; its memory leaves the zeros out. Whoever knows nothing of
+rows reads ``_local``, or has it settled: then it becomes an ordinary DistTensor of the same value, in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecard import recorded
+from onecard._torch.names import tree_leaves
+from onecard.comm.agree import check, sparse_check
+from onecard.comm.issue import trace
+from onecard.comm.world.pretend import pretending
+from onecard.place.layout import Layout
+from onecard.place.parts import axes_of
+from onecard.tensor.aliasing import strides
+from onecard.tensor.dispatch.intercept import KEYS
+from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
+from onecard.tensor.rows.owners import Owners, Told, can_move, move, of_dim
+from onecard.tensor.spec import Spec
+
+Handler = Callable[[Any, Any, Any], Any]
+handlers: dict[Any, Handler] = {}
+"""Operators that know rows: (func, args, kwargs) -> result, or NotImplemented."""
+
+
+class Rows(DistTensor):
+    """A DistTensor whose rows along one dim lie where data says. Programs see a DistTensor; its class is that after it settled.
+
+    Attributes:
+        _held: this rank's rows; ``_along``: along which dim they are rows; ``_owners``: which of all.
+        _view_of: what it is a view of, and how; ``_seen_by``: what is a view of it.
+    """
+
+    _held: Tensor
+    _along: int
+    _owners: Owners
+    _view_of: tuple[Rows, Any, Any, Any] | None
+    _seen_by: list[weakref.ref[Rows]]
+
+    @property
+    def _local(self) -> Tensor:
+        """This rank's summand, with zeros for the rows that it lacks: whoever asks knows nothing of rows."""
+        spread(self, at_home=False)
+        return self._local
+
+    @_local.setter
+    def _local(self, value: Tensor) -> None:
+        self.__class__ = DistTensor  # type: ignore[assignment]
+        self._local = value
+
+    def _refresh(self) -> None:
+        spread(self)
+        DistTensor._refresh(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if not unknown():
+            made = handlers.get(func, _by_rule)(func, args, kwargs)
+            if made is not NotImplemented:
+                return made
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Rows):
+                spread(x)
+        return DistTensor.__torch_dispatch__(func, types, args, kwargs)
+
+
+_default: list[Handler] = []
+
+
+def by_default(handler: Handler) -> Handler:
+    """What runs operators that have no handler of their own."""
+    _default[:] = [handler]
+    return handler
+
+
+def _by_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    return _default[0](func, args, kwargs)
+
+
+def knows(*ops: Any) -> Callable[[Handler], Handler]:
+    """An operator that knows rows."""
+
+    def enter(run: Handler) -> Handler:
+        for op in ops:
+            handlers[op] = run
+        return run
+
+    return enter
+
+
+def unknown() -> bool:
+    """Whether the step may hold no rows: it is written down, compared, or not really done, so sizes must not be data."""
+    return recorded.recorder is not None or trace.tracing() or trace.faking() or check.on or pretending()
+
+
+def layout_of(layout: Layout, dim: int, owners: Owners) -> Layout:
+    """The layout of rows: pending along the axes that divide them, whatever ``layout`` says of these and of ``dim``."""
+    bare = without(layout, owners.axes)
+    dims = tuple(() if d == dim else axes for d, axes in enumerate(bare.dims))
+    return Layout.make(layout.mesh, dims, tuple(sorted((*bare.pending, *((a, "sum") for a in owners.axes)))))
+
+
+def without(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout with some axes idle."""
+    if layout.merged:
+        layout = layout.in_one_piece()
+    dims = tuple(tuple(a for a in dim if a not in axes) for dim in layout.dims)
+    return Layout.make(layout.mesh, dims, tuple(p for p in layout.pending if p[0] not in axes))
+
+
+def wrap_rows(values: Tensor, spec: Spec, dim: int, owners: Owners) -> Rows:
+    """Rows outside autograd; ``spec`` has the layout that ``layout_of`` gives."""
+    self = _make(Rows, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, _extra_dispatch_keys=KEYS)
+    _has_no_memory(self)
+    self._held, self._spec, self._along, self._owners = values, spec, dim, owners
+    self._view_of, self._seen_by = None, []
+    return self
+
+
+def made(values: Tensor, layout: Layout, whole: Tensor, dim: int, owners: Owners, device: torch.device) -> Rows:
+    """Rows of a tensor that is ``whole`` (meta) on one card, laid out along other axes and dims as ``layout`` says."""
+    return wrap_rows(values, Spec.like(layout_of(layout, dim, owners), whole, device), dim, owners)
+
+
+def spread(x: Rows, at_home: bool = True) -> None:
+    """Make rows, and what shares memory with them, ordinary tensors, in place.
+
+    Args:
+        at_home: send them where the dim lay of which they were chosen, if they have left; else each rank fills in zeros.
+    """
+    while x._view_of is not None and isinstance(x._view_of[0], Rows):
+        x = x._view_of[0]
+    views = list(_family(x))
+    if x._view_of is not None:
+        _derive(x)
+    else:
+        _settle(x, at_home)
+    for view in views:
+        _derive(view)
+
+
+def _family(x: Rows) -> list[Rows]:
+    """The views of rows that are alive, each after what it is a view of."""
+    found = []
+    for reference in x._seen_by:
+        view = reference()
+        if view is not None and isinstance(view, Rows):
+            found += [view, *_family(view)]
+    return found
+
+
+def shares(x: Rows) -> bool:
+    """Whether others share its memory."""
+    return x._view_of is not None or bool(_family(x))
+
+
+def _derive(view: Rows) -> None:
+    base, func, args, at = view._view_of  # type: ignore[misc]
+    again = DistTensor.__torch_dispatch__(func, (), (base, *args), {})
+    view.__class__ = DistTensor  # type: ignore[assignment]
+    view._take(again if at is None else again[at])
+
+
+def _settle(x: Rows, at_home: bool) -> None:
+    spec, owners, dim = x._spec, x._owners, x._along
+    values, layout = x._held, spec.layout
+    if at_home and owners.used and owners.home[1]:
+        values, layout = _home(x)
+    else:
+        values = _filled(values, dim, owners.mine, spec.shape[dim])
+    x._local = values
+    x._spec = spec if layout is spec.layout else spec.with_layout(layout)
+    x._local = strides.place(x._spec)(values)
+    x._memory = None
+
+
+def _home(x: Rows) -> tuple[Tensor, Layout]:
+    """This rank's part after rows went home, and its layout: axes that divided rows and not the dim stay pending."""
+    spec, owners, dim = x._spec, x._owners, x._along
+    cut = owners.settled()
+    block = of_dim(owners.mesh, owners.size, cut, owners.mine.device)
+    target = Owners(owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts)
+    values = move(x._held, dim, owners, target, Told("combine", "self", spec.layout, tuple(spec.shape)))
+    dims = tuple(cut if d == dim else axes for d, axes in enumerate(spec.layout.dims))
+    pending = tuple(p for p in spec.layout.pending if p[0] not in block.places)
+    if len(target.mine) < len(block.mine):
+        values = _filled(values, dim, block.local(target.mine), len(block.mine))
+    return values, Layout.make(spec.layout.mesh, dims, pending)
+
+
+def _filled(values: Tensor, dim: int, rows: Tensor, size: int) -> Tensor:
+    """Rows among zeros."""
+    shape = list(values.shape)
+    shape[dim] = size
+    return values.new_zeros(shape).index_copy_(dim, rows, values)
+
+
+# ---- Operands as rows
+
+
+def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tuple[Tensor, Layout | None] | None:
+    """This rank's rows of an operand, under given owners, and how it lies along other axes; None if that cannot be.
+
+    Plain tensors count as whole on every rank: their layout is None.
+    """
+    if isinstance(x, Rows):
+        if x._along != dim or not can_move(x._owners, owners):
+            return None
+        if not x._owners.same(owners):
+            told = Told(operator, operand, x._spec.layout, tuple(x._spec.shape))
+            values = move(x._held, dim, x._owners, owners, told)
+            if not owners.moved:
+                return values, without(x._spec.layout, owners.axes)
+            _moved(x, values, owners)  # the backward pass, which may need it too, finds it there
+        return x._held, without(x._spec.layout, owners.axes)
+    if not isinstance(x, DistTensor):
+        return x.index_select(dim, owners.mine), None
+    layout = x._spec.layout
+    rest = tuple(a for a in owners.axes if a not in layout.axes(dim))
+    bare = Layout.make(
+        layout.mesh,
+        tuple(a if d == dim else tuple(b for b in axes_of(a) if b not in rest) for d, a in enumerate(layout.dims)),
+        tuple(p for p in layout.pending if p[0] not in owners.axes),
+    )
+    if any(a not in owners.axes for a in layout.axes(dim)):
+        return None
+    local = x._become(bare, operator, operand, "rows go where they are used", explicit=False)
+    source = of_dim(layout.mesh, x.shape[dim], layout.dims[dim], local.device)
+    told = Told(operator, operand, bare, tuple(x.shape))
+    return move(local, dim, source, owners, told), without(bare, owners.axes)
+
+
+def _moved(x: Rows, values: Tensor, owners: Owners) -> None:
+    """Rows lie elsewhere from now on: the same value."""
+    layout = layout_of(without(x._spec.layout, owners.axes), x._along, owners)
+    spec = x._spec
+    x._held, x._owners = values, owners
+    x._spec = Spec.make(layout, spec.shape, spec.stride, spec.dtype, spec.device)
+
+
+def whole_of(x: Any, axes: tuple[int, ...], operator: str, operand: str) -> tuple[Tensor, Layout | None]:
+    """An operand that has no rows, whole along the axes that divide them."""
+    if not isinstance(x, DistTensor):
+        return x, None
+    target = without(x._spec.layout, axes)
+    if target is x._spec.layout:
+        return x._local, target
+    return x._become(target, operator, operand, "whole for rows of any rank", explicit=False), target
+
+
+def run_small(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on rows that are tensors of their own. Their shapes are this rank's, so other ranks are not told."""
+    before, sparse_check.on.here = sparse_check.on.here, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        sparse_check.on.here = before
+
+
+def small(values: Tensor, layout: Layout | None, whole: Tensor, dim: int | None) -> Tensor:
+    """This rank's rows of what is ``whole`` on one card, as a tensor of its own that lies along other axes as the whole does."""
+    if layout is None:
+        return values
+    shape = [values.shape[d] if d == dim else size for d, size in enumerate(whole.shape)]
+    strides_of = whole.stride()
+    order = sorted(range(len(shape)), key=lambda d: -strides_of[d])
+    step, stride = 1, [1] * len(shape)
+    for d in reversed(order):
+        stride[d], step = step, step * max(shape[d], 1)
+    spec = Spec.make(layout, torch.Size(shape), tuple(stride), values.dtype, values.device)
+    # An alias: what is pending along other axes is reduced in a place of its own, or rows would change under their spec.
+    return wrap(strides.place(spec)(values).detach(), spec)
