@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -18,15 +18,18 @@ from onecard.errors import OnecardError
 from onecard.place.layout import Layout
 from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import find
+from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.build import at_path, meta_of
 from onecard.tensor.dispatch.entry import freeze
-from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.rows.owners import Owners
 from onecard.tensor.rows.rows import (
     Rows,
+    agreed,
     as_rows,
     by_default,
+    layouts_of,
     made,
     run_small,
     shares,
@@ -45,12 +48,13 @@ class ByRows:
     """How a call runs on rows.
 
     Attributes:
-        call: the whole call.
+        call: the whole call; ``bound``: its rule.
         dims: for each operand the dim that has the rows' factor, or None; ``results``: likewise.
         sizes: arguments that are shapes: position or keyword, and which of their entries counts the rows.
     """
 
     call: Call
+    bound: Bound
     dims: tuple[int | None, ...]
     results: tuple[int | None, ...]
     sizes: tuple[tuple[int | str, tuple[int, ...], int], ...]
@@ -73,16 +77,19 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if owners is None or operands is None:
         return NotImplemented
     locals_, layouts = zip(*operands, strict=True)
-    apart = any(_busy(layout) for layout in layouts)
+    apart, lie = any(_busy(layout) for layout in layouts), None
     if apart:
-        bare = Layout.replicated
-        pairs = zip(operands, how.call.operands, how.dims, strict=True)
-        locals_ = tuple(small(x, layout or bare(owners.mesh, x.dim()), whole, dim) for (x, layout), whole, dim in pairs)
+        whole = [layout or Layout.replicated(owners.mesh, x.dim()) for x, layout in operands]
+        lie = layouts_of(how.call, how.bound, whole)
+        if lie is None:
+            return NotImplemented
+        pairs = zip(locals_, whole, how.call.operands, how.dims, strict=True)
+        locals_ = tuple(small(*pair) for pair in pairs)
     run = run_small if apart else _run
     result = run(func, _filled(how, args, locals_, owners), _named(how, kwargs, locals_, owners))
     if how.call.schema.written:
-        return _written(values[0], locals_[0], result)
-    return _wrapped(how, result, owners, values, args)
+        return _written(values[0], locals_[0], result, lie)
+    return _wrapped(how, result, owners, values, args, lie)
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,7 +147,7 @@ def _decided(func: Any, args: Any, kwargs: Any) -> ByRows | None:
     if lost and any(all(dims[i] is None for i in term) for term in bound.terms):
         return None  # a summand that would be added once for each rank
     sizes = _sizes(call, results)
-    return None if sizes is None else ByRows(call, tuple(dims), tuple(results), sizes)
+    return None if sizes is None else ByRows(call, bound, tuple(dims), tuple(results), sizes)
 
 
 def _dim_of(factor: int, dims: Sequence[tuple[int, ...]]) -> int | None:
@@ -230,17 +237,18 @@ def _sized(shape: tuple[int, ...], dim: int, owners: Owners) -> list[int]:
     return [len(owners.mine) if d == dim else n for d, n in enumerate(shape)]
 
 
-def _written(target: Rows, given: Any, result: Any) -> Rows:
+def _written(target: Rows, given: Any, result: Any, lie: tuple[Layout, ...] | None) -> Rows:
     """An operator has written to rows, in place."""
     one = result if isinstance(result, Tensor) else given
-    target._held = one._local if isinstance(one, DistTensor) else one
+    target._held = agreed(one, lie[0], "write") if lie is not None else one
     return target
 
 
-def _wrapped(how: ByRows, result: Any, owners: Owners, values: Sequence[Any], args: Any) -> Any:
+def _wrapped(
+    how: ByRows, result: Any, owners: Owners, values: Sequence[Any], args: Any, lie: tuple[Layout, ...] | None
+) -> Any:
     """The results with their layouts: rows, or pending sums of them."""
     base = values[0] if how.call.schema.views else None
-    mesh = owners.mesh
     listed = result if isinstance(result, list | tuple) else [result]
     wrapped, number = [], 0
     for one in listed:
@@ -248,13 +256,10 @@ def _wrapped(how: ByRows, result: Any, owners: Owners, values: Sequence[Any], ar
             wrapped.append(one)
             continue
         whole, dim = how.call.results[number], how.results[number]
-        local = one._local if isinstance(one, DistTensor) else one
-        layout = one._spec.layout if isinstance(one, DistTensor) else Layout.replicated(mesh, one.dim())
+        layout = Layout.replicated(owners.mesh, one.dim()) if lie is None else lie[number]
         if dim is not None and layout.axes(dim):  # cut along another axis, too
             layout = without(layout, layout.axes(dim))
-            local = cast(DistTensor, one)._become(
-                layout, how.call.schema.name, "result", "rows stay together", explicit=False
-            )
+        local = one if lie is None else agreed(one, layout, how.call.schema.name)
         wrapped.append(_one(local, layout, whole, dim, owners, base, how, args, number if len(listed) > 1 else None))
         number += 1
     return type(result)(wrapped) if isinstance(result, list | tuple) else wrapped[0]

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from onecard.place.layout import Layout
 from onecard.place.parts import is_merged
-from onecard.rules.call import named
+from onecard.rules.call import Call, named
+from onecard.rules.registry import find
 from onecard.rules.table.grouped import grouped_rows, grouped_sums
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.build import build
 from onecard.tensor.dispatch.entries import program
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.rows.owners import Owners, of_dim
-from onecard.tensor.rows.rows import Rows, as_rows, knows, made, run_small, small, unknown, without
+from onecard.tensor.rows.rows import Rows, agreed, as_rows, knows, layouts_of, made, run_small, small, unknown, without
 from onecard.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -104,16 +105,28 @@ def _times_weights(x: Any, weights: Any, offs: Any) -> Any:
     if _idle(along) and _idle(other):
         result, made_layout = grouped_rows(values, mine, local), Layout.replicated(mesh, 2)
     else:
-        whole = torch.empty(x.shape, device="meta")
-        a = small(values, along or Layout.replicated(mesh, 2), whole, 0)
-        b = small(mine, other, weights._spec.meta(), 0)
-        c = small(local, Layout.replicated(mesh, 1), local, 0)
-        product: Any = run_small(grouped_mm, (a, b, c), {})
-        result, made_layout = product._local, product._spec.layout
-        if made_layout.axes(0):
+        layouts = [along or Layout.replicated(mesh, 2), other, Layout.replicated(mesh, 1)]
+        result, lie = _apart((x, weights, ends), (values, mine, local), layouts, (0, 0, 0))
+        if lie is None or lie.axes(0):
             return NotImplemented
+        made_layout = lie
     like = torch.empty((x.shape[0], weights.shape[2]), dtype=result.dtype, device="meta")
     return made(result, made_layout, like, 0, owners, result.device)
+
+
+def _apart(whole: Any, here: Any, layouts: list[Layout], dims: tuple[int, ...]) -> tuple[Any, Layout | None]:
+    """A grouped product of this rank's rows and experts, which lie along other axes, too; and how the result lies along these."""
+    metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in whole]
+    call = Call(grouped_mm, metas, {})
+    row = find(grouped_mm)
+    assert row is not None
+    call.results = row.results_of(call)
+    bound = row.bound_for(call)
+    lie = None if bound is None else layouts_of(call, bound, layouts)
+    if lie is None:
+        return None, None
+    given = [small(v, lay, meta, d) for v, lay, meta, d in zip(here, layouts, metas, dims, strict=True)]
+    return agreed(run_small(grouped_mm, given, {}), lie[0], "_grouped_mm"), lie[0]
 
 
 def _idle(layout: Layout | None) -> bool:
@@ -158,13 +171,12 @@ def _gradient(x: Any, y: Any, offs: Any) -> Any:
     if _idle(one) and _idle(other):
         result, along = grouped_sums(a, b, local), Layout.replicated(mesh, 3)
     else:
-        halves = [
-            small(v, lay or Layout.replicated(mesh, 2), torch.empty(w.shape, device="meta"), d)
-            for v, lay, w, d in ((a, one, x, 1), (b, other, y, 0))
-        ]
-        c = small(local, Layout.replicated(mesh, 1), local, 0)
-        product: Any = run_small(grouped_mm, (*halves, c), {})
-        result, along = product._local, product._spec.layout
+        layouts = [lay or Layout.replicated(mesh, 2) for lay in (one, other)]
+        layouts.append(Layout.replicated(mesh, 1))
+        result, lie = _apart((x, y, ends), (a, b, local), layouts, (1, 0, 0))
+        if lie is None:
+            return NotImplemented
+        along = lie
     pending = tuple(sorted((*along.pending, *((axis, "sum") for axis in owners.axes if axis not in cut))))
     shape = torch.Size((experts, x.shape[0], y.shape[1]))
     like = torch.empty(shape, dtype=result.dtype, device="meta")

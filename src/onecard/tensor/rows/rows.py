@@ -8,7 +8,8 @@ rows reads ``_local``, or has it settled: then it becomes an ordinary DistTensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,15 @@ from torch import Tensor
 from onecard import recorded
 from onecard._torch.names import tree_leaves
 from onecard.comm.agree import check, sparse_check
+from onecard.comm.base.state import machine
 from onecard.comm.issue import trace
 from onecard.comm.world.pretend import pretending
+from onecard.moves import resharding
 from onecard.place.layout import Layout
 from onecard.place.parts import axes_of
+from onecard.rules.call import Call, dtype_of
+from onecard.rules.decide import decide
+from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
@@ -265,6 +271,26 @@ def run_small(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     finally:
         sparse_check.on.here = before
+
+
+def layouts_of(call: Call, bound: Bound, layouts: Sequence[Layout]) -> tuple[Layout, ...] | None:
+    """How the results of a call lie along the axes that do not divide rows: decided for the whole call, so that all ranks agree.
+
+    A rank that decided by its own rows alone would, with none of them, decide otherwise than the others.
+    """
+    sized = [[(tuple(t.shape), t.element_size()) for t in given] for given in (call.operands, call.results)]
+    kept = [i for i, name in enumerate(call.names) if name in call.schema.written]
+    fixed = {0: layouts[0]} if kept else {}
+    cost = partial(resharding.seconds, machine=machine.here)
+    found = decide(bound, layouts, sized[0], sized[1], cost, fixed, kept, {}, machine.here, dtype_of(call))
+    return None if found is None else found.results
+
+
+def agreed(result: Any, layout: Layout, operator: str) -> Tensor:
+    """This rank's part of a small result, which lies as ``layout`` says."""
+    if result._spec.layout is layout:
+        return result._local
+    return result._become(layout, operator, "result", "all ranks' rows lie alike", explicit=False)
 
 
 def small(values: Tensor, layout: Layout | None, whole: Tensor, dim: int | None) -> Tensor:
