@@ -6,6 +6,7 @@ A fenced block is run if its info string says so:
     ```python run ranks=2 file=train.py   a program of its own on real ranks; what rank 0 prints counts
     ```diff run ranks=2                   with its + lines on ranks and in a world of one, and, if it has no - lines, without
                                           them on one card; all must print the same
+    ... needs=lightning,peft              skipped where one of these libraries is not installed
     ```python run tests                   a test file; its test functions are called
 
 If the next fenced block is a ```text, that is what it prints: the words exactly, the numbers to a relative 1e-4.
@@ -105,6 +106,16 @@ def run_on_rank(source: str, name: str, store: str) -> str:
     return run_program(source, name)
 
 
+def run_alone(source: str, name: str, folder: str) -> str:
+    """``run_program`` as ``python train.py`` does: no launcher has been here."""
+    dist.destroy_process_group()
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    return run_program(source, name)
+
+
 def difference(printed: str, expected: str) -> str | None:
     """What differs between two texts, words exactly and numbers nearly; None if nothing does."""
     mine, wanted = ([line.rstrip() for line in t.strip("\n").splitlines()] for t in (printed, expected))
@@ -149,6 +160,8 @@ def test_programs_of_a_page_run_in_one_process(page, registry, tmp_path, monkeyp
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda b: b.name)
 def test_programs_run_on_ranks(block, tmp_path):
+    for library in filter(None, block.options.get("needs", "").split(",")):
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install 'onecard[trainers]'")
     diff = block.language == "diff"
     source = without_marks(block.body, added=True) if diff else block.body
     name, ranks = block.options.get("file", "train.py"), int(block.options["ranks"])
@@ -158,7 +171,11 @@ def test_programs_run_on_ranks(block, tmp_path):
         if not re.search(r"^-", block.body, re.MULTILINE):
             alone["one card"] = without_marks(block.body, added=False)
         for where, program in alone.items():
-            found = difference(run_program(program, "train.py"), printed)
+            if "needs" in block.options:  # what one_card() makes of a process stays so
+                said = run_ranks(run_alone, 1, program, name, str(tmp_path / "alone"))[0]
+            else:
+                said = run_program(program, "train.py")
+            found = difference(said, printed)
             assert found is None, f"{block.name}: {where} and {block.options['ranks']} ranks differ: {found}"
     if block.prints is not None:
         found = difference(printed, block.prints)

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
+import safetensors
+import safetensors.torch
 import torch
 
+from onecard.auto import taken
 from onecard.auto.files import Overlay
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -21,11 +23,11 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 def over(overlay: Overlay, stack: ExitStack) -> None:
     """Send this process's calls to an overlay, until the stack closes."""
-    calls = _Calls(overlay)
+    calls, given = _Calls(overlay), list[taken.Instead]()
 
     def put(holder: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if hasattr(holder, name):
-            stack.enter_context(patch.object(holder, name, make(getattr(holder, name))))
+            given.append((holder, name, _unless_ours(getattr(holder, name), make)))
 
     opened = calls.open(io.open)
     for module in (builtins, io):
@@ -48,16 +50,43 @@ def over(overlay: Overlay, stack: ExitStack) -> None:
     put(shutil, "rmtree", calls.at(overlay.deleting))
     for module in (torch, torch.serialization):
         put(module, "save", calls.saved)
+        put(module, "load", calls.loaded)
+    for module in (safetensors, safetensors.torch):
+        put(module, "safe_open", calls.safely)
+        put(module, "serialize_file", calls.serialized)
+    taken.put(stack, given)
+
+
+def _unless_ours(
+    real: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A call's stand-in, but for ``onecard.checkpoint``: each rank writes its part of one folder, on the disk."""
+    instead = make(real)
+
+    def call(*args: Any, **given: Any) -> Any:
+        return (real if _is_checkpoints() else instead)(*args, **given)
+
+    return call
+
+
+def _is_checkpoints() -> bool:
+    """Whether a call of ours comes from ``onecard.checkpoint``, by whatever it uses."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("onecard.checkpoint."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _is_temporary() -> bool:
     """Whether a call of ours comes from ``tempfile``: the name is drawn."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")) == "tempfile"
+    return str(sys._getframe(3).f_globals.get("__name__", "")) == "tempfile"
 
 
 def _is_sockets() -> bool:
     """Whether a call of ours comes from ``multiprocessing``: its sockets are this rank's, and made past us."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("multiprocessing.")
+    return str(sys._getframe(3).f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 class _Calls:
@@ -140,8 +169,9 @@ class _Calls:
         """``os.listdir``."""
 
         def listdir(path: Any = ".") -> list[Any]:
-            found = told(path, real, self.overlay.listing(path))
-            if isinstance(path, int):
+            here = self.overlay.listing(path)
+            found = told(path, real, here)
+            if isinstance(path, int) or here is not path:  # its own copy has nothing of another rank
                 return list(found)
             folder = os.path.abspath(os.fsdecode(path))
             return [n for n in found if not self.overlay.is_hidden(os.path.join(folder, os.fsdecode(n)))]
@@ -170,6 +200,30 @@ class _Calls:
             real(obj, self.overlay.writing(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
 
         return save
+
+    def loaded(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.load``, which maps a file into memory by its path."""
+
+        def load(f: Any, *rest: Any, **given: Any) -> Any:
+            return real(self.overlay.reading(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
+
+        return load
+
+    def safely(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """safetensors' reader, in Rust."""
+
+        def safe_open(filename: Any, *rest: Any, **given: Any) -> Any:
+            return real(self.overlay.reading(filename), *rest, **given)
+
+        return safe_open
+
+    def serialized(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """safetensors' writer, in Rust."""
+
+        def serialize_file(tensors: Any, filename: Any, *rest: Any, **given: Any) -> None:
+            real(tensors, self.overlay.writing(filename), *rest, **given)
+
+        return serialize_file
 
 
 def told(path: Any, real: Callable[..., Any], *args: Any, **given: Any) -> Any:

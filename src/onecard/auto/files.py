@@ -7,10 +7,12 @@ written since the program began is not in it. So a program that writes a checkpo
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import shutil
 import stat
+import struct
 import time
 import weakref
 from contextlib import suppress
@@ -22,6 +24,8 @@ _lstat, _stat, _listdir, _mkdir, _symlink, _unlink, _readlink, _rename = (
     os.lstat, os.stat, os.listdir, os.mkdir, os.symlink, os.unlink, os.readlink, os.rename,
 )  # fmt: skip
 _open = io.open
+_LIBC = ctypes.CDLL(None)
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_BTIME = -100, 0x100, 0x800
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 
 
@@ -38,6 +42,17 @@ def _is_folder(path: str) -> bool:
         return stat.S_ISDIR(_stat(path).st_mode)
     except OSError:
         return False
+
+
+def born(folder: str) -> float:
+    """When a folder was made, in seconds since the epoch; 0 where the system does not say: it was always there."""
+    room = ctypes.create_string_buffer(256)  # struct statx
+    if not hasattr(_LIBC, "statx"):
+        return float(getattr(_lstat(folder), "st_birthtime", 0.0))
+    if _LIBC.statx(_AT_FDCWD, os.fsencode(folder), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, room):
+        return 0.0
+    known, seconds, parts = (struct.unpack_from(form, room, at)[0] for form, at in (("I", 0), ("q", 80), ("I", 88)))
+    return seconds + parts / 1e9 if known & _STATX_BTIME else 0.0
 
 
 class Overlay:
@@ -195,12 +210,12 @@ class Overlay:
         return os.path.isabs(target) and not target.startswith(self.folder)
 
     def _is_new(self, text: str) -> bool:
-        """Whether another rank has written it since the program began. Of a folder it cannot be told: it is there."""
+        """Whether another rank has made it since the program began."""
         try:
             found = _lstat(text)
         except OSError:
             return False
-        return not stat.S_ISDIR(found.st_mode) and found.st_ctime > self.since
+        return (born(text) if stat.S_ISDIR(found.st_mode) else found.st_ctime) > self.since
 
 
 class Noted(Overlay):

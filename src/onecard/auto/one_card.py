@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from onecard.auto import taken
+from onecard.auto.imported import when_imported
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
@@ -27,41 +32,71 @@ LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK",
+    "PMI_SIZE", "PMI_LOCAL_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
-"""Variables by which a program would take itself for one of several."""
+"""Variables by which a program, or a library that it uses, would take itself for one of several."""
 
 
 def enter(seed: int, stack: ExitStack) -> None:
     """The program sees one card until the stack closes.
 
     Args:
-        seed: of all generators that the program does not seed itself.
+        seed: of the generators that the program makes and does not seed itself.
     """
+    stack.callback(_put_back, {name: os.environ.get(name) for name in (*LAUNCHERS, *_OURS)})
     _own_gpu()
     world.init()
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
     if world.get_rank():  # a process of its own, which writes past us
-        os.environ.setdefault("WANDB_MODE", "disabled")
-    begin(seed)
+        os.environ["WANDB_MODE"] = "disabled"
+        when_imported(stack, "wandb", partial(_unlogged, stack))
+    for name in ("lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        if hasattr(
+            only := getattr(sys.modules.get(name), "rank_zero_only", None), "rank"
+        ):  # read from RANK at the import
+            stack.enter_context(patch.object(only, "rank", 0))
+    drawn.here, as_one_card.here = random.Random(seed), True
     stack.callback(setattr, as_one_card, "here", False)
-    replace([*hidden(), *_programs(), *numbers(), *_whole()], stack)
+    taken.put(stack, [*hidden(), *_programs(), *numbers(), *_whole()])
+
+
+_OURS = ("CUDA_VISIBLE_DEVICES", "WANDB_MODE")
+
+
+def _put_back(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _unlogged(stack: ExitStack, wandb: Any) -> None:
+    """Runs of Weights & Biases are rank 0's, whatever mode the program asks for."""
+    real = wandb.init
+
+    def init(*args: Any, **given: Any) -> Any:
+        return real(*args, **{**given, "mode": "disabled"})
+
+    stack.enter_context(patch.object(wandb, "init", init))
 
 
 def begin(seed: int) -> None:
     """This rank's program is one card's: no variables of launchers, generators as they are seeded on all ranks."""
     for name in LAUNCHERS:
         os.environ.pop(name, None)
+    seeded(seed)
+    drawn.here, as_one_card.here = random.Random(seed), True
+
+
+def seeded(seed: int) -> None:
+    """What the program does not seed, on all ranks alike."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    drawn.here = random.Random(seed)
-    as_one_card.here = True
-
-
-def replace(found: Iterable[tuple[Any, str, Any]], stack: ExitStack) -> None:
-    """Put functions in the places of others until the stack closes: (module, name, function)."""
-    for holder, name, instead in found:
-        if hasattr(holder, name):
-            stack.enter_context(patch.object(holder, name, instead))
 
 
 def _own_gpu() -> None:
@@ -142,10 +177,6 @@ def whole(x: Any) -> Any:
 
 def _whole() -> list[tuple[Any, str, Any]]:
     """Writers that read a tensor's memory are given whole ones."""
-    try:
-        import safetensors.torch as safe
-    except ImportError:
-        return []
 
     def saved(real: Callable[..., Any]) -> Callable[..., Any]:
         def save(tensors: dict[str, Tensor], *rest: Any, **given: Any) -> Any:
@@ -153,4 +184,11 @@ def _whole() -> list[tuple[Any, str, Any]]:
 
         return save
 
-    return [(safe, "save_file", saved(safe.save_file)), (safe, "save", saved(safe.save))]
+    def default(self: Any, obj: Any) -> Any:
+        return obj.tolist() if isinstance(obj, DistTensor) else known(self, obj)
+
+    safe, known = safetensors.torch, json.JSONEncoder.default
+    return [
+        (json.JSONEncoder, "default", default),  # of those who log: a plain tensor they know themselves
+        (safe, "save_file", saved(safe.save_file)), (safe, "save", saved(safe.save)),
+    ]  # fmt: skip

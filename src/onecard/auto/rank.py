@@ -79,18 +79,20 @@ def begin(text: str) -> None:
     """Make this process a rank of a program for one card; called ahead of the program, once."""
     job, stack = Job.from_json(text), ExitStack()
     one_card.enter(job.seed, stack)
-    overlay = _files(job, stack)
+    one_card.seeded(job.seed)
+    overlay = files(job.since, stack)
     watch = Watch(job)
     watch.begin(stack)
     atexit.register(_tell, overlay, watch)
 
 
-def _files(job: Job, stack: ExitStack) -> Overlay:
+def files(since: float, stack: ExitStack) -> Overlay:
+    """This rank's files, until the stack closes; ``since``: when the program began, 0: now."""
     if world.get_rank() == 0:
         overlay: Overlay = Noted()
     else:
         folder = tempfile.mkdtemp(prefix="onecard-files-")
-        overlay = Overlay(folder, job.since or None)
+        overlay = Overlay(folder, since or None)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     calls.over(overlay, stack)
     return overlay
@@ -109,12 +111,15 @@ def _tell(overlay: Overlay, watch: Watch) -> None:
 class Watch:
     """Sees the program's optimizers and its model, and lays them out at the first forward with gradients.
 
+    Args:
+        job: the plan; label: of what ranks compare, another one for each ``Watch`` of a process.
+
     Attributes:
         roots: the modules that are laid out, the first is the plan's.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, label: str = "auto") -> None:
+        self.job, self.label = job, label
         self.applied = Applied(job.plan)
         self._optimizers: list[Optimizer] = []
         self._done: set[int] = set()  # modules that are laid out
@@ -163,7 +168,7 @@ class Watch:
     def _same_on_all(self, module: nn.Module) -> None:
         """Every rank has built the same model."""
         known = {name: digest(p) for name, p in [*module.named_parameters(), *module.named_buffers()]}
-        found = agree.first_to_say(f"auto/{len(self.roots)}", json.dumps(known))
+        found = agree.first_to_say(f"{self.label}/{len(self.roots)}", json.dumps(known))
         if found is None:
             return
         rank, text = found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
-from onecard.auto import one_card, rank
+from onecard.auto import one_card, rank, taken
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import unrecorded
 from onecard.comm.joined.hub import Arrived, Told
@@ -82,7 +82,7 @@ def room(case: Case, in_float64: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(float64() if in_float64 else nullcontext())
         if case.plan is not None:
-            one_card.replace([*hidden(), *one_card.numbers()], stack)
+            taken.put(stack, [*hidden(), *one_card.numbers()])
             rank.listen(stack)  # ahead of those who look on: a module is laid out before
         if case.recorded:
             stack.enter_context(_replays())

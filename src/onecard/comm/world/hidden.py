@@ -41,7 +41,7 @@ def _refused(name: str) -> tuple[Any, str, Any]:
             return real(*args, **given)
         raise AutoError(
             f"{user_line(sys._getframe(1))}: torch.distributed.{name}: the program divides its work itself, and --auto takes "
-            "a program for one card. Start it without: onecard run --nproc_per_node N script.py"
+            "a program for one card (as one_card() shows it). Start it without: onecard run --nproc_per_node N script.py"
         )
 
     return dist, name, ask
