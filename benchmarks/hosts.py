@@ -24,7 +24,10 @@ def sent():
 world = group(oc.ProcessMesh(range(oc.get_world_size()), ["dp"]), 0)
 flat = dist.new_group(backend="gloo")
 x = torch.ones(int(os.environ["MIB"]) << 18)
-ways = {"onecard": lambda: collectives.all_reduce(x, world, "sum", inplace=True), "DDP (Gloo)": lambda: dist.all_reduce(x, group=flat)}
+ways = {
+    "onecard": lambda: collectives.all_reduce(x, world, "sum", inplace=True),
+    "DDP (Gloo)": lambda: dist.all_reduce(x, group=flat),
+}
 for turn in range(int(os.environ["TURNS"]) + 1):
     for name, way in ways.items():
         x.fill_(1.0)

@@ -273,7 +273,7 @@ needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can
 def pids_written(hosts: Sequence[Host], count: int, seconds: float = 60.0) -> None:
     """Wait until ranks have noted their processes."""
     until = time.monotonic() + seconds
-    while sum(len([*host.folder.glob("pid*")]) for host in hosts) < count:
+    while sum(bool(path.read_text()) for host in hosts for path in host.folder.glob("pid*")) < count:
         if time.monotonic() > until:
             said = [host.wait(0.01)[1] for host in hosts]
             raise AssertionError(f"the ranks did not start: {said}")

@@ -131,7 +131,7 @@ def test_the_default_follows_the_hosts_and_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert world.default_backend() == "shm" and world.default_backend("cuda") == "nccl"
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world.default_backend() == "gloo"
-    monkeypatch.setenv("ONECARD_BACKEND", "shm")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # several hosts: shared memory is one of two levels
     assert world.default_backend() == "shm"
+    monkeypatch.setenv("ONECARD_BACKEND", "gloo")
+    assert world.default_backend() == "gloo"
