@@ -1,8 +1,9 @@
-"""The site: its navigation names every page, its words are spelled, how-tos begin with the task; in a proof it is built and seen."""
+"""The site: its navigation names every page, words are spelled, how-tos begin with the task; in a proof it is built and seen."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -198,15 +199,16 @@ def look(page: Any, address: str, width: int, dark: bool) -> dict[str, Any]:
     }
 
 
+RESULTS = "return [...document.querySelectorAll('.md-search-result h1, .md-search-result h2')].map(e => e.innerText)"
+
+
 def found(page: Any, word: str) -> list[str]:
     """The first results of the site's search."""
     page.run("document.querySelector('label[for=__search]').click(); const q = document.querySelector('input[name=query]');"
              "q.focus(); q.value = arguments[0]; q.dispatchEvent(new Event('keyup'))", word)  # fmt: skip
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        results = page.run(
-            "return [...document.querySelectorAll('.md-search-result__title, .md-search-result h1, .md-search-result h2')].map(e => e.innerText)"
-        )
+        results = page.run(RESULTS)
         if results:
             return [str(result) for result in results]
         time.sleep(0.2)
@@ -219,7 +221,7 @@ def test_the_site_is_built_and_seen(tmp_path):
         pytest.importorskip(module, reason="`make site` installs what builds the site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**__import__("os").environ, "NO_MKDOCS_2_WARNING": "1"}
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
     assert built.returncode == 0, built.stderr
     texts = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
@@ -232,8 +234,8 @@ def test_the_site_is_built_and_seen(tmp_path):
         pytest.skip("the site is built; no Chromium with its driver is installed to look at it")
     with served(tmp_path) as base, browser() as page:
         for width, dark in ((1300, False), (390, True)):
-            page.call("/url", {"url": base + "404.html"})
-            page.run("localStorage.clear()")
+            look(page, base + "404.html", width, dark)
+            page.run("localStorage.clear()")  # the choice of the reader before
             for name in SEEN:
                 seen = look(page, base + name, width, dark)
                 title = seen.pop("title")
