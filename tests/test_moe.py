@@ -55,6 +55,8 @@ CASES = [
     *[Mixture(degrees, TOPK, kind, zero=zero) for zero in ("os", "os_g", "p_g_os") for kind in ("modules", "stacked")
       for degrees in (EP2, {"dp": 4, "ep": 2})],
     *[Mixture({"dp": 2, "mp": 2, "ep": 2}, TOPK, kind, zero="os_g") for kind in ("modules", "parallel", "stacked parallel")],
+    *[Mixture(degrees, TOPK, kind, zero=zero, micro=2) for degrees, kind, zero in (
+        (EP2, "modules", "os"), ({"dp": 4, "ep": 2}, "stacked", "os_g"), (EP4, "stacked", "p_g_os"))],
     Mixture({"dp": 2, "sharding": 2, "ep": 2}, TOPK, zero="sharding"),
     Mixture({"sharding": 4, "ep": 2}, TOPK, "stacked", zero="sharding"),
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from onecard.comm.issue import groups, plain
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks
-from onecard.fleet.gradients.twins import add_up_in, added, pair, sum_of_losses, summand, twin_of
+from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, twin_of
 from onecard.fleet.grid import topology
 from onecard.fleet.zero.local_parameter import Places, become_local, local_gradient, mend, of_local, twin_parameter
 from onecard.tensor import DistTensor
@@ -149,7 +149,7 @@ class Sharded:
             if twin.grad is None:
                 twin.grad = summand(twin, grad)
             elif twin.grad._spec.layout.pending:
-                twin.grad._local.add_(grad)
+                twin.grad._local.add_(grad, alpha=1 / losses_of(twin))
             else:  # a program's own, or what it computed with the twin
                 twin.grad = twin.grad + summand(twin, grad)
             self.reducer.after(twin)
