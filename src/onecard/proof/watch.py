@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -301,13 +301,21 @@ class Watch(TorchDispatchMode):
         with self.paused():
             for name, x in _named(kind, roots, self.roots):
                 if isinstance(x, Tensor) and not fakes.is_fake(x) and x.device.type != "meta":
-                    self.seen.held.append(Held(name, kind, self.seen.steps, self.value(x)))
+                    self.seen.held.append(Held(name, kind, self.seen.steps, self.value(_summed(x))))
 
 
 def _memory(x: Tensor) -> int:
     """What tells the memory of a tensor from others that are there."""
     local = x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
     return int(local.untyped_storage()._cdata)
+
+
+@torch.no_grad()
+def _summed(x: Tensor) -> Tensor:
+    """A ``DTensor`` whose parts are summands, as a gradient whose optimizer sums it: summed. Others as they are."""
+    if isinstance(x, DTensor) and any(p.is_partial() for p in x.placements):
+        return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    return x
 
 
 def _named(kind: str, roots: Sequence[nn.Module], all_roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -49,6 +49,15 @@ class Told:
         return f"{self.kind}{op} of {list(self.shape)} among ranks {list(self.ranks)}{for_whom}, {self.source}"
 
 
+class _Work(ShmWork):
+    """Who asks for its future waits in C++, as DistributedDataParallel does, where no other rank can run: it is there first."""
+
+    def get_future(self) -> Any:
+        """A future that is done."""
+        self.wait()
+        return super().get_future()
+
+
 @dataclass(slots=True)
 class _Post:
     """What one rank brings to a collective: its tensors, how it fills its own with all ranks' ones, and who is told then."""
@@ -107,7 +116,7 @@ class Hub:
         )
         slot = self._slots.setdefault((ranks, number), _Slot())
         words = f"{kind}{_words(agreed)} among ranks {list(ranks)} (its message {number})"
-        work = ShmWork(None, list(into), FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
+        work = _Work(None, list(into), FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
         with torch.no_grad():
             copies = [x.detach().clone() for x in given]
         slot.posts[ranks.index(me)] = _Post(kind, agreed, copies, into, fill, work, arrived)
@@ -158,7 +167,7 @@ class Hub:
         arrived = self._tell(me, "recv", (me if source is None else source, me), "", [x], tag)
         whom = "any rank" if source is None else f"rank {source}"
         words = f"recv of {list(x.shape)} from {whom} with tag {tag}"
-        work = ShmWork(None, [x], FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
+        work = _Work(None, [x], FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
         self._asked.append((source, me, tag, x, work, arrived))
         self._deliver()
         return work

@@ -1,0 +1,170 @@
+"""Programs that are proved on real ranks, or written with others' layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import onecard as oc
+from onecard.static import passes
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 6), torch.randint(4, (8,))
+
+
+def trained(
+    model: nn.Module, mine: Any = lambda x: x, before: Any = lambda model: None, given: Any = None
+) -> list[float]:
+    """Two steps; what each rank's losses are."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        x, target = batch()
+        loss = F.cross_entropy(model(mine(x)), mine(target))
+        loss.backward()
+        before(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def one_card() -> list[float]:
+    return trained(net())
+
+
+def own_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def ddp() -> list[float]:
+    return trained(nn.parallel.DistributedDataParallel(net()), own_rows)
+
+
+def fsdp2() -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return trained(fully_shard(model, mesh=mesh), own_rows)
+
+
+def torch_tp() -> list[float]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return trained(parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+
+
+def functional() -> list[float]:
+    import torch.distributed._functional_collectives as funcol
+
+    def mean(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad = funcol.all_reduce(p.grad, "avg", dist.group.WORLD)
+
+    return trained(net(), own_rows, mean)
+
+
+def dtensor() -> list[float]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = distribute_module(net(), mesh)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(x, mesh, [Shard(0)])
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        x, target = batch()
+        value = (model(loss(x)).redistribute(mesh, [Replicate()]).to_local() - F.one_hot(target, 4)).square().mean()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def dtensor_one_card() -> list[float]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        x, target = batch()
+        value = (model(x) - F.one_hot(target, 4)).square().mean()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def forgotten() -> list[float]:
+    """Data parallelism whose second layer's gradients nobody sums."""
+
+    def mean(model: nn.Module) -> None:
+        for p in model[0].parameters():
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+
+    return trained(net(), own_rows, mean)
+
+
+# -- recorded ----------------------------------------------------------------------------------------------------------------
+
+
+def recorded(k_steps: int = 1) -> list[float]:
+    """Marks on dp x tp with ZeRO 1, its step recorded."""
+    torch.manual_seed(0)
+    mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+    for i, dim in ((0, 0), (2, 1)):
+        model[i].weight = nn.Parameter(oc.shard_tensor(model[i].weight.data, mesh, [oc.Replicate(), oc.Shard(dim)]))
+    oc.shard_layer(model, mesh)
+    optimizer = oc.shard_optimizer(torch.optim.AdamW(model.parameters(), 1e-2), oc.ShardingStage1("dp", mesh))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    static = oc.to_static(step, k_steps=k_steps)
+    return [static(oc.shard_tensor(torch.randn(8, 8), mesh, [oc.Shard(0), oc.Replicate()])).item() for _ in range(5)]
+
+
+def broken(name: str) -> list[float]:
+    """The same by a pass that multiplies by another number."""
+    whole = passes.PASSES[name]
+
+    def scaled(graph: torch.fx.Graph) -> torch.fx.Graph:
+        made = torch.fx.Graph()
+        made.output(made.graph_copy(whole(graph), {}))
+        node = next(n for n in made.nodes if "mul" in str(n.target) and any(isinstance(x, float) for x in n.args))
+        node.args = tuple(1.5 * x if isinstance(x, float) else x for x in node.args)
+        return made
+
+    passes.PASSES[name] = scaled
+    try:
+        return recorded()
+    finally:
+        passes.PASSES[name] = whole

@@ -1,0 +1,214 @@
+"""prove's ways in: plans, recordings and passes, real ranks, others' layers; its ways out: text, page, data, pytest, status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import prove_programs as programs
+import pytest
+import torch
+from amounts import share
+from browser import CHROMIUM, DRIVER, Page, browser
+from torch import nn
+
+import onecard as oc
+from onecard.commands import prove as command
+from onecard.errors import PlanError, ProofError
+from onecard.proof.page import page
+from onecard.proof.plain import loss_of
+from onecard.proof.small import narrowed
+from onecard.testing import proves
+
+TP = (("0.weight", "tp: Shard(0)"), ("0.bias", "tp: Shard(0)"), ("3.weight", "tp: Shard(1)"))
+PLANS = [oc.Plan(dp=4), *(oc.Plan(dp=4, zero=n) for n in (1, 2, 3)), oc.Plan(dp=2, tp=2, placements=TP)]
+
+
+def plain(fault: float = 1.0) -> list[float]:
+    """A program for one card."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.randn(8, 8)).square().mean()
+        loss.backward()
+        if fault != 1.0 and isinstance(model[0].weight, oc.DistTensor):
+            model[0].weight.grad *= fault
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", share(PLANS, 2), ids=lambda plan: f"dp{plan.dp}-tp{plan.tp}-zero{plan.zero}")
+def test_a_program_for_one_card_is_itself_under_a_plan(plan):
+    proof = oc.prove(plain, plan=plan, rounding=False)
+    assert proof and proof.exact and proof.world == 4, str(proof)
+    assert len(proof.results) >= 16
+
+
+def test_what_a_plan_breaks_is_named(tmp_path):
+    oc.Plan(dp=2).save(tmp_path / "plan.json")
+    proof = oc.prove(plain, 1.01, plan=tmp_path / "plan.json", rounding=False)
+    assert not proof and any("0.weight" in result.what for result in proof.wrong), str(proof)
+
+
+def test_a_model_alone_is_trained():
+    assert proves(nn.Linear(4, 2), torch.ones(4, 4), plan=oc.Plan(dp=2, zero=1), rounding=False).world == 2
+    with pytest.raises(ProofError, match="no loss is known"):
+        loss_of(torch.ones(2, dtype=torch.long))
+
+
+def test_plans_that_cannot_be_applied_are_refused():
+    with pytest.raises(ProofError, match="the plan is for 4 ranks"):
+        oc.prove(plain, world=2, plan=oc.Plan(dp=4))
+    with pytest.raises(PlanError, match="pp"):
+        oc.prove(plain, plan=oc.Plan(pp=2))
+
+
+# -- others' layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", share([programs.ddp, programs.functional, programs.torch_tp, programs.fsdp2], 2))
+def test_layers_of_others_are_one_cards(program):
+    proves(program, world=2, against=programs.one_card, rounding=False)
+
+
+@pytest.mark.proof
+def test_dtensors_are_one_cards():
+    proves(programs.dtensor, world=2, against=programs.dtensor_one_card, rounding=False)
+
+
+def test_a_sum_that_others_forget_is_named():
+    proof = oc.prove(programs.forgotten, world=2, against=programs.one_card, rounding=False)
+    assert not proof and proof.wrong[0].what.endswith("2.weight in step 1"), str(proof)
+    assert "missing" in str(proof)
+
+
+# -- recordings and passes, on real ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k_steps", share([1, 2], 1))
+def test_replays_are_one_cards(k_steps):
+    proof = oc.prove(programs.recorded, k_steps, world=4, recorded=True, rounding=False)
+    assert proof and proof.exact and proof.values == 0 and len(proof.results) >= 12, str(proof)
+
+
+@pytest.mark.proof
+def test_the_pass_at_fault_is_named():
+    proof = oc.prove(programs.broken, "buckets", world=4, bisect=True, rounding=False)
+    assert not proof and "the pass 'buckets' is at fault" in proof.passes, str(proof)
+
+
+@pytest.mark.proof
+def test_real_ranks_give_the_same_report():
+    proof = oc.prove(programs.forgotten, world=2, against=programs.one_card, rounding=False, processes=True)
+    assert not proof and proof.wrong[0].what.endswith("2.weight in step 1"), str(proof)
+    with pytest.raises(ProofError, match="defined inside a function"):
+        oc.prove(lambda: 0, world=2, processes=True)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------------
+
+
+def wrong(scale: float = 2.0) -> torch.Tensor:
+    torch.manual_seed(0)
+    mesh = oc.ProcessMesh(range(oc.get_world_size()), ["tp"])
+    x = oc.shard_tensor(torch.randn(4, 8), mesh, [oc.Shard(1)])
+    return torch.tanh(x * (scale if oc.get_world_size() > 1 else 1.0))
+
+
+@pytest.fixture(scope="module")
+def found() -> oc.Proof:
+    return oc.prove(wrong, world=2)
+
+
+def test_the_largest_difference_is_said_with_its_place():
+    assert "ulp, at what is returned" in str(proves(wrong, 1.0, world=2))
+
+
+def test_a_test_fails_with_the_report():
+    with pytest.raises(AssertionError, match=r"Not equal: 1 of 1 results"):
+        proves(wrong, world=2)
+
+
+def test_the_page_has_all_of_it_and_no_network(found):
+    text = page(found, "a <b>")
+    assert "a &lt;b&gt;: not equal on 2 ranks" in text and "<b>" not in text
+    assert "<script" not in text and "://" not in text
+    assert "First value that is not one card" in text and "worst element" in text
+
+
+def test_the_data_are_json(found):
+    data = json.loads(json.dumps(found.data(), allow_nan=False))
+    assert data["equal"] is False and data["world"] == 2 and data["first"]["ranks"] == [0, 1]
+    assert [result["equal"] for result in data["results"]] == [False]
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver is installed")
+def test_the_page_is_read_by_keyboard(tab, tmp_path, found):
+    found.html(tmp_path / "proof.html", "train.py")
+    tab.size(1100, 900)
+    tab.open(tmp_path / "proof.html")
+    assert tab.errors() == []
+    assert tab.run("return document.querySelector('h1').textContent") == "train.py: not equal on 2 ranks"
+    tab.press("Tab")
+    assert tab.run("return document.activeElement.className") == "skip"
+    tab.press("Tab")
+    assert tab.run("return document.activeElement.getAttribute('role')") == "region"
+    rows = tab.run("return [...document.querySelectorAll('#results tbody tr')].map((r) => r.innerText)")
+    assert len(rows) == 1 and "not equal" in rows[0]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import argparse, torch
+from torch import nn
+parser = argparse.ArgumentParser(); parser.add_argument("--hidden", type=int, default=64)
+asked = parser.parse_args()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, asked.hidden), nn.ReLU(), nn.Linear(asked.hidden, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = model(torch.randn(8, 4)).square().mean(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_the_command_under_a_plan(tmp_path, capsys):
+    script, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(SCRIPT)
+    oc.Plan(dp=2, zero=1).save(plan)
+    outputs = ["--html", str(tmp_path / "out.html"), "--json", str(tmp_path / "out.json")]
+    status = command.main([str(script), "--plan", str(plan), "--wide", "hidden", *outputs, "--", "--hidden", "4097"])
+    said = capsys.readouterr().out
+    assert status == 0 and said.startswith("Equal"), said
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["equal"] and data["world"] == 2
+    assert "equal on 2 ranks" in (tmp_path / "out.html").read_text()
+
+
+def test_what_cannot_be_proved_has_a_status_of_its_own(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data')")
+    assert command.main([str(script)]) == 2
+    assert "no data" in capsys.readouterr().err
+    assert command.main([str(script), "--wide", "hidden"]) == 2
+    assert "does not say how large it is" in capsys.readouterr().err
+
+
+def test_widths_keep_their_remainders():
+    assert narrowed(["--d_model=4100"], ["d_model"], 8) == ["--d_model=20"]
+    assert narrowed(["--d-model", "12"], ["d_model"], 8) == ["--d-model", "12"]
