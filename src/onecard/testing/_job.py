@@ -66,8 +66,8 @@ def locate(function: Callable[..., Any]) -> Where:
         )
     if module == "__main__" and file is None:
         raise ValueError(
-            f"{qualname} was typed at a prompt, where the ranks cannot find it: put it into a file. In a notebook: begin its cell "
-            f"with %%writefile ranks.py, and in the next one: from ranks import {qualname}"
+            f"{qualname} was typed at a prompt, where the ranks cannot find it: put it into a file. In a notebook: begin its "
+            f"cell with %%writefile ranks.py, and in the next one: from ranks import {qualname}"
         )
     return Where(module, file, qualname)
 
