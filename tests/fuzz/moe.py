@@ -63,7 +63,9 @@ def values(m: Mixture) -> list[Tensor]:
     """Tokens, router and weights. Choices are no ties: the router's numbers lie far apart."""
     source = torch.Generator().manual_seed(m.seed)
     shapes = (m.tokens, m.width), (m.experts, m.width), (m.experts, 2 * m.inner, m.width), (m.experts, m.width, m.inner)
-    given = [torch.randn(shape, generator=source) * 0.5 for shape in shapes]
+    given = [
+        torch.randn(shape, generator=source, dtype=torch.float32).to(torch.get_default_dtype()) / 2 for shape in shapes
+    ]
     if m.favourites:
         given[0][:, 0] = 4.0
         given[1][: m.favourites, 0] += 3.0
@@ -103,8 +105,15 @@ def error(m: Mixture, fault: float = 1.0) -> float:
 def wrong(seeds: Sequence[int], fault: float = 1.0) -> list[tuple[Mixture, float]]:
     """On a rank: the programs that are wrong."""
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
-    errors = [(m := draw(seed), error(m, fault)) for seed in seeds]
-    return [(m, e) for m, e in errors if not e <= 2e-5]
+    found = []
+    for m in map(draw, seeds):
+        # The grouped product knows no float64, which tells rounding from faults; the other styles run in it.
+        torch.set_default_dtype(torch.float32 if m.style.startswith("grouped") else torch.float64)
+        how = error(m, fault)
+        if not how <= (2e-5 if m.style.startswith("grouped") else 1e-10):
+            found.append((m, how))
+    torch.set_default_dtype(torch.float32)
+    return found
 
 
 def run(seeds: Sequence[int], fault: float = 1.0) -> list[tuple[Mixture, float]]:
