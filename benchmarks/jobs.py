@@ -226,7 +226,7 @@ def run(job: Job, rounds: int, steps: int, small: bool) -> Ran:
         static(*batch)
     found = []
     for _ in range(rounds):
-        machine = replace(oc.Machine.measure(), per_host=0)
+        machine = replace(oc.Machine.measure().recorded(), per_host=0)
         took = statistics.median(_seconds(static, batch) for _ in range(steps))
         found.append((took, priced(job, machine, small).seconds))
     cost = priced(job, oc.Machine(), small)

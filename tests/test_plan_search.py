@@ -19,7 +19,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.errors import PlanError
-from onecard.machine.cost import Machine
+from onecard.machine.cost import DIVIDED, Machine
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.planning.job import JobCost
 from onecard.planning.lines import AxisLine
@@ -369,3 +369,34 @@ def test_a_placement_that_is_changed_afterwards_is_seen():
 
 def test_hosts_are_those_of_the_plan():
     assert on_hosts(A100, 4).per_host == 4 and on_hosts(A100, A100.per_host) is A100
+
+
+def test_what_python_does_for_a_divided_parameter_is_priced():
+    """Many small parameters on a machine that is slow: their states are divided only where Python's part is left out."""
+    other = {"unknown": ((1.0, 1.0),)}  # so that both are measured machines
+    cpu = replace(Machine(name="CPU", flops=1e11, memory=1e10, latency=1e-5, bandwidth=1e10), curves=other)
+    host = replace(cpu, curves={**other, DIVIDED: ((1.0, 1e-4),)})
+    model, batch = GPT(128, 8, 2048, 64), torch.zeros(16, 64, dtype=torch.int64)
+    given = {"world": 4, "batch": (batch, batch), "loss": _token_loss, "memory": 0}
+    only = {
+        "tp": 1,
+        "cp": 1,
+        "pp": 1,
+        "microbatches": 1,
+        "recompute": "none",
+        "parameters": "float32",
+        "compute": "float32",
+    }
+    prices = {}
+    for machine in (cpu, host):
+        for zero in (0, 1):
+            fixed = {**only, "zero": zero}
+            prices[machine is host, zero] = oc.plan(model, machine=machine, fixed=fixed, **given).cost.seconds
+    count = len([*model.parameters()])
+    assert prices[True, 0] == prices[False, 0]
+    assert prices[True, 1] - prices[False, 1] == pytest.approx(1e-4 * count, rel=0.05)
+    assert oc.plan(model, machine=cpu, fixed=only, **given).best.zero > 0
+    assert oc.plan(model, machine=host, fixed=only, **given).best.zero == 0
+    assert (
+        oc.plan(model, machine=host.recorded(), fixed=only, **given).best.zero > 0
+    )  # a recorded step has no Python in it

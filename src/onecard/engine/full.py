@@ -48,7 +48,14 @@ def found_for(engine: Any, feed: Feed) -> Plans:
     """The plans for a batch, best first. What the strategy enables is pinned: ZeRO's stage, pipeline, recomputation."""
     fixed = {**ALWAYS, **_pinned(engine.strategy)}
     given, ranks = (feed.args, feed.kwargs, feed.labels), world.get_world_size()
-    return plan(engine.model, world=ranks, machine=this_machine(), batch=given, loss=_loss_of(engine.loss), fixed=fixed)
+    return plan(
+        engine.model,
+        world=ranks,
+        machine=this_machine().recorded(),
+        batch=given,
+        loss=_loss_of(engine.loss),
+        fixed=fixed,
+    )
 
 
 def _pinned(strategy: Strategy) -> dict[str, Any]:

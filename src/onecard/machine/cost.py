@@ -19,6 +19,8 @@ from onecard.place.mesh import ProcessMesh
 
 Curve = tuple[tuple[float, float], ...]
 """(size, seconds), ascending."""
+DIVIDED = "divided parameter"
+"""The curve of what Python does in a step for a parameter whose states are divided: see ``Machine.recorded``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,15 @@ class Machine:
                 "Machine.measure() measures operators and messages, which this module does not know: import onecard"
             )
         return measurer(*recordings)
+
+    def recorded(self) -> Machine:
+        """The same for steps that are recorded (``to_static``, ``Engine``): what Python does for each parameter is not in them.
+
+        Example:
+            >>> Machine(curves={DIVIDED: ((1.0, 1e-4),)}).recorded().curves
+            {}
+        """
+        return replace(self, curves={name: curve for name, curve in self.curves.items() if name != DIVIDED})
 
     def with_links(self, **links: Link) -> Machine:
         """The same machine with links for mesh axes, by their names."""

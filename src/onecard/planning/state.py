@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onecard.machine.cost import Machine, read
+from onecard.machine.cost import DIVIDED, Machine, read
 from onecard.planning.job import PieceCost
 from onecard.planning.lines import AxisLine
 from onecard.planning.plan import Plan
@@ -162,15 +162,18 @@ class TrainingState:
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
     def update(self, piece: PieceCost) -> float:
-        """Seconds of Adam's update."""
+        """Seconds of Adam's update, and of what Python does for parameters that are divided, where that was measured."""
         each = self._touched()
         share, of_experts = (self.shards, self.expert_shards) if self.plan.zero else (1, 1)
+        host = 0.0
+        if share > 1 and DIVIDED in self.machine.curves:
+            host = len(piece.tensors) * read(self.machine.curves[DIVIDED], 1)
         if "adamw" in self.machine.curves:
             curve = self.machine.curves["adamw"]
             more = sum(read(curve, n * each / of_experts) - read(curve, n * each / share) for n in piece.expert_tensors)
-            return sum(read(curve, n * each / share) for n in piece.tensors) + more
+            return host + sum(read(curve, n * each / share) for n in piece.tensors) + more
         mine = (piece.parameters - piece.experts) / share + piece.experts / of_experts
-        return self.machine.copy(mine * each)
+        return host + self.machine.copy(mine * each)
 
     def _touched(self) -> int:
         """Bytes that an update reads and writes for an element: its gradient, the parameter, two moments.

@@ -21,10 +21,11 @@ from torch import fx
 from onecard._torch.names import OpOverload, below_autograd
 from onecard.comm.issue import again
 from onecard.machine import cost
-from onecard.machine.cost import Curve, Machine
+from onecard.machine.cost import DIVIDED, Curve, Machine
 from onecard.static.api import record
 from onecard.static.code.compiled import called, compiled, last_uses
 from onecard.static.measure import measure_messages, probes
+from onecard.static.measure.host import divided_parameter
 from onecard.static.measure.probes import Sample
 from onecard.static.measure.together import Clock, Run, Turns, clock, mean, meet, together, typical
 from onecard.static.price import convolutions, families
@@ -50,6 +51,8 @@ def measured(*recordings: Recording) -> Machine:
         sent = dict(measure_messages.curves()) if together() else {}
         beside = measure_messages.beside() if sent else 1.0
         curves |= sent | {key: ((1.0, t),) for recording in recordings for key, t in _own(recording, turns.clock)}
+    (host,) = mean([turns.clock.crowd * divided_parameter()])
+    curves |= {DIVIDED: ((1.0, host),)}
     machine = Machine(
         name=_model(), dtypes={"bfloat16": half}, capacity=_capacity(), launch=curves["pointwise"][0][1], curves=curves,
         source="measured", flops=flops, memory=curves["pointwise"][-1][0] / curves["pointwise"][-1][1], beside=beside,
