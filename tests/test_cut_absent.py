@@ -53,8 +53,9 @@ def _told() -> dict[str, str]:
 
 
 def test_every_habit_is_told():
-    for found in run_ranks(_told, 2, timeout=120.0):
+    for rank, found in enumerate(run_ranks(_told, 2, timeout=120.0)):
         silent = {name: said for name, said in found.items() if name in HABITS and "of the pipeline ha" not in said}
         assert not silent
+        assert f"on rank {rank}, was given back" in found["a number"]
         assert "test_cut_absent.py" in found["a number"] and "model." in found["a number"]
         assert "oc.checkpoint.save" in found["torch.save"]

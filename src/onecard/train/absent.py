@@ -14,6 +14,7 @@ from onecard import recorded
 from onecard._torch.names import without_torch_function
 from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
+from onecard.comm.world import world
 from onecard.errors import StageError
 from onecard.train.shard import note_stage, stages_of
 
@@ -124,8 +125,9 @@ def _words(x: Tensor) -> str:
 
 
 def _error(x: Tensor, name: str) -> str:
+    here = f"its memory here, on rank {world.get_rank()}, was given back"
     return (
-        f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: its memory here was given back. "
+        f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. "
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
         "oc.checkpoint.save(path, {'model': model}) saves all stages as one model, and oc.checkpoint.load(path) on one process "
         "gives the whole of it"
