@@ -21,9 +21,10 @@ def test_planted_faults_are_found_and_named():
     outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
     missed = [fault.name for fault, outcome in counted if not outcome.found]
-    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in counted if not outcome.named]
+    single = [(fault, outcome) for fault, outcome in counted if fault.family != "messages of buckets"]
+    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in single if not outcome.named]
     assert len(missed) <= 0.01 * len(counted), missed
-    assert len(unnamed) <= max(0.05 * len(counted), 1), unnamed
+    assert len(unnamed) <= max(0.05 * len(single), 1), unnamed
     assert len(counted) >= (150 if PROOF else 8)
 
 

@@ -92,7 +92,7 @@ NONLINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish, "hardtanh": lambda x: F.hardtanh(x, 0.0, 0.3),
 }  # fmt: skip
 PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "maximum": lambda a, b: torch.maximum(a, b.flip(0)), "mul": torch.mul, "div": torch.div, "atan2": torch.atan2,
+    "maximum": lambda a, b: torch.maximum(a, b.flip(0) * 0.5), "mul": torch.mul, "div": torch.div, "atan2": torch.atan2,
     "hypot": torch.hypot,
 }  # fmt: skip
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -266,7 +266,7 @@ class _Cut(nn.Module):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        bug, (n, rank) = self.bug, _place()
+        bug, (n, _) = self.bug, _place()
         x = _Copy.apply(x if n == 1 else self.norm(x), _times(bug, "input")) if n > 1 else self.norm(x)
         h = torch.tanh(x @ self.up.t())
         y = h @ self.down.t()

@@ -112,12 +112,12 @@ class Alike(Generic[T]):
     def _blocks(self, name: str, x: Tensor) -> list[tuple[float, tuple[int, Block]]]:
         found = []
         for i, (other, _, value, _) in enumerate(self._things):
-            if name in ("", other) and value.dim() == x.dim() and _kind(value) == _kind(x):
+            if name in ("", other) and value.dim() == x.dim() and _kind(value)[1:] == _kind(x)[1:]:
                 found += [(mark, (i, block)) for mark, block in _prints(value, tuple(x.shape))]
         return found
 
 
-def _kind(x: Tensor) -> Hashable:
+def _kind(x: Tensor) -> tuple[Shape, bool, bool]:
     return tuple(x.shape), x.is_floating_point(), x.is_complex()
 
 
@@ -184,7 +184,3 @@ def _number(x: Tensor) -> Tensor:
 
 def _size(x: Tensor) -> Tensor:
     return _number(x).abs()
-
-
-def _kind(x: Tensor) -> tuple[bool, bool]:
-    return x.is_floating_point(), x.is_complex()
