@@ -327,8 +327,11 @@ def megatron(bug: str = "") -> Any:
     model = _Cut(bug)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, target = torch.randn(5, 6), torch.tensor([0, 3, 5, 6, 11])
+    losses = []
     for _ in range(2):
-        model(x, target).backward()
+        loss = model(x, target)
+        loss.backward()
+        losses.append(loss.item())
         total = torch.zeros(())
         for name, p in model.named_parameters():
             mine = p.grad.square().sum()
@@ -345,7 +348,7 @@ def megatron(bug: str = "") -> Any:
             p.grad = p.grad * scale
         optimizer.step()
         optimizer.zero_grad()
-    return None
+    return losses
 
 
 BUGS = {

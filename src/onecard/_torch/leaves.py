@@ -6,22 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-def _past_patches(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Under a mode torch would call a property by its name, and so the patched one."""
-
-    def call(*args: Any) -> Any:
-        if not torch._C._is_torch_function_mode_enabled():
-            return method(*args)
-        with torch._C.DisableTorchFunction():
-            return method(*args)
-
-    return call
-
+from torch import Tensor
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = vars(torch._C.TensorBase)["data"]
-gradient = _past_patches(_grad.__get__)  # whatever ``Tensor.grad`` is (fleet/gradients/hooks.py)
-set_gradient = _past_patches(_grad.__set__)
-set_data: Callable[[Any, torch.Tensor], None] = _data.__set__  # whatever ``Tensor.data`` is (tensor/become.py)
+gradient: Callable[[Any], Any] = _grad.__get__  # whatever ``Tensor.grad`` is (fleet/gradients/hooks.py)
+set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
+set_data: Callable[[Any, Tensor], None] = _data.__set__  # whatever ``Tensor.data`` is (tensor/become.py)

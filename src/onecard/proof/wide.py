@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from onecard._torch import fakes
+from onecard._torch import fakes, names
 from onecard._torch.names import tree_leaves, tree_map
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -25,6 +25,8 @@ class Wide(TorchFunctionMode):
     """Inside, each narrower floating dtype that a program names is float64, and what it makes of no tensor, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is Tensor.grad:  # torch names what it reads, and so the patched property
+            func = names.gradient if func.__name__ == "__get__" else names.set_gradient
         func = _CASTS.get(func, func)
         args, kwargs = tuple(map(_widened, args)), {name: _widened(x) for name, x in (kwargs or {}).items()}
         result = func(*args, **kwargs)
