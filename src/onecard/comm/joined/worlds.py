@@ -19,7 +19,6 @@ from onecard._torch.groups import JoinedGroups
 from onecard.comm.base.state import World, carried
 from onecard.comm.joined import group
 from onecard.comm.joined.baton import Baton
-from onecard.comm.joined.exchanged import Exchanged
 from onecard.comm.joined.hub import Arrived, Hub, Told, hub
 from onecard.machine.cost import Machine
 
@@ -82,7 +81,6 @@ class _Rank:
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         }  # fmt: skip
         self._watched_by: tuple[Any, Any] = (None, None)
-        self._process = Exchanged()
         self._numbers: Any = random.getstate(), _numpy()
 
     def enter(self) -> None:
@@ -102,7 +100,6 @@ class _Rank:
         """Exchange what is this rank's for what was there."""
         now_by = recorded.recorder, recorded.watcher
         (recorded.recorder, recorded.watcher), self._watched_by = self._watched_by, now_by
-        self._process.swap()
         now = random.getstate(), _numpy()
         random.setstate(self._numbers[0])
         if self._numbers[1] is not None:
@@ -133,8 +130,7 @@ def together(
 
     Args:
         size: how many ranks there are.
-        listener: is told of each message that a rank begins: (rank, what, its tensors); what it returns is called with what
-            arrives.
+        listener: is told of each message that a rank begins: (rank, what, its tensors); what it returns, of what arrives.
         machine: what messages and computations are priced with.
         around: for each rank a context that is entered as it begins to run and left as it stops, each time.
 
