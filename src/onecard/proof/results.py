@@ -138,8 +138,8 @@ def _owners(
     for name, values in mine.get(("initial", 0), {}).items():
         laid = {rank: value for rank, value in values.items() if value.spec is not None}
         for other in [name, *alone] if name in alone else listed if laid else []:
-            held = whole(laid, bound).value if laid else None
-            if held is not None and held.shape == alone[other].shape and apart(held, alone[other]) <= bound:
+            joined = whole(laid, bound).value if laid else None
+            if joined is not None and joined.shape == alone[other].shape and apart(joined, alone[other]) <= bound:
                 found |= {(rank, name): (other, _all) for rank in laid}
                 break
         for rank in values if name in alone else ():  # another first value: compared as it is
