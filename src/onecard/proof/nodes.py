@@ -112,8 +112,8 @@ def _link(ranks: Sequence[Watched], made: Sequence[Node], places: Places) -> Non
         ]
         node.inputs = [x for x in dict.fromkeys(sources) if x is not node]
         if node.message and node.name not in ("send", "recv"):
-            for told in {entry.message for entry in node.entries.values() if entry.message is not None}:
-                given[told.kind, told.ranks, told.number] += node.inputs
+            for each in {entry.message for entry in node.entries.values() if entry.message is not None}:
+                given[each.kind, each.ranks, each.number] += node.inputs
     for rank, watched in enumerate(ranks):
         for entry in watched.entries:
             if entry.message is not None and entry.name == "send" and entry.values:
