@@ -144,7 +144,6 @@ ARGUMENTS = (
         ("--recompute-method block", "idle", "recomputes nothing; --recompute-granularity full"),
         ("--recompute-activations --recompute-granularity full --recompute-method uniform", "mistake", "leave one of them out"),
         ("--max-position-embeddings 2048", "mistake", "2048 positions for sequences of 4096 tokens; --max-position-embeddings 4096"),
-        ("--num-experts 8", "cost", "the model has 8 experts, of which nothing is priced yet"),
         ("--nproc_per_node 8 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
          "--pipeline-model-parallel-size 2 --global-batch-size 64", "cost", "gathers the parameters for every microbatch, 16 times"),
         ("--tensor-model-parallel-size 16 --nproc_per_node 8 --nnodes 2", "cost", "tp=16 is more than the 8 ranks of a host"),

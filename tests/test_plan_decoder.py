@@ -137,12 +137,6 @@ def test_flash_attention_keeps_no_scores() -> None:
     ("make", "message"),
     [
         (lambda: build(GPT, Plan(tp=2)), "the plan has tp=2, cp=1"),
-        (
-            lambda: build(
-                Transformer(layers=1, hidden=8, heads=2, vocab=8, sequence=4, experts=4, top_k=1, expert_ffn=8), Plan()
-            ),
-            "of 4 experts",
-        ),
     ],
 )
 def test_what_cannot_be_built_is_told(make: Any, message: str) -> None:
