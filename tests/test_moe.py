@@ -57,6 +57,7 @@ CASES = [
     *[Mixture({"dp": 2, "mp": 2, "ep": 2}, TOPK, kind, zero="os_g") for kind in ("modules", "parallel", "stacked parallel")],
     *[Mixture(degrees, TOPK, kind, zero=zero, micro=2) for degrees, kind, zero in (
         (EP2, "modules", "os"), ({"dp": 4, "ep": 2}, "stacked", "os_g"), (EP4, "stacked", "p_g_os"))],
+    Mixture({"dp": 2}, {"type": "topk", "top_k": 1, "jitter": 0.1}, experts=6, zero="os", batch=2, time=3, steps=8),
     Mixture({"dp": 2, "sharding": 2, "ep": 2}, TOPK, zero="sharding"),
     Mixture({"sharding": 4, "ep": 2}, TOPK, "stacked", zero="sharding"),
 ]  # fmt: skip

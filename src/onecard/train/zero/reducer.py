@@ -92,7 +92,8 @@ class Reducer:
     def finish(self) -> None:
         """Sum now what is pending."""
         self._await()
-        self._fill()
+        for param in self._fill():  # summed here: the end of the next backward has nothing to do with it
+            self._ready[self._bucket_of[param]].pop(param, None)
         for number in range(len(self._left)):
             self._sum(number, [p for p in self._members(number) if _pending(p.grad)], later=False)
 
@@ -154,21 +155,24 @@ class Reducer:
             param.grad = kept
         self._kept.clear()
 
-    def _fill(self) -> None:
-        """Zeros for gradients that only other ranks have."""
+    def _fill(self) -> list[DistTensor]:
+        """Zeros for gradients that only other ranks have; which those are."""
         params = [*self._bucket_of]
         if self._zero is None or self._overlap or not params:
-            return
+            return []
         by_mesh: dict[Any, list[DistTensor]] = {}
         for param in params:
             by_mesh.setdefault(param.mesh, []).append(param)
         used_of = {p: used for alike in by_mesh.values() for p, used in zip(alike, _anywhere(alike), strict=True)}
+        filled = []
         for param, used in used_of.items():
             if used and not _pending(param.grad):
                 if param.grad is not None:
                     self._kept[param] = param.grad  # type: ignore[assignment]
                 param.grad = self._zero(param)
                 self._ready[self._bucket_of[param]][param] = None
+                filled.append(param)
+        return filled
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
