@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shlex
+import warnings
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -93,8 +94,13 @@ def run_program(source: str, name: str) -> str:
     return printed.getvalue()
 
 
-def run_on_rank(source: str, name: str, store: str) -> str:
-    """``run_program`` where no process group is there yet, as under ``onecard run``: the program's first message makes it."""
+def run_on_rank(source: str, name: str, store: str, others: bool = False) -> str:
+    """``run_program`` where no process group is there yet, as under ``onecard run``: the program's first message makes it.
+
+    ``others``: it uses other libraries, whose warnings are theirs.
+    """
+    if others:
+        warnings.simplefilter("ignore")
     dist.destroy_process_group()
     os.chdir(Path(store).parent)  # what a program writes is gone with the test
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,6 +117,7 @@ def run_alone(source: str, name: str, folder: str) -> str:
     dist.destroy_process_group()
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
+    warnings.simplefilter("ignore")
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
     return run_program(source, name)
@@ -165,7 +172,7 @@ def test_programs_run_on_ranks(block, tmp_path):
     diff = block.language == "diff"
     source = without_marks(block.body, added=True) if diff else block.body
     name, ranks = block.options.get("file", "train.py"), int(block.options["ranks"])
-    printed = run_ranks(run_on_rank, ranks, source, name, str(tmp_path / "store"))[0]
+    printed = run_ranks(run_on_rank, ranks, source, name, str(tmp_path / "store"), "needs" in block.options)[0]
     if diff:
         alone = {"a world of one": source}
         if not re.search(r"^-", block.body, re.MULTILINE):
