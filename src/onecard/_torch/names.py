@@ -73,7 +73,10 @@ ATTRIBUTES = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
 # The same of objects that have them only once they are made: the agent's processes, a module's contents.
-MADE = ("_pcontext", "_parameters", "_buffers", "_timeout", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+MADE = (
+    "_pcontext", "_worker_group", "_parameters", "_buffers", "_timeout", "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)  # fmt: skip
 
 
 def _take(path: str, instead: Any) -> Any:

@@ -92,10 +92,11 @@ def _check() -> None:
             "'onecard run --auto': leave this one out"
         )
     states: Any = sys.modules.get("accelerate.state")
-    if states is not None and states.PartialState._shared_state.get("num_processes", 1) > 1:
+    taken: dict[str, int] = getattr(states.PartialState, "_shared_state", {}) if states is not None else {}
+    if taken.get("num_processes", 1) > 1:
         raise AutoError(
             f"{user_line(sys._getframe(2))}: one_card: accelerate has taken this process for rank "
-            f"{states.PartialState._shared_state['process_index']} of several already: call one_card() ahead of Accelerator and "
+            f"{taken['process_index']} of several already: call one_card() ahead of Accelerator and "
             "TrainingArguments"
         )
     if torch.cuda.is_initialized() and world.get_world_size() > 1:
