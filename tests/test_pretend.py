@@ -30,7 +30,7 @@ OF_ALL_WORLDS = {
         "comm.agree.check._switched", "comm.issue.groups.also_forget",
         "comm.shm.functional._kept", "comm.shm.functional.ours",
         "tensor.dispatch.entries.builders", "tensor.dispatch.entries.drawing",
-        "tensor.dispatch.entries.wholes",
+        "tensor.dispatch.entries.wholes", "tensor.rows.rows._default", "tensor.rows.rows.handlers",
     ),
     "the mechanism itself": ("comm.base.state.kept",),
     "a Kept, set for the world that is entered": ("comm.joined.hub.hub.here",),
@@ -38,7 +38,7 @@ OF_ALL_WORLDS = {
         "comm.agree.clock._codes", "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
         "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
-        "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place",
+        "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place", "tensor.rows.owners._places",
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",
@@ -48,7 +48,7 @@ OF_ALL_WORLDS = {
         "tensor.aliasing.memory.copies", "tensor.deferred.calls.records",
     ),
     "what the environment asks of the process, or has been said to it": (
-        "comm.agree.check.on", "comm.shm.backend._warned",
+        "comm.agree.check.on", "comm.shm.backend._warned", "comm.world.world._told",
     ),
     "how deep a call is, back to zero at its end": ("tensor.dist_tensor.decomposing",),
 }  # fmt: skip

@@ -21,10 +21,11 @@ def test_planted_faults_are_found_and_named():
     outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
     missed = [fault.name for fault, outcome in counted if not outcome.found]
-    single = [(fault, outcome) for fault, outcome in counted if fault.family in ("rules", "messages")]
-    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in single if not outcome.named]
+    # A message that is made wrong is named, too, or the operator that reads what came: benchmarks/README.md has how often.
+    rules = [(fault, outcome) for fault, outcome in counted if fault.family == "rules"]
+    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in rules if not outcome.named]
     assert len(missed) <= 0.01 * len(counted), missed
-    assert len(unnamed) <= max(0.05 * len(single), 1), unnamed
+    assert rules and len(unnamed) <= 0.05 * len(rules), unnamed
     assert len(counted) >= (150 if PROOF else 8)
 
 
