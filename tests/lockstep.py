@@ -35,7 +35,7 @@ class Cut:
         self.batch, self.roots, merge = batch, recording.bound.roots, Microbatches(k, True)
         self.whole = merge.merged(recording, batch)
         parts = Parts(graph, starts(graph))
-        self.made = merge.merged(cut, batch, None, parts.late)
+        self.made = merge.merged(cut, batch, late=parts.late)
         self.weave: Weave = woven(self.made, schedule, tuple(range(len(schedule.ranks))), "pp")
 
     def inputs(self) -> list[Any]:

@@ -26,6 +26,7 @@ from onecard.launch._wrong import LaunchError
 VERSION = __version__
 BEAT = 0.5  # seconds between two signs of life
 SOON = 5.0  # seconds after which who waits says for whom
+HEARD = 3.0  # seconds for which machine 0 stays where the machines do not fit, so that all hear it
 LOST = 30.0  # seconds without a sign of life
 AFTER_FAILURE = 10.0  # seconds in which ranks here notice by themselves that those of another machine have failed
 _LAST_WORD = 3.0  # seconds in which a machine that has failed, and lives, says so
@@ -107,6 +108,11 @@ class Machines:
             missing = self._wait_for(store, others, self._patience)
             store.set("machines", self._judged(store, mine, missing))
         judged = json.loads(store.get("machines"))
+        if self.me:
+            store.set(f"machine/{self.me}/heard", "1")
+        elif judged["error"]:  # the store goes with this machine: the others hear why first
+            there = [other for other in others if other not in missing]
+            self._wait_for(store, [f"{other}/heard" for other in there], HEARD)
         if judged["error"]:
             raise LaunchError(judged["error"])
         self.names |= {int(number): name for number, name in judged["names"].items()}

@@ -77,14 +77,23 @@ def recorded(
         options.replayed,
     )
     undo = None if parts is None else capture.undone(parts.sketched)
+    fault: Exception | None = None
     try:
         with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():
             result = capture.run(fn, tree)
         recording = Recording.of(capture.step(name_of(fn), result))
+    except Exception as why:
+        fault = why
     finally:
         capture.settle()
         if undo is not None:
             undo.back()
+    if fault is not None:
+        if parts is not None and parts.sketched:
+            _sketched(
+                fn, leaves, names, tree, options, parts
+            )  # of the whole batch it says the same in the user's numbers
+        raise fault
     _check_backward(recording)
     if parts is not None:
 

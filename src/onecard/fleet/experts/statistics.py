@@ -22,8 +22,8 @@ class Balance:
         choices: how often tokens chose an expert; ``dropped``: the share that reached none.
 
     Example:
-        >>> Balance([30, 10], 50).dropped, Balance([30, 10], 50).largest
-        (0.2, 1.5)
+        >>> Balance([30, 10], 80).dropped, Balance([30, 10], 80).largest
+        (0.5, 1.5)
     """
 
     tokens: list[int]
