@@ -164,7 +164,10 @@ def losses_of_chosen_rows() -> list[str]:
                 given = [x.requires_grad_(), y.requires_grad_()]
                 value = loss(x[torch.tensor(rows)], y.index_select(0, torch.tensor(rows)))
                 grads = torch.autograd.grad(value, given, allow_unused=True)
-                found.append([oc.unshard(t) if isinstance(t, oc.DistTensor) else t for t in (value, *grads)])
+                with torch.no_grad():
+                    looked = loss(x[torch.tensor(rows)], y.index_select(0, torch.tensor(rows)))
+                all_of_it = (value, looked, *grads)
+                found.append([oc.unshard(t) if isinstance(t, oc.DistTensor) else t for t in all_of_it])
             for one, other in zip(*found, strict=True):
                 if (one is None) != (other is None) or (one is not None and not torch.allclose(one, other, rtol=1e-9)):
                     wrong.append(f"{name} of rows {rows}")
