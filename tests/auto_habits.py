@@ -223,4 +223,39 @@ for i in range(4):
     opt.step()
     print(f"{l.item():.4f}")
 """,
+    "a weight that is made anew": BEGIN
+    + """
+norm = nn.utils.parametrizations.weight_norm
+net = nn.Sequential(norm(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, 3))
+X, Y = torch.randn(48, 6), torch.randint(3, (48,))
+opt = torch.optim.Adam(net.parameters(), 1e-2, eps=1e-3)
+for i in range(3):
+    l = F.cross_entropy(net(X), Y)
+    opt.zero_grad()
+    l.backward()
+    opt.step()
+    print(f"{l.item():.4f} {net[0].weight.norm().item():.4f}")
+""",
+    "a tensor kept on the module": BEGIN
+    + """
+class V(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e, self.d = nn.Linear(6, 8), nn.Linear(4, 6)
+
+    def forward(self, x):
+        mu, lv = self.e(x).chunk(2, 1)
+        return self.d(mu + self.noise * (0.5 * lv).exp()), mu, lv
+
+v = V()
+opt = torch.optim.Adam(v.parameters(), 1e-2, eps=1e-3)
+for i in range(3):
+    x, v.noise = torch.randn(9, 6), torch.randn(9, 4)
+    r, mu, lv = v(x)
+    l = F.mse_loss(r, x) - 0.5 * torch.mean(1 + lv - mu.pow(2) - lv.exp())
+    opt.zero_grad()
+    l.backward()
+    opt.step()
+    print(f"{l.item():.3f}")
+""",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def searched(
         NothingFits: no plan does.
     """
     program = Program()
-    with files(), warnings.catch_warnings():
+    with files(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the program says it again when it runs
         rehearse(script, arguments, 1, 0, machine, program)
         try:
@@ -99,7 +100,7 @@ def searched(
             found = plan(model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed)
         except NothingFits:
             raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as why:
             raise RehearsalError(f"{script}: {said(why)}") from why
     return found, names
 
@@ -115,6 +116,17 @@ def files() -> Iterator[None]:
     with TemporaryDirectory(prefix="onecard-files-") as folder, ExitStack() as stack:
         over(Overlay(folder), stack)
         yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No logger speaks: torch logs the traces of faults that are told here in a sentence."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 if __name__ == "__main__":

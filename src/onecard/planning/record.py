@@ -253,12 +253,12 @@ def _number(result: Any) -> Tensor:
 
 
 def without_data(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have no data; inside of ``pretend(fake=True)``."""
+    """A copy of a module whose parameters, buffers and other tensors have no data; inside of ``pretend(fake=True)``."""
     memo: dict[int, Any] = {}
-    for kind in (module.named_parameters(remove_duplicate=True), module.named_buffers(remove_duplicate=True)):
-        for _, t in kind:
-            made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
-            memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    kept = [tree_leaves(list(vars(m).values())) for m in module.modules()]  # parameters and buffers lie in dicts, too
+    for t in (x for leaves in kept for x in leaves if isinstance(x, Tensor)):
+        made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+        memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     return copy.deepcopy(module, memo)
 
 

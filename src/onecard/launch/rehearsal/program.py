@@ -43,8 +43,13 @@ class Program:
         self._hooks.close()
 
     def _begin(self, module: nn.Module, _: Any) -> None:
+        if not self._inside and self.model is not None and self._is_part_of(module):
+            self.model, self._calls = None, []  # what ran ahead was a part alone: a parametrized weight that was read
         if self._inside or (self.model is None and _trains(module)):
             self._inside += 1
+
+    def _is_part_of(self, module: nn.Module) -> bool:
+        return module is not self.model and self._loss is None and any(m is self.model for m in module.modules())
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._inside:
