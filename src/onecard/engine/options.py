@@ -48,7 +48,7 @@ def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> d
         if pipeline_degree(strategy, ranks, mesh) > 1:
             virtual = pipe.vpp_degree if pipe.vpp_degree > 1 else None
             axis = axis_of(mesh) or "pp"
-            return {"stages": Stages(pipe.accumulate_steps, True, pipe.schedule_mode, virtual, pipe.at, axis)}
+            return {"stages": Stages(pipe.accumulate_steps, None, pipe.schedule_mode, virtual, pipe.at, axis)}
         return {"k_steps": pipe.accumulate_steps} if pipe.accumulate_steps > 1 else {}
     if not merge.enable or merge.k_steps == 1:
         return {}

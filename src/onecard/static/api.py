@@ -76,7 +76,7 @@ def to_static(
     memory_limit: int | None = None,
     backend: str = "eager",
     k_steps: int = 1,
-    avg: bool = True,
+    avg: bool | None = None,
     stages: Microbatches | None = None,
 ) -> Static:
     """A function or module that records its first steps and replays them: the same numbers, without Python between operators.
@@ -105,8 +105,8 @@ def to_static(
             many microbatches. Forward and backward run for one after the other; gradients are added up; what uses them (messages,
             clipping, the optimizer) runs once. Memory is that of one microbatch.
         stages: the step as a pipeline, ``onecard.Stages(...)``: each rank runs its part of the program. In place of ``k_steps``.
-        avg: gradients, and results that are one number, are means over the microbatches, as of a loss that is a mean over the
-            batch; False: sums.
+        avg: None: gradients, and results that are one number, are put together as the step has them: a loss that is a mean over
+            rows gives means, one that is a sum sums; what is neither is told. True: means; False: sums, whatever they are.
 
     Returns:
         What is called in place of ``fn``. ``recordings`` are those made so far.

@@ -20,6 +20,7 @@ from onecard.static.capture.capture import Capture
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import still_before
 from onecard.static.passes import StaticOptions, fitting, stages
+from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import check_agreed
@@ -69,17 +70,17 @@ def recorded(
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
-    capture = Capture(
-        leaves if parts is None else parts.first(leaves, names),
-        names,
-        _given(fn, leaves),
-        options.ask,
-        options.replayed,
-    )
+    first = leaves if parts is None else parts.first(leaves, names)
+    capture = Capture(first, names, _given(fn, leaves), options.ask, options.replayed)
+    looker = Additive(first) if parts is not None and parts.avg is None else None
     undo = None if parts is None else capture.undone(parts.sketched)
     fault: Exception | None = None
     try:
-        with autocast(options.dtype, leaves), nullcontext() if parts is None else parts.around():
+        with (
+            autocast(options.dtype, leaves),
+            nullcontext() if parts is None else parts.around(),
+            looker or nullcontext(),
+        ):
             result = capture.run(fn, tree)
         recording = Recording.of(capture.step(name_of(fn), result))
     except Exception as why:
@@ -96,11 +97,14 @@ def recorded(
         raise fault
     _check_backward(recording)
     if parts is not None:
+        seen = None if looker is None else looker.returned(result)
+        if looker is not None and looker.unsure:
+            seen = _compared(fn, leaves, names, tree, options, parts, looker)
 
         def batch() -> Rows | None:
             return _sketched(fn, leaves, names, tree, options, parts) if parts.sketched else whole
 
-        recording = parts.merged(recording, leaves, batch)
+        recording = parts.merged(recording, leaves, batch, seen=seen)
     if options.memory_limit is None:
         found = stages(recording.graph, options)
     else:
@@ -126,15 +130,39 @@ def recorded(
     return recording, plain(result)
 
 
+def _compared(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    parts: Microbatches,
+    first: Additive,
+) -> Verdict:
+    """How the step depends on its rows, by a second look, at the whole batch: which of its numbers follow the rows."""
+    looker = Additive(leaves, first.verdict, parts.k_steps)
+    _sketched(fn, leaves, names, tree, options, parts, looker)
+    return looker.verdict
+
+
 def _sketched(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, parts: Microbatches
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    parts: Microbatches,
+    looker: Additive | None = None,
 ) -> Rows:
     """How long the results of the whole batch are, without doing the step."""
     capture = Capture(leaves, names, _given(fn, leaves), options.ask)
     undo = capture.undone(sketched=True)
     try:
-        with autocast(options.dtype, leaves), parts.around():
-            return rows_of(tree_unflatten(leaves, tree), capture.run(fn, tree))
+        with autocast(options.dtype, leaves), parts.around(), looker or nullcontext():
+            result = capture.run(fn, tree)
+        if looker is not None:
+            looker.returned(result)
+        return rows_of(tree_unflatten(leaves, tree), result)
     finally:
         capture.settle()
         undo.back()

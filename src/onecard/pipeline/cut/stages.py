@@ -26,6 +26,7 @@ from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
+from onecard.static.passes.additive import Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, asked
 from onecard.static.passes.once import phase_of, words
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
@@ -58,7 +59,7 @@ class Stages(Microbatches):
     """
 
     k_steps: int = 4
-    avg: bool = True
+    avg: bool | None = None
     schedule: Any = "1F1B"
     virtual: int | None = None
     at: Sequence[str] = ()
@@ -169,6 +170,7 @@ class Stages(Microbatches):
         leaves: Sequence[Any],
         whole: Callable[[], Rows | None] = lambda: None,
         late: Collection[fx.Node] = (),
+        seen: Verdict | None = None,
     ) -> AnyStep:
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)
@@ -188,7 +190,7 @@ class Stages(Microbatches):
         check_alike(ranks, said, recording.graph)
         parts = Parts(recording.graph, starts)
         _check_gradients(recording, parts)
-        made = super().merged(recording, leaves, whole, parts.late)
+        made = super().merged(recording, leaves, whole, parts.late, seen)
         made = made.with_graph(adding_products(made.graph))
         weave = woven(made, schedule, ranks, name)
         return on_rank(made, weave, place)

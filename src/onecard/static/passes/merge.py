@@ -30,11 +30,13 @@ def merged(
     results: Mapping[int, Any] | None = None,
     late: Collection[fx.Node] = (),
     training: bool = True,
+    sums: Collection[int] | None = None,
 ) -> fx.Graph:
     """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
 
     Args:
         average: gradients, and results that are one float each, are divided by ``k``; otherwise they are sums.
+        sums: positions of those results that are sums, whatever gradients are; None: all, or none, as gradients.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
         late, training: see ``Once``.
@@ -46,7 +48,7 @@ def merged(
     Raises:
         RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
     """
-    return _Merge(graph, k, average, results, late, training).made
+    return _Merge(graph, k, average, results, late, training, sums).made
 
 
 class _Merge:
@@ -60,8 +62,10 @@ class _Merge:
         results: Mapping[int, Any] | None,
         late: Collection[fx.Node],
         training: bool,
+        sums: Collection[int] | None,
     ) -> None:
         self.graph, self.k, self.average = graph, k, average
+        self.summed = sums
         self.once = Once(graph, late, training)
         self.memory = self.once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -196,7 +200,8 @@ class _Merge:
         if facts is not None and i in self.results:
             shape, _, dtype, _ = facts
             if not shape and dtype is not torch.bool:
-                return self._together(node, parts, dtype.is_floating_point or dtype.is_complex)
+                mean = self.average if self.summed is None else i not in self.summed
+                return self._together(node, parts, mean and (dtype.is_floating_point or dtype.is_complex))
             if shape and (ranks := self._interleaved(shape[0], self.results[i])):
                 return self._rows(node, parts, ranks)
         raise RecordingError(
@@ -226,8 +231,8 @@ class _Merge:
         made = added(self.made, node, aten.clone.default, made, memory_format=torch.contiguous_format)
         return added(self.made, node, aten.view.default, made, [self.k * rows, *rest])
 
-    def _together(self, node: fx.Node, parts: list[fx.Node], number: bool) -> fx.Node:
+    def _together(self, node: fx.Node, parts: list[fx.Node], mean: bool) -> fx.Node:
         total = parts[0]
         for part in parts[1:]:
             total = added(self.made, node, aten.add.Tensor, total, part)
-        return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if number and self.average else total
+        return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if mean else total

@@ -14,6 +14,8 @@ from torch import Tensor, fx
 from onecard._torch.names import tree_leaves
 from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
+from onecard.static.passes import additive
+from onecard.static.passes.additive import Verdict
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import cut
@@ -24,10 +26,10 @@ from onecard.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How many there are, and whether gradients are their mean (``avg``) or their sum."""
+    """How many there are, and whether gradients are their mean (``avg``) or their sum; None: as the loss says."""
 
     k_steps: int
-    avg: bool
+    avg: bool | None
     sketched: ClassVar[bool] = False
     """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
 
@@ -52,6 +54,14 @@ class Microbatches:
         local = {i: x._local if isinstance(x, DistTensor) else x for i, x in enumerate(parts)}
         inputs = recording.inputs
         return [local[k.where[1]] if k.kind == "argument" else x for k, x in zip(inputs, given, strict=True)]
+
+    def _as_seen(self, recording: Step, seen: Verdict | None) -> tuple[bool, frozenset[int] | None]:
+        """Whether gradients are averaged; and which results are sums, where they need not be what gradients are."""
+        if self.avg is not None or seen is None:
+            return self.avg is not False, None
+        leaves = [r.position for r in recording.results if isinstance(r, Output)]
+        known = len(leaves) == len(seen.results)
+        return additive.averaged(seen), frozenset(leaves[i] for i in additive.summed(seen)) if known else None
 
     def _check_alike(self, given: list[tuple[str, Tensor]]) -> None:
         """Of all arguments a microbatch has to be the same rows."""
@@ -105,19 +115,27 @@ class Microbatches:
         leaves: Sequence[Any],
         whole: Callable[[], Rows | None] = lambda: None,
         late: Collection[fx.Node] = (),
+        seen: Verdict | None = None,
     ) -> AnyStep:
         """The recording of all microbatches, from that of the first one and the arguments of the whole step.
 
         Args:
+            seen: how its loss and its results depend on the rows of the batch.
             whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here. Asked
                 for only where a result was put together.
             late: see ``merge.merged``.
         """
         _check(recording)
-        for said in doubts(recording.graph, self.k_steps, leaves):
+        told = doubts(recording.graph, self.k_steps, leaves)
+        if self.avg is None and seen is not None:
+            told += additive.said(seen, self.k_steps)
+        for said in told:
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
-        made = recording.with_graph(merged(recording.graph, self.k_steps, self.avg, results, late, not self.sketched))
+        average, sums = self._as_seen(recording, seen)
+        made = recording.with_graph(
+            merged(recording.graph, self.k_steps, average, results, late, not self.sketched, sums)
+        )
         made.inputs = tuple(
             replace(known, spec=known.spec and leaves[known.where[1]]._spec, facts=node.meta["tensor"])
             if cut(node)
@@ -171,7 +189,7 @@ def _check_results(recording: Step, made: Step, batch: int | None, whole: Callab
             )
 
 
-def asked(k_steps: int, avg: bool) -> Microbatches | None:
+def asked(k_steps: int, avg: bool | None) -> Microbatches | None:
     """What ``to_static`` is asked for; None: nothing.
 
     Raises:

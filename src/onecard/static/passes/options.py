@@ -31,7 +31,7 @@ class StaticOptions:
     memory_limit: int | None = None
     backend: str = "eager"
     k_steps: int = 1
-    avg: bool = True
+    avg: bool | None = None
     stages: Microbatches | None = None
     replayed: bool = True
 

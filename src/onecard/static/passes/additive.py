@@ -1,0 +1,175 @@
+"""Whether a loss of microbatches is that of their batch: a look at a step, as it runs on the first of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from onecard._torch.names import TorchDispatchMode, in_backward, no_dispatch, tree_leaves
+from onecard.rules.call import Call
+from onecard.static.passes.row_kinds import (
+    ADDS,
+    ALIKE,
+    MIXED,
+    PLACES,
+    ROWS,
+    UNKNOWN,
+    Kind,
+    Kinds,
+    Verdict,
+    is_real,
+    tensors_of,
+    told,
+)
+from onecard.tensor.dispatch.build import meta_of
+from onecard.tensor.dist_tensor import DistTensor
+
+
+class Additive(TorchDispatchMode):
+    """Looks on while a step runs on ``rows`` rows.
+
+    Args:
+        leaves: its arguments; those that are tensors with dims are the batch.
+        before: what a run on a k-th of the rows has shown, so that numbers which follow the rows are known by comparison.
+    """
+
+    def __init__(self, leaves: Sequence[Any], before: Verdict | None = None, k: int = 1) -> None:
+        super().__init__()
+        self.known: Any = WeakIdKeyDictionary()
+        self.memory: dict[int, list[weakref.ref[Tensor]]] = {}
+        batch = [x for x in leaves if isinstance(x, Tensor) and x.dim()]
+        self.rows = batch[0].shape[0] if batch else 0
+        self.kinds = Kinds(self.rows, before, k)
+        self.verdict, self.first = self.kinds.verdict, before is None
+        for x in batch:
+            self._keep(x, Kind(ROWS, size=self.rows))
+
+    @property
+    def unsure(self) -> bool:
+        """Whether another number of rows would tell more."""
+        return self.first and (self.rows == 1 or self.verdict.unsure)
+
+    def returned(self, results: Any) -> Verdict:
+        """The verdict, once the step has ended."""
+        leaves = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        self.verdict.results = [self.known.get(x) for x in leaves]
+        return self.verdict
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.rows and not in_backward():
+            with no_dispatch(), torch.no_grad():
+                self._look(func, args, kwargs or {}, result)
+        return result
+
+    # -- what is kept ------------------------------------------------------------------------------------------------------
+
+    def _keep(self, x: Tensor, kind: Kind) -> None:
+        self.known[x] = kind
+        if isinstance(x, DistTensor) and kind.how not in (ROWS, PLACES):
+            self.known[x._local] = kind  # for what makes it a plain tensor
+
+    def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})
+        given = tensors_of(call, args, kwargs)
+        kinds = [self._kind_of(x) for x in given]
+        self.kinds.look(call, given, kinds)
+        if self.rows == 1:
+            return  # a dim of one row is no factor: the whole batch tells
+        if call.schema.name == "ones_like" and given and given[0].numel() == 1 and kinds[0] is not None:
+            self.verdict.losses.append(kinds[0])  # what backward() begins with
+        call.results = [meta_of(x) for x in made]
+        try:
+            found = self.kinds.found(call, given, kinds, made)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+            found = [Kind(UNKNOWN)] * len(made) if any(map(told, kinds)) else [None] * len(made)
+        for x, kind in zip(made, found, strict=True):
+            self._now(x, kind, bool(call.schema.written))
+        if call.schema.written and not made and kinds and any(map(told, kinds)):
+            self._now(given[0], Kind(UNKNOWN), True)
+
+    def _now(self, x: Tensor, kind: Kind | None, written: bool) -> None:
+        """What a tensor is from now on, and what shares memory with it, where it was written to."""
+        if kind is None:
+            if written:
+                self.known.pop(x, None)
+            return
+        seen = [r for r in self.memory.get(_memory(x), ()) if r() is not None]
+        others = [o for r in seen if (o := r()) is not None]
+        if written:
+            for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
+                before = self.known.get(other)
+                if before != kind and not (kind.how == ALIKE and before is None):
+                    self._keep(other, self._seen_in(other, kind))
+        self._keep(x, kind)
+        if all(o is not x for o in others):
+            seen.append(weakref.ref(x))  # autograd takes a gradient over only if nobody else has it
+        self.memory[_memory(x)] = seen
+
+    def _seen_in(self, x: Tensor, kind: Kind) -> Kind:
+        """What memory is of which a part was written."""
+        dims = [d for d, n in enumerate(x.shape) if n == self.rows]
+        if kind.how == ROWS and len(dims) == 1:
+            return Kind(ROWS, dims[0], 1, self.rows, 0, "", kind.learns)
+        return kind if kind.how == MIXED else Kind(UNKNOWN)
+
+    def _kind_of(self, x: Tensor) -> Kind | None:
+        kind: Kind | None = self.known.get(x)
+        if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
+            return Kind(PLACES) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
+        return kind
+
+
+def _memory(x: Tensor) -> int:
+    local = x._local if isinstance(x, DistTensor) else x
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(local)
+
+
+def _bases(x: Tensor) -> list[Tensor]:
+    return [x._base] if x._base is not None else []
+
+
+def said(verdict: Verdict, k: int) -> Iterator[str]:
+    """What to tell the user of a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says."""
+    for kind in verdict.losses:
+        if why := _why(kind):
+            yield (
+                f"the loss of a microbatch is no part of the batch's loss: {why}. Gradients and loss are means of what {k} "
+                "microbatches give, which is not what one card computes. Take the batch as it is (k_steps=1), or give avg=True "
+                "where this is meant"
+            )
+    if len({kind.degree for kind in verdict.losses if kind.how == ADDS}) > 1:
+        yield "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says"
+    for i, result in enumerate(verdict.results):
+        if result is not None and (why := _why(result)):
+            yield f"result {i} is no sum and no mean over rows: {why}. The call gives the mean of what {k} microbatches give"
+
+
+def _why(kind: Kind) -> str:
+    if kind.how == MIXED:
+        return kind.where
+    if kind.how == ADDS and kind.degree not in (0, 1):
+        return f"{kind.where} gives a sum over rows that is multiplied or divided by their number more than once"
+    return ""
+
+
+def averaged(verdict: Verdict) -> bool:
+    """Whether gradients of microbatches are averaged, not added: what is no sum over rows is taken for a mean."""
+    first = next((kind for kind in verdict.losses), None)
+    return first is None or first.how != ADDS or first.degree != 1
+
+
+def summed(verdict: Verdict) -> frozenset[int]:
+    """The results that are sums over rows."""
+    return frozenset(
+        i for i, kind in enumerate(verdict.results) if kind is not None and kind.how == ADDS and kind.degree == 1
+    )

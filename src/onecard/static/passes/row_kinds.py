@@ -1,0 +1,322 @@
+"""How a value of a step depends on the rows of its batch, from operator to operator, by the rules' factors.
+
+A value that has a row of its own for each row of the batch stays so through every operator whose rule may cut that factor. A sum
+or a mean over it is additive. What takes rows together in another way (a maximum, a deviation, products of rows with each other)
+is neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from onecard.comm.base import record
+from onecard.comm.base.state import faked
+from onecard.rules.call import Call
+from onecard.rules.registry import find
+from onecard.rules.rule import Bound
+from onecard.rules.traits import traits_of
+from onecard.tensor.dist_tensor import DistTensor
+
+ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
+_MEAN = 1  # torch's number for reduction="mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a tensor depends on the rows of the batch.
+
+    Attributes:
+        how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
+            ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: the same number all over.
+            PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in it. MIXED: none of these.
+        degree: of ROWS, too: by how many factors "number of rows" it was multiplied, since it was made.
+        where: what made it so, with its line.
+        learns: whether parameters are in it.
+    """
+
+    how: str
+    dim: int = 0
+    before: int = 1
+    size: int = 0
+    degree: int = 0
+    where: str = ""
+    learns: bool = False
+
+
+@dataclass
+class Verdict:
+    """What a run has shown.
+
+    Attributes:
+        losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
+        numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
+            may be counts of rows.
+    """
+
+    losses: list[Kind] = field(default_factory=list)
+    results: list[Kind | None] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    unsure: bool = False
+
+
+class Kinds:
+    """What operators make of values whose kinds are known, in a step that runs on ``rows`` rows.
+
+    Args:
+        before: what a run on a k-th of the rows has shown, so that numbers which follow the rows are known by comparison.
+    """
+
+    def __init__(self, rows: int, before: Verdict | None, k: int) -> None:
+        self.rows, self.before, self.k = rows, before, k
+        self.verdict = Verdict()
+        self.number: float | None = None
+
+    def found(self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor]) -> list[Kind | None]:
+        count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
+        if not known:
+            return [self._made_alike(call, given, kinds, x) for x in made]
+        learns = any(k.learns for k in known) or any(_trains(x) for x in given)
+        for how in (MIXED, UNKNOWN):
+            if lost := [k for k in known if k.how == how]:
+                return [lost[0]] * count
+        if any(k.how == ROWS for k in known):
+            return self._of_rows(call, given, kinds, count, learns)
+        return [self._of_sums(call, given, kinds, learns)] * count
+
+    def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], x: Tensor) -> Kind | None:
+        name = call.schema.functional
+        if call.schema.effects or name.removeprefix("new_").removesuffix("_like") in _FILLED:
+            return Kind(ALIKE)
+        if name == "arange" and tuple(x.shape) == (self.rows,) and not call.values.get("start"):
+            return Kind(PLACES)
+        return Kind(ALIKE) if given and all(k is not None and k.how == ALIKE for k in kinds) else None
+
+    def _mixed(self, call: Call, why: str, learns: bool) -> Kind:
+        return Kind(MIXED, where=f"{call.schema.functional} at {record.user_line()} {why}", learns=learns)
+
+    def _of_rows(
+        self, call: Call, given: list[Tensor], kinds: list[Kind | None], count: int, learns: bool
+    ) -> list[Kind | None]:
+        name = call.schema.functional
+        together = self._mixed(call, "takes rows of the batch together", learns)
+        first = next(k for k in kinds if k is not None and k.how == ROWS)
+        if "batch_norm" in name:
+            return [replace(first, learns=True), *[None] * (count - 1)]
+        if special := self._special(call, given, kinds, first, learns):
+            return [special] * count
+        row = find(call.func)
+        bound = row.bound_for(call) if row is not None else None
+        if bound is None:
+            return [Kind(UNKNOWN)] * count
+        cut = {_factor(bound, i, k) for i, k in enumerate(kinds) if k is not None and k.how == ROWS}
+        place = cut.pop()
+        if cut or place is None:
+            return [together] * count
+        factor, within = place
+        for i, kind in enumerate(kinds):
+            has = any(factor in factors for factors in bound.operands[i])
+            if (kind is None or kind.how == PLACES) and has and i not in bound.unread:
+                return [self._mixed(call, "has a value of its own for each row", learns)] * count
+            if kind is not None and kind.how in (ADDS, COUNT):
+                return [self._mixed(call, "puts what all rows give into each row", learns)] * count
+        mean = name == "mean" or call.values.get("reduction") == _MEAN
+        if factor not in bound.free and not (name.startswith("nll_loss") and mean):
+            return [together] * count
+        degree = first.degree + (self._degree(call) if _is_list(given, kinds, first) else 0)
+        if any(k.degree != first.degree for k in kinds if k is not None and k.how == ROWS):
+            return [Kind(UNKNOWN)] * count
+        there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns)
+        return [self._reduced(call, bound, r, factor, mean, there) for r in range(count)]
+
+    def _reduced(self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind) -> Kind:
+        """A result that has the rows' factor, or that is joined over it. ``there``: the rows within the factor."""
+        for dim, factors in enumerate(bound.results[r]):
+            if factor in factors:
+                outer = prod(bound.sizes[f] for f in factors[: factors.index(factor)])
+                return replace(there, dim=dim, before=outer * there.before)
+        where = f"{call.schema.functional} at {record.user_line()}"
+        lone = any(all(factor not in _all(bound.operands[i]) for i in term) for term in bound.terms)
+        picks = (
+            factor in bound.pieces or call.schema.views
+        )  # a hook masks what other ranks have: their sum is no sum over rows
+        if bound.reduce[r] != "sum" or lone or picks:
+            return Kind(MIXED, where=f"{where} takes rows of the batch together", learns=there.learns)
+        return Kind(ADDS, degree=there.degree + (0 if mean else 1), where=where, learns=there.learns)
+
+    def _special(
+        self, call: Call, given: list[Tensor], kinds: list[Kind | None], first: Kind, learns: bool
+    ) -> Kind | None:
+        """Operators that take a dim of rows apart, or put some together."""
+        name = call.schema.functional
+        at = next(i for i, k in enumerate(kinds) if k is first)
+        whole = given[at].shape[first.dim] == first.size
+        dim = call.values.get("dim", 0)
+        if name == "cat" and whole and all(k is not None and k.how in (ROWS, ALIKE) for k in kinds):
+            at = dim % given[0].dim()
+            if at == first.dim and all(k.dim == at for k in kinds if k is not None and k.how == ROWS):
+                return replace(first, size=call.results[0].shape[at], learns=learns)
+        if name in ("split", "split_with_sizes", "slice", "narrow", "chunk") and whole and first.size > self.rows:
+            lengths = {x.shape[first.dim] for x in call.results}
+            start = call.values.get("start") or 0
+            if (
+                dim % given[0].dim() == first.dim
+                and len(lengths) == 1
+                and not (start | (n := lengths.pop())) % self.rows
+            ):
+                return replace(first, size=n, learns=learns)
+        if name == "index" and whole:
+            return self._picked(call, given, kinds, learns)
+        return None
+
+    def _picked(self, call: Call, given: list[Tensor], kinds: list[Kind | None], learns: bool) -> Kind | None:
+        """``x[arange(rows), y]``: of each row what it says itself."""
+        (x, *_), (kind, *others) = given, kinds
+        at = call.values["indices"]
+        if kind is None or kind.how != ROWS or kind.dim or not isinstance(at[0], Tensor) or x.dim() < len(at):
+            return None
+        if (
+            others[0] is None
+            or others[0].how != PLACES
+            or any(k is not None and k.how not in (ROWS, PLACES) for k in others)
+        ):
+            return None
+        return (
+            replace(kind, learns=learns)
+            if len(call.results[0].shape) and call.results[0].shape[0] == self.rows
+            else None
+        )
+
+    def _of_sums(self, call: Call, given: list[Tensor], kinds: list[Kind | None], learns: bool) -> Kind:
+        """Of values that all rows have given: what is linear in them stays additive."""
+        told = [(i, k) for i, k in enumerate(kinds) if k is not None and k.how in (ADDS, COUNT)]
+        first = next((k for _, k in told if k.how == ADDS), told[0][1])
+        if not learns:
+            return first if first.how == ADDS and self._linear(call, told) else Kind(COUNT)
+        name = call.schema.functional
+        if name == "div" and len(told) == 2 and not given[1].dim():
+            # A sum by a count of the microbatch's own: ``doubts`` compares the counts.
+            return (
+                replace(first, degree=0)
+                if not _trains(given[1]) and not told[1][1].learns
+                else self._bent(call, learns)
+            )
+        if any(k.how == COUNT for _, k in told) or not self._linear(call, told):
+            return self._bent(call, learns)
+        if len({k.degree for _, k in told}) > 1:
+            return self._mixed(call, "puts a sum over rows and a mean over rows together", learns)
+        if first.degree == 1 and not self._all_terms(call, told):
+            return self._mixed(call, "adds what is no sum over rows to a sum over rows", learns)
+        return replace(first, degree=first.degree + self._degree(call), learns=learns)
+
+    def _bent(self, call: Call, learns: bool) -> Kind:
+        return self._mixed(call, "is not linear in what all rows give together", learns)
+
+    def _linear(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
+        if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
+            return True
+        if call.schema.functional in ("add", "sub", "rsub") and len(call.operands) == 1:
+            return True
+        row = find(call.func)
+        bound = row.bound_for(call) if row is not None else None
+        if bound is None or not (bound.terms or bound.moves):
+            return False
+        operands = {i for i, _ in told}
+        in_terms = {i for term in bound.terms for i in term}
+        return bound.moves or (operands <= in_terms and all(len(operands & {*term}) < 2 for term in bound.terms))
+
+    def _all_terms(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
+        if call.schema.functional in ("add", "sub", "rsub") and len(call.operands) == 1:
+            return not call.values["other"]
+        row = find(call.func)
+        bound = row.bound_for(call) if row is not None else None
+        return bound is None or all({i for i, _ in told} & {*term} for term in bound.terms)
+
+    # -- numbers that may be counts of rows --------------------------------------------------------------------------------
+
+    def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None]) -> None:
+        """A call begins: by which number it multiplies or divides."""
+        self.number = None
+        if call.schema.functional not in ("mul", "div"):
+            return
+        number: Any = call.values.get("other")
+        if isinstance(number, Tensor):
+            at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), None)
+            number = _value(given[at]) if at is not None else None
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            self.number = abs(float(number))
+            self.verdict.numbers.append(self.number)
+
+    def _degree(self, call: Call) -> int:
+        """1 or -1 if the call multiplies by a number that follows the rows, or divides by it."""
+        if not self.number:
+            return 0
+        if self.before is None:
+            inverse = 1 / self.number if self.number < 1 else self.number
+            self.verdict.unsure |= _multiple(inverse, self.rows)
+            return 0
+        at = len(self.verdict.numbers) - 1
+        first = self.before.numbers[at] if at < len(self.before.numbers) else self.number
+        follows = {self.k: 1, 1 / self.k: -1}.get(round(self.number / first, 9), 0) if first else 0
+        return follows * (1 if call.schema.functional == "mul" else -1)
+
+
+_FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided", "zeros_like")
+_LINEAR = ("neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
+
+
+def told(kind: Kind | None) -> bool:
+    return kind is not None and kind.how not in (ALIKE, PLACES)
+
+
+def tensors_of(call: Call, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call was given, in the order of its operands."""
+    found = []
+    for place, index in call.paths:
+        value = args[place] if isinstance(place, int) else kwargs[place]
+        found.append(value if index < 0 else value[index])
+    return found
+
+
+def _factor(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
+    """The factor in which the rows of an operand lie, and how many combinations are ahead of them within it."""
+    dims, outer = bound.operands[operand], 1
+    for factor in dims[kind.dim] if kind.dim < len(dims) else ():
+        size = bound.sizes[factor]
+        within, rest = divmod(kind.before, outer)
+        if not rest and size % (within * kind.size or 1) == 0 and within < size:
+            return factor, within
+        outer *= size
+    return None
+
+
+def _all(dims: Sequence[Sequence[int]]) -> Iterator[int]:
+    for factors in dims:
+        yield from factors
+
+
+def _is_list(given: list[Tensor], kinds: list[Kind | None], first: Kind) -> bool:
+    """Whether rows are a list of numbers: losses, not activations."""
+    return any(k is first and x.dim() == 1 for x, k in zip(given, kinds, strict=True))
+
+
+def _trains(x: Tensor) -> bool:
+    return x.requires_grad
+
+
+def _value(x: Tensor) -> float | None:
+    local = x._local if isinstance(x, DistTensor) else x
+    return float(local) if x.numel() == 1 and is_real(local) else None
+
+
+def is_real(x: Tensor) -> bool:
+    return not faked.here and type(x) is Tensor and not x.is_meta
+
+
+def _multiple(number: float, of: int) -> bool:
+    times = number / of
+    return times > 0.5 and abs(times - round(times)) < 1e-9 * times and round(times) * of > 1

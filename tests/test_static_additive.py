@@ -1,0 +1,170 @@
+"""Microbatches of a loss that is a mean over rows, a sum, or neither: as on one card, or told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+ROWS, CLASSES = 12, 5
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def infonce(o: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(o, dim=1)
+    return F.cross_entropy(z @ z.t() * 4, torch.arange(len(z)))
+
+
+def pairs(o: Tensor, y: Tensor) -> Tensor:
+    both = torch.cat([o, o * 0.5])
+    return F.binary_cross_entropy_with_logits(both[:, 0], torch.cat([torch.ones(len(o)), torch.zeros(len(o))]))
+
+
+def written(o: Tensor, y: Tensor) -> Tensor:
+    each = torch.zeros(len(o), 2)
+    each[:, 0] = o.square().sum(1)
+    each[:, 1] = o[:, 0]
+    return each.mean()
+
+
+RIGHT: dict[str, Loss] = {
+    "mean": nn.CrossEntropyLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "mean by hand": lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(y),
+    "mean of each": lambda o, y: (F.cross_entropy(o, y, reduction="none") / y.numel()).sum(),
+    "sum by a number": lambda o, y: F.cross_entropy(o, y, reduction="sum") / 12,
+    "sum from a mean": lambda o, y: F.mse_loss(o, o.detach() * 0.5) * len(o),
+    "batchmean": lambda o, y: F.kl_div(o.log_softmax(1), o.detach().softmax(1), reduction="batchmean"),
+    "picked": lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "picked by a list": lambda o, y: -o.log_softmax(1)[range(len(y)), y].mean(),
+    "gathered": lambda o, y: -o.log_softmax(1).gather(1, y[:, None]).mean(),
+    "smooth": lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1),
+    "penalty": lambda o, y: F.cross_entropy(o, y) + 1e-2 * o.square().mean() + 0.5,
+    "flattened": lambda o, y: F.mse_loss(o.view(-1, 1).expand(-1, 2).flatten(), torch.zeros(2 * o.numel())),
+    "two at once": pairs,
+    "in parts": written,
+    "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
+}
+TOLD: dict[str, tuple[Loss, str]] = {
+    "deviation": (lambda o, y: F.cross_entropy(o, y) + o.std(), "std"),
+    "hardest": (lambda o, y: F.cross_entropy(o, y, reduction="none").topk(3).values.mean(), "topk"),
+    "largest": (lambda o, y: F.cross_entropy(o, y, reduction="none").max(), "max"),
+    "median": (lambda o, y: F.cross_entropy(o, y, reduction="none").median(), "median"),
+    "contrast": (infonce, "mm"),
+    "neighbours": (lambda o, y: (o[1:] - o[:-1]).square().mean(), "slice"),
+    "one row": (lambda o, y: F.cross_entropy(o, y) + o[0].square().sum(), "select"),
+    "some rows": (lambda o, y: F.cross_entropy(o[torch.tensor([0, 2, 2])], y[torch.tensor([0, 2, 2])]), "index"),
+    "a table of rows": (lambda o, y: F.embedding(torch.tensor([1, 0]), o).square().sum(), "embedding"),
+    "order": (lambda o, y: (o * torch.arange(len(o))[:, None]).mean(), "mul"),
+    "softmax over rows": (lambda o, y: (o.softmax(0) * o).sum(), "_softmax"),
+    "root": (lambda o, y: F.mse_loss(o, torch.zeros_like(o)).sqrt(), "sqrt"),
+    "balance": (lambda o, y: (o.softmax(1).mean(0) * o.softmax(1).mean(0)).sum(), "mul"),
+    "mean and sum": (lambda o, y: o.square().mean() + F.cross_entropy(o, y, reduction="sum"), "add"),
+}
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        yield torch.randn(ROWS, 6, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
+def trained(loss: Loss, wrap: Callable[[Any], Any]) -> tuple[list[float], list[Tensor]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        o = model(x)
+        value = loss(o, y)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach(), (o.argmax(1) == y).float().mean()
+
+    run = wrap(step)
+    seen = [run(x, y) for x, y in batches()]
+    return [float(v) for pair in seen for v in pair], [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("k", [2, ROWS], ids=["2 microbatches", "one row each"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
+    losses, weights = trained(RIGHT[name], lambda step: step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(RIGHT[name], lambda step: oc.to_static(step, k_steps=k))
+    assert found[0] == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    for a, b in zip(found[1], weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_neither_is_told(name: str) -> None:
+    loss, operator = TOLD[name]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained(loss, lambda step: oc.to_static(step, k_steps=2))
+    want = f"the loss of a microbatch is no part of the batch's loss: {operator} at "
+    assert any(want in str(w.message) for w in told), [str(w.message) for w in told]
+
+
+def test_where_it_is_meant_nothing_is_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(TOLD["deviation"][0], lambda step: oc.to_static(step, k_steps=2, avg=True))
+
+
+def test_a_result_that_is_no_mean_is_told() -> None:
+    weight = torch.ones(6, requires_grad=True)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        each = (x @ weight).square()
+        each.mean().backward()
+        weight.grad = None
+        return each.detach().sum(), each.detach().max(), (y > 2).sum()
+
+    run = oc.to_static(step, k_steps=2)
+    with pytest.warns(UserWarning, match="result 1 is no sum and no mean over rows: max at"):
+        for x, y in batches():
+            total, _, count = run(x, y)
+            assert total.item() == pytest.approx((x @ weight).square().sum().item(), rel=1e-5)
+            assert count.item() == (y > 2).sum().item()
+
+
+def cut_in_stages() -> dict[str, Any]:
+    """Each loss as the last stage of a pipeline, in the fresh ranks of a run."""
+    found = {}
+    for name in ("mean", "sum", "sum by a number", "mean by hand", "batchmean"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        engine = oc.Engine(
+            model, RIGHT[name], torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), clip_grad_norm=0.5,
+            strategy=oc.Strategy({"pipeline": {"enable": True, "accumulate_steps": 2}}),
+        )  # fmt: skip
+        rows = [row for x, y in batches() for row in zip(x, y, strict=True)]
+        found[name] = [float(engine.run(batch)["loss"]) for batch in engine.dataloader(rows, batch_size=ROWS)]
+    return found
+
+
+def test_in_a_pipeline() -> None:
+    for found in run_ranks(cut_in_stages, 2, timeout=120.0):
+        for name, losses in found.items():
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+            for (x, y), value in zip(batches(), losses, strict=True):
+                loss = RIGHT[name](model(x), y)
+                assert value == pytest.approx(loss.item(), rel=1e-5), name
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
