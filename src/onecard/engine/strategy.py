@@ -171,7 +171,7 @@ class GradientMerge(Checked):
     """The batch in ``k_steps`` microbatches, one after the other; the optimizer steps once.
 
     Attributes:
-        avg: the loss is a mean over the batch; False: a sum.
+        avg: gradients are merged as the loss says, a mean or a sum over the batch; False: added up.
     """
 
     enable: bool = False
