@@ -70,6 +70,24 @@ def _programs(run: bool) -> list[Any]:
     return found
 
 
+def _explained() -> list[Any]:
+    """What is said of the messages of the first step, and of a later one."""
+    engine, width = _engine(True), Samples(1)[0][0].shape[0]
+    engine.prepare(oc.InputSpec([8, width], "float32", "x"), oc.InputSpec([8], "int64", "y"), mode="train")
+    said = []
+    for _ in range(3):
+        with oc.explain() as report:
+            engine.run((torch.ones(8, width), torch.zeros(8, dtype=torch.int64)))
+        assert all("test_engine_cut.py" in m.source and m.operator == "stages" for m in report.messages)
+        said.append([(m.step.kind, m.shape, m.step.bytes) for m in report.messages])
+    return said
+
+
+def test_the_first_step_is_explained_as_the_others() -> None:
+    found = run_ranks(_explained, 2, timeout=120.0)
+    assert all(first == second == third for first, second, third in found) and any(first for first, *_ in found)
+
+
 def _to_static(steps: int) -> Any:
     """Of ``to_static`` alone."""
     torch.manual_seed(0)

@@ -18,11 +18,13 @@ from onecard.errors import RecordingError
 from onecard.static.passes.once import Once, cut, phase_of, words
 from onecard.static.step.memory import effects
 from onecard.static.step.nodes import traits
-from onecard.static.step.order import Order, name_of, only_names
+from onecard.static.step.order import Order, name_of, only_moves, only_names
 
 Part = tuple[int, str]
 _GIVEN = ("argument", "constant", "number", "generator")
 """Kinds of inputs that every rank has."""
+_FILLS = ("new_full", "new_zeros", "new_ones", "full_like", "zeros_like", "ones_like")
+"""Operators that take an operand's shape and none of its values."""
 
 
 class ProgramOrder(Order):
@@ -71,6 +73,7 @@ class Parts:
         self._stage: dict[fx.Node, int] = {}
         self._calls: dict[int, int] = {}
         self._modules: dict[str, int] = {}
+        self._stand_ins: set[fx.Node] = set()
         self._backward = False
         now, waiting = 0, [*starts]
         for node in self.nodes:
@@ -134,6 +137,8 @@ class Parts:
     def _of_backward(self, node: fx.Node, number: int | None) -> int:
         if (maker := self._of_maker(node, -1)) >= 0:
             return maker
+        if (stands_for := self._stands_for(node)) is not None:
+            return self._stage[stands_for]
         before = [n for n in self.order.needs[node] if n in self._stage]
         gradients = [self._stage[n] for n in before if phase_of(n) == "backward"]
         forward = [self._stage[n] for n in before if phase_of(n) == "forward"]
@@ -141,6 +146,19 @@ class Parts:
         if at is None:
             at = min(gradients) if gradients else max(forward, default=self.last)
         return min([at, *gradients])
+
+    def _stands_for(self, node: fx.Node) -> fx.Node | None:
+        """The gradient of whose shape this is a constant: zeros on all ranks of a sum but the first, which has the gradient
+        itself. They are where it is, or ranks along another axis would cut their sums apart differently.
+        """
+        filled = name_of(node) in _FILLS
+        if not filled and not only_moves(node):
+            return None
+        for given in node.all_input_nodes:
+            if given in self._stage and phase_of(given) == "backward" and (filled or given in self._stand_ins):
+                self._stand_ins.add(node)
+                return given
+        return None
 
     def _of_late_forward(self, node: fx.Node) -> int:
         """Forward after a backward: of a second loss, or of what is returned."""

@@ -21,7 +21,7 @@ from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.places import Places
 from onecard.pipeline.cut.products import adding_products
-from onecard.pipeline.cut.starts import starts_of
+from onecard.pipeline.cut.starts import as_first, starts_of
 from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
@@ -29,6 +29,7 @@ from onecard.place.layout import Layout
 from onecard.static.passes.additive import Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, asked
 from onecard.static.passes.once import phase_of, words
+from onecard.static.run.agreed import all_or_none
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 from onecard.tensor.buckets import apart
 from onecard.tensor.dist_tensor import DistTensor
@@ -180,20 +181,25 @@ class Stages(Microbatches):
         recording = recording.with_graph(halved(recording.graph))
         everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
         beside = everyone if len(everyone) > len(ranks) else ()
-        starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, beside)
-        said = {
+        with all_or_none(recording.name, everyone or ranks):  # nothing here waits for another rank
+            starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, bool(beside))
+        with all_or_none(recording.name, everyone or ranks):
+            starts = starts if self.at else as_first(recording.graph, starts, beside)
+            check_alike(ranks, self._said(leaves, schedule, starts, self._as_seen(recording, seen)[0]), recording.graph)
+            parts = Parts(recording.graph, starts)
+            _check_gradients(recording, parts)
+            made = super().merged(recording, leaves, whole, parts.late, seen)
+            made = made.with_graph(adding_products(made.graph))
+            return on_rank(made, woven(made, schedule, ranks, name), place)
+
+    def _said(self, leaves: Sequence[Any], schedule: Schedule, starts: Sequence[fx.Node], avg: bool) -> dict[str, str]:
+        """How this rank cuts, in words."""
+        return {
             "the batch": ", ".join(f"{[*x.shape]} {x.dtype}" for x in leaves if isinstance(x, Tensor)),
-            "k_steps": f"k_steps={self.k_steps}, avg={self.avg}",
+            "k_steps": f"k_steps={self.k_steps}, avg={avg}",
             "the schedule": f"{schedule!r}, whose orders have the code {crc32(repr(schedule.ranks).encode()):08x}",
             "where it is cut": ", ".join(f"{n.meta.get('module') or 'the step'}: {words(n)}" for n in starts),
         }
-        check_alike(ranks, said, recording.graph)
-        parts = Parts(recording.graph, starts)
-        _check_gradients(recording, parts)
-        made = super().merged(recording, leaves, whole, parts.late, seen)
-        made = made.with_graph(adding_products(made.graph))
-        weave = woven(made, schedule, ranks, name)
-        return on_rank(made, weave, place)
 
 
 def _check_gradients(recording: Step, parts: Parts) -> None:

@@ -28,16 +28,14 @@ def forward_of(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-def starts_of(
-    graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine, beside: Sequence[int] = ()
-) -> list[fx.Node]:
+def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine, whole: bool = False) -> list[fx.Node]:
     """The first node of each stage but the first.
 
     Args:
         graph: of one microbatch.
         at: the modules with which the later stages begin; none: where the price is balanced.
-        beside: all ranks of the program's meshes, if some are in other pipelines: they exchange messages within a stage, so
-            all cut at one operator. Left alone they would not: the summands of a sum are not the same work on each.
+        whole: all nodes of one operator on distributed tensors stay together, as ranks that exchange messages within a stage
+            need it (``as_first``).
 
     Raises:
         RecordingError: no such module, modules out of order, as many as do not make so many stages, or fewer nodes than stages.
@@ -46,18 +44,24 @@ def starts_of(
     if at:
         return _named(nodes, stages, at)
     if found := _as_before(nodes, stages, calls_of(graph)):
-        return _as_first(nodes, found, beside)
+        return found
     if len(nodes) < stages:
         raise RecordingError(
             f"stages: {stages} of them, and the forward pass has {len(nodes)} operators: take fewer ranks, or virtual=1"
         )
-    return _as_first(nodes, balanced(graph, nodes, stages, machine, bool(beside)), beside)
+    return balanced(graph, nodes, stages, machine, whole)
 
 
-def _as_first(nodes: list[fx.Node], mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
-    """The cuts of the first of these ranks, in this one's nodes, which may be more or fewer for each operator."""
+def as_first(graph: fx.Graph, mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
+    """The cuts of the first of these ranks, in this one's nodes, which may be more or fewer for each operator.
+
+    Args:
+        ranks: of all pipelines that exchange messages within a stage, so that all cut at one operator. Left alone they would
+            not: the summands of a sum are not the same work on each. One small message.
+    """
     if len(ranks) < 2:
         return mine
+    nodes = forward_of(graph)
     numbers = [n.meta["operator"] for n in mine]
     first = first_of(numbers, ranks)
     at_or_after = [next((n for n in nodes if n.meta["operator"] >= number), nodes[-1]) for number in first]

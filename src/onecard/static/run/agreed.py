@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from onecard.comm.agree.meeting import come
 from onecard.comm.base import record
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.groups import Group, group
+from onecard.comm.issue.ranks import of_ranks
 from onecard.comm.world.pretend import pretending
 from onecard.comm.world.world import get_rank
 from onecard.errors import RecordingError
@@ -22,7 +24,8 @@ from onecard.static.step.order import line_up
 
 
 def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Group]:
-    """Compare this rank's messages with those of the others, line by line. One small message for each line.
+    """Compare this rank's messages with those of the others, line by line. One small message for each line, and
+    a few more on a mesh of several axes.
 
     Args:
         name: of the step.
@@ -32,13 +35,15 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Grou
         The lines, in an order in which all ranks can use them.
 
     Raises:
-        RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass.
+        RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass. On all ranks that the
+            lines lead to, also where nothing differs.
     """
     messages = [line_up(graph) for _, graph in stages]
     if pretending() or trace.faking():
         return []
     # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.
     used = sorted(messages[0], key=lambda line: group(*line).ranks)
+    fault = ""
     for line in used:
         found = group(*line)
         mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
@@ -46,9 +51,44 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Grou
         record.serving.here = ("to_static", "messages", (len(messages),))
         theirs: Any = collectives.all_gather(mine[None], found, 0, lengths)
         for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
-            if len(set(row.tolist())) > 1:
-                raise RecordingError(_words(name, stage, found.ranks, row.tolist(), len(lines.get(line, []))))
-    return [group(*line) for line in used]
+            if not fault and len(set(row.tolist())) > 1:
+                fault = _words(name, stage, found.ranks, row.tolist(), len(lines.get(line, [])))
+    lines_used = [group(*line) for line in used]
+    if fault:
+        anybody(lines_used, True)
+        raise RecordingError(fault)
+    if len(lines_used) > 1 and anybody(lines_used, False):  # one line alone has told all that it leads to
+        raise RecordingError(
+            f"{name}: the messages of other ranks, with which this rank's partners exchange some, differ: rank {get_rank()} has "
+            "found nothing wrong with its own. Their error says what differs"
+        )
+    return lines_used
+
+
+@contextmanager
+def all_or_none(name: str, ranks: Sequence[int]) -> Iterator[None]:
+    """What these ranks do together, each on its own: where one fails, all do, at once. One small message.
+
+    Raises:
+        RecordingError: others have failed, and this rank has not; names them.
+    """
+    alone = len(ranks) < 2 or pretending() or trace.faking()
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as why:
+        fault = why
+    if not alone:
+        line = of_ranks(tuple(ranks), "stages")
+        record.serving.here = ("to_static", "stages", (len(ranks),))
+        theirs: Any = collectives.all_gather(torch.tensor([fault is not None]), line, 0, [1] * len(ranks))
+        failed = [rank for rank, found in zip(ranks, theirs.tolist(), strict=True) if found]
+        if failed and fault is None:
+            raise RecordingError(
+                f"{name}: rank(s) {failed} could not record this step, and say why; rank {get_rank()} could, and stops with them"
+            )
+    if fault is not None:
+        raise fault
 
 
 def anybody(lines: Sequence[Group], found: bool) -> bool:
