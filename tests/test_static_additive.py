@@ -35,6 +35,14 @@ def written(o: Tensor, y: Tensor) -> Tensor:
     return each.mean()
 
 
+def beside_a_token(o: Tensor, y: Tensor) -> Tensor:
+    """As a vision transformer does with its class token, and recurrent nets with their first state."""
+    token, state = o.new_zeros(1, 1, CLASSES) + torch.tensor([1.0, 2, 3, 4, 5]), torch.arange(5.0)
+    x = torch.cat([token.expand(len(o), -1, -1), o[:, None]], dim=1)
+    x = x * state.repeat(len(o), 1)[:, None] + torch.arange(2.0)[None, :, None].expand(len(o), 2, CLASSES).clone()
+    return F.cross_entropy(x.mean(1), y)
+
+
 RIGHT: dict[str, Loss] = {
     "mean": nn.CrossEntropyLoss(),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
@@ -51,6 +59,9 @@ RIGHT: dict[str, Loss] = {
     "flattened": lambda o, y: F.mse_loss(o.view(-1, 1).expand(-1, 2).flatten(), torch.zeros(2 * o.numel())),
     "two at once": pairs,
     "in parts": written,
+    "beside a token": beside_a_token,
+    "without NaN": lambda o, y: torch.nan_to_num(F.cross_entropy(o, y)),
+    "weighted twice": lambda o, y: torch.stack([F.cross_entropy(o, y), 0.5 * o.square().mean()]).sum(),
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
 TOLD: dict[str, tuple[Loss, str]] = {
@@ -95,8 +106,11 @@ def trained(loss: Loss, wrap: Callable[[Any], Any]) -> tuple[list[float], list[T
     return [float(v) for pair in seen for v in pair], [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("k", [2, ROWS], ids=["2 microbatches", "one row each"])
-@pytest.mark.parametrize("name", RIGHT)
+ONE_ROW = ("mean", "sum by a number", "mean by hand", "mean of each", "sum from a mean", "batchmean")
+CASES = [*((name, 2) for name in RIGHT), *((name, ROWS) for name in ONE_ROW)]
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
 def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
     losses, weights = trained(RIGHT[name], lambda step: step)
     with warnings.catch_warnings():

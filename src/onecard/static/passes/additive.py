@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch.names import TorchDispatchMode, in_backward, no_dispatch, tree_leaves
-from onecard.rules.call import Call
+from onecard.rules.call import Call, schema_of
 from onecard.static.passes.row_kinds import (
     ADDS,
     ALIKE,
@@ -76,23 +76,26 @@ class Additive(TorchDispatchMode):
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        writes = bool(schema_of(func).written)
+        try:
+            found = self._found(func, args, kwargs, made)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # a call that no rule was made for
+            found = [Kind(UNKNOWN) if any(map(told, map(self.known.get, given))) else None] * len(made)
+        for x, kind in zip(made, found, strict=True):
+            self._now(x, kind, writes)
+
+    def _found(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Kind | None]:
         call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})
         given = tensors_of(call, args, kwargs)
         kinds = [self._kind_of(x) for x in given]
         self.kinds.look(call, given, kinds)
         if self.rows == 1:
-            return  # a dim of one row is no factor: the whole batch tells
+            return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
         if call.schema.name == "ones_like" and given and given[0].numel() == 1 and kinds[0] is not None:
             self.verdict.losses.append(kinds[0])  # what backward() begins with
         call.results = [meta_of(x) for x in made]
-        try:
-            found = self.kinds.found(call, given, kinds, made)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-            found = [Kind(UNKNOWN)] * len(made) if any(map(told, kinds)) else [None] * len(made)
-        for x, kind in zip(made, found, strict=True):
-            self._now(x, kind, bool(call.schema.written))
-        if call.schema.written and not made and kinds and any(map(told, kinds)):
-            self._now(given[0], Kind(UNKNOWN), True)
+        return self.kinds.found(call, given, kinds, made)
 
     def _now(self, x: Tensor, kind: Kind | None, written: bool) -> None:
         """What a tensor is from now on, and what shares memory with it, where it was written to."""

@@ -32,8 +32,9 @@ class Kind:
 
     Attributes:
         how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
-            ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: the same number all over.
-            PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in it. MIXED: none of these.
+            ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
+            own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
+            it. MIXED: none of these.
         degree: of ROWS, too: by how many factors "number of rows" it was multiplied, since it was made.
         where: what made it so, with its line.
         learns: whether parameters are in it.
@@ -46,6 +47,11 @@ class Kind:
     degree: int = 0
     where: str = ""
     learns: bool = False
+    dims: frozenset[int] | None = None
+
+    def alike(self, dim: int) -> bool:
+        """Whether all along a dim are the same."""
+        return self.how == ALIKE and (self.dims is None or dim in self.dims)
 
 
 @dataclass
@@ -78,8 +84,8 @@ class Kinds:
 
     def found(self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor]) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
-        if not known:
-            return [self._made_alike(call, given, kinds, x) for x in made]
+        if not known or _fills(call):
+            return [self._made_alike(call, given, kinds, r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
         for how in (MIXED, UNKNOWN):
             if lost := [k for k in known if k.how == how]:
@@ -88,13 +94,32 @@ class Kinds:
             return self._of_rows(call, given, kinds, count, learns)
         return [self._of_sums(call, given, kinds, learns)] * count
 
-    def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], x: Tensor) -> Kind | None:
+    def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], r: int) -> Kind | None:
+        """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
-        if call.schema.effects or name.removeprefix("new_").removesuffix("_like") in _FILLED:
+        if call.schema.effects or _fills(call):
             return Kind(ALIKE)
-        if name == "arange" and tuple(x.shape) == (self.rows,) and not call.values.get("start"):
+        if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES)
-        return Kind(ALIKE) if given and all(k is not None and k.how == ALIKE for k in kinds) else None
+        if given and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
+            return Kind(ALIKE)
+        if self.rows not in call.results[r].shape or any(k is not None and k.how == PLACES for k in kinds):
+            return None
+        row = find(call.func)
+        bound = row.bound_for(call) if row is not None else None
+        return None if bound is None else self._alike_along(bound, name, kinds, r)
+
+    def _alike_along(self, bound: Bound, name: str, kinds: list[Kind | None], r: int) -> Kind | None:
+        """Along which dims a result is the same, as its operands are, or as it was expanded."""
+        seen, varied = set[int](), set[int]()
+        for operand, kind in zip(bound.operands, kinds, strict=True):
+            for dim, factors in enumerate(operand):
+                seen |= {*factors}
+                if kind is None or not kind.alike(dim):
+                    varied |= {*factors}
+        known = (lambda f: True) if name in _EXPAND else seen.__contains__
+        dims = [d for d, fs in enumerate(bound.results[r]) if all(known(f) and f not in varied for f in fs)]
+        return Kind(ALIKE, dims=frozenset(dims)) if dims else None
 
     def _mixed(self, call: Call, why: str, learns: bool) -> Kind:
         return Kind(MIXED, where=f"{call.schema.functional} at {record.user_line()} {why}", learns=learns)
@@ -119,8 +144,9 @@ class Kinds:
             return [together] * count
         factor, within = place
         for i, kind in enumerate(kinds):
-            has = any(factor in factors for factors in bound.operands[i])
-            if (kind is None or kind.how == PLACES) and has and i not in bound.unread:
+            has = [d for d, factors in enumerate(bound.operands[i]) if factor in factors]
+            lone = kind is None or kind.how == PLACES or (kind.how == ALIKE and not all(map(kind.alike, has)))
+            if lone and has and i not in bound.unread:
                 return [self._mixed(call, "has a value of its own for each row", learns)] * count
             if kind is not None and kind.how in (ADDS, COUNT):
                 return [self._mixed(call, "puts what all rows give into each row", learns)] * count
@@ -265,8 +291,13 @@ class Kinds:
         return follows * (1 if call.schema.functional == "mul" else -1)
 
 
-_FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided", "zeros_like")
-_LINEAR = ("neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
+_FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
+_EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
+_LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
+
+
+def _fills(call: Call) -> bool:
+    return call.schema.functional.removeprefix("new_").removesuffix("_like") in _FILLED
 
 
 def told(kind: Kind | None) -> bool:
