@@ -18,7 +18,7 @@ for starts in (run_ranks, multirank):
 _run.GRACE = 1.0  # in which others may have their say after a rank has failed
 
 # Hypothesis draws the same examples at each run, but in a proof.
-settings.register_profile("onecard", derandomize=not amounts.PROOF, database=None)
+settings.register_profile("onecard", derandomize=not amounts.PROOF, database=None, deadline=None)
 settings.load_profile("onecard")
 
 # What takes seconds to import, and the tests whose ranks need it.
