@@ -30,6 +30,8 @@ from onecard.comm.shm.work import Body
 
 _ADDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
 """What Gloo and shared memory add alike."""
+_CHUNK, _CHUNKS = 1 << 20, 8
+"""Bytes of a chunk of a sum, at least, and how many chunks there are at most."""
 _REDUCED = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -176,19 +178,30 @@ class HostsGroup(OtherDevices):
         return here and tensor.dtype in _ADDED and name_of(op) in _REDUCED and tensor.numel() > 0
 
     def _sum(self, tensor: Tensor, op: Any) -> Body:
-        name, count = name_of(op), self._inside.size()
+        """Inside, between, inside; in chunks, so that the wire is busy while the next chunk is added and the last one spread."""
         dense = tensors.dense(tensor)
         flat = dense.detach().view(-1)
-        parts = list(flat.tensor_split(count))
-        mine = parts[self._inside.rank()]
+        chunks = flat.tensor_split(max(1, min(_CHUNKS, flat.nbytes // _CHUNK)))
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_REDUCED[name])
+        options.reduceOp = dist.ReduceOp(_REDUCED[name_of(op)])
+        steps: list[Body] = []
+        under_way: dict[int, Any] = {}
+        spreads: list[list[Body]] = []
+        for i, chunk in enumerate(chunks):
+            parts = list(chunk.tensor_split(self._inside.size()))
+            mine = parts[self._inside.rank()]
 
-        def cross(deadline: float) -> None:
-            if mine.numel():  # so on all hosts, or on none
-                self._await(self._line.allreduce([mine], options), deadline)
+            def start(_: float, i: int = i, mine: Tensor = mine) -> None:
+                if mine.numel():  # so on all hosts, or on none
+                    under_way[i] = self._line.allreduce([mine], options)
 
-        steps: list[Body] = [self._inside._scattered(mine, parts, name), cross, self._inside._listed(parts, mine)]
+            def end(deadline: float, i: int = i) -> None:
+                if i in under_way:
+                    self._await(under_way.pop(i), deadline)
+
+            steps += [self._inside._scattered(mine, parts, name_of(op)), start, *(spreads.pop() if spreads else ())]
+            spreads.append([end, self._inside._listed(parts, mine)])
+        steps += spreads.pop()
         if dense is not tensor:
             steps = [lambda _: tensors.fill(dense, tensor), *steps, lambda _: tensors.fill(tensor, dense)]
         return in_turn(steps)
