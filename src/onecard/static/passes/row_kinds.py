@@ -132,6 +132,8 @@ class Kinds:
         first = next(k for k in kinds if k is not None and k.how == ROWS)
         if "batch_norm" in name:
             return [replace(first, learns=True), *[None] * (count - 1)]
+        if name in _ORDERS and not given[0].is_floating_point():
+            return [Kind(UNKNOWN)] * count  # rows in groups, as tokens by their experts: put back later on, or not
         if special := self._special(call, given, kinds, first, learns):
             return [special] * count
         row = find(call.func)
@@ -292,6 +294,7 @@ class Kinds:
 
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
+_ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 

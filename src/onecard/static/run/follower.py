@@ -17,6 +17,7 @@ from onecard.comm.issue import again
 from onecard.comm.issue.groups import line_of
 from onecard.comm.issue.message import Message
 from onecard.random import Key
+from onecard.rules.call import schema_of
 from onecard.static.capture import randomness
 from onecard.static.capture.script import Entry, Ref, Script
 from onecard.static.guards.places import at
@@ -28,6 +29,7 @@ from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.modules.recordable import recordable
 
 aten = torch.ops.aten
+_ABSENT = object()
 _FROM_VALUES = aten.lift_fresh.default
 _DETACH, _ROOM, _COPY = aten.detach.default, aten.new_empty_strided.default, aten.copy_.default
 
@@ -198,8 +200,10 @@ class Follower(recorded.Listener):
         return not isinstance(value, Tensor) and same(value, expected)
 
     def _options(self, entry: Entry, kwargs: dict[str, Any]) -> bool:
-        for key in {**entry.kwargs, **kwargs}:
-            if key not in kwargs or key not in entry.kwargs or not self._is(kwargs[key], entry.kwargs[key]):
+        defaults = schema_of(entry.target).defaults if isinstance(entry.target, OpOverload) else {}
+        for key in {**entry.kwargs, **kwargs}:  # one that is left out and one that is its default are the same
+            now, was = kwargs.get(key, defaults.get(key, _ABSENT)), entry.kwargs.get(key, defaults.get(key, _ABSENT))
+            if not self._is(now, was):
                 self._argument(entry, key, kwargs.get(key), entry.kwargs.get(key))
                 return False
         return True
