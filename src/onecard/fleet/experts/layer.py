@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard._torch import names as _torch
-from onecard.comm.base.state import REAL, home
+from onecard.comm.base.state import arrives
 from onecard.comm.issue import plain, trace
 from onecard.comm.issue.ranks import Ranks, as_ranks
 from onecard.comm.world import world
@@ -186,7 +186,7 @@ class MoELayer(nn.Module):
 
     def _sizes(self, flat: Tensor) -> Sizes:
         experts = sum(self.owned)
-        if flat.is_meta or trace.faking() or home.here is not REAL:
+        if flat.is_meta or trace.faking() or not arrives():
             return exchange.balanced_sizes(flat.numel(), self.owned, self.group)
         place = torch.where((flat < -1) | (flat >= experts), experts, flat) + 1
         bins = torch.zeros(experts + 2, dtype=torch.int64, device=flat.device)
@@ -270,7 +270,7 @@ def _experts(given: Any, total: int | None, group: Ranks) -> Any:
         begin = sum(owned[: group.index])
         return ExpertList(build(listed, range(begin, begin + owned[group.index])), owned, group)
     owned = [len(listed)] * group.size
-    if group.size > 1 and home.here is REAL:
+    if group.size > 1 and arrives():
         mine = torch.tensor([len(listed)], device=world.device())
         owned = plain.all_gather(mine, group, 0, call="MoELayer").tolist()
     return ExpertList(listed, owned, group)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecard.comm.base.state import REAL, home
+from onecard.comm.base.state import arrives
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
@@ -19,7 +19,7 @@ from onecard.fleet.layers.pipeline_layer import PipelineLayer
 def has_routers(module: PipelineLayer, group: Ranks) -> bool:
     """Whether any stage has a router; the same on all ranks of the pipeline."""
     mine = any(isinstance(each, BaseGate) for each in module.modules())
-    if group.size == 1 or home.here is not REAL:
+    if group.size == 1 or not arrives():
         return mine
     said = torch.tensor([int(mine)], device=world.device())
     return bool(plain.all_reduce(said, group, "max", call="PipelineLayer").item())
