@@ -144,9 +144,21 @@ class Machine:
         named = self.links.get(mesh.dim_names[axis])
         if named is not None or not (self.per_host or self.kernels):
             return named
-        host = mesh.mesh // self.per_host if self.per_host else mesh.mesh * 0
-        hosts = 1 + int(_changes(host, axis).max())
-        return self.line(kind, mesh.mesh.shape[axis], hosts)
+        return self.line(kind, mesh.mesh.shape[axis], self.hosts_along(mesh, axis))
+
+    def hosts_along(self, mesh: ProcessMesh, axis: int) -> int:
+        """On how many hosts the ranks along an axis are, as far as ``per_host`` tells them apart.
+
+        Example:
+            >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["host", "in"])
+            >>> [Machine(per_host=2).hosts_along(mesh, axis) for axis in (0, 1)]
+            [2, 1]
+        """
+        return 1 + int(_changes(mesh.mesh // self.per_host, axis).max()) if self.per_host else 1
+
+    def crosses(self, mesh: ProcessMesh, axis: int) -> bool:
+        """Whether messages along an axis go to other hosts."""
+        return self.hosts_along(mesh, axis) > 1
 
     def line(self, kind: str, count: int, hosts: int = 1) -> Link | None:
         """What a collective of ``count`` ranks on so many hosts goes over; None where nothing is told of it.

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from onecard.comm.base import record
 from onecard.comm.base.record import Message
+from onecard.comm.base.state import machine
 from onecard.errors import ImplicitCommunication
 from onecard.place.layout import as_code
 
@@ -52,6 +53,11 @@ class Report:
         return sum(message.step.bytes for message in self.messages)
 
     @property
+    def between_hosts(self) -> int:
+        """Those of them that leave the host, where all ranks send alike; 0 where hosts have not as many ranks each."""
+        return sum(map(_between_hosts, self.messages))
+
+    @property
     def seconds(self) -> float:
         """Time that the cost model expects for them."""
         return sum(message.step.seconds for message in self.messages)
@@ -84,7 +90,8 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes, about {self.seconds * 1e6:.0f} us\n"
+        far = f", {self.between_hosts:,} of them to other hosts" if self.between_hosts else ""
+        return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes{far}, about {self.seconds * 1e6:.0f} us\n"
 
 
 def _cells(message: Message) -> list[str]:
@@ -104,6 +111,18 @@ def _cells(message: Message) -> list[str]:
         f"{step.seconds * 1e6:.1f}",
         why(message),
     ]
+
+
+def _between_hosts(message: Message) -> int:
+    """Two levels send each byte once between hosts; what goes from each rank to each other goes as it is."""
+    step = message.step
+    if step.axis < 0 or not step.bytes:
+        return 0
+    ranks, hosts = step.source.mesh.shape[step.axis], machine.here.hosts_along(step.source.mesh, step.axis)
+    if hosts < 2:
+        return 0
+    there = ranks - ranks // hosts if step.kind == "all_to_all" else hosts - 1
+    return step.bytes * there // (ranks - 1)
 
 
 def why(message: Message) -> str:

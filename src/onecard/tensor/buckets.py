@@ -15,7 +15,7 @@ from onecard.comm.base.state import Kept, machine
 from onecard.comm.issue import collectives, groups
 from onecard.comm.issue.by_rank import Runs, packed, runs_of, unpack
 from onecard.comm.issue.groups import Group
-from onecard.comm.issue.run import lengths
+from onecard.comm.issue.run import lengths, run_or_start
 from onecard.moves import resharding
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
@@ -109,14 +109,18 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
     alone = len(bucket) == 1 and x._local.is_contiguous() and memory.alone(x)
     flat = x._local.view(-1) if alone else torch.cat([x._local.reshape(-1) for x in bucket])
     shape = _together(bucket)
-    if record.observers.here:
+    in_steps = False
+    if record.observers.here or (machine.here.per_host and len(layout.pending) > 1):
         one_dim = Layout.make(layout.mesh, ((),), layout.pending)
         steps = resharding.plan((flat.numel(),), flat.element_size(), one_dim, one_dim.reduced(), machine.here)
         announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
+        in_steps = any(step.kind != "all_reduce" for step in steps)  # inside hosts, between them, inside
     record.serving.here = (name, label, shape)
-    (axis, op), *others = layout.pending
-    line = groups.group(layout.mesh, axis)
-    coming = collectives.reduced(flat, line, op, inplace=True, later=later)
+    if in_steps:
+        coming, others = run_or_start(steps, flat, (flat.numel(),), later), []
+    else:
+        (axis, op), *others = layout.pending
+        coming = collectives.reduced(flat, groups.group(layout.mesh, axis), op, inplace=True, later=later)
 
     def end() -> None:
         total = coming.wait()

@@ -46,6 +46,11 @@ def start(steps: Sequence[Step], local: Tensor, shape: Sequence[int]) -> Handle:
     return coming.then(lambda made: run(steps[last + 1 :], made, shape, owned=True))
 
 
+def run_or_start(steps: Sequence[Step], owned: Tensor, shape: Sequence[int], later: bool) -> Handle:
+    """A chain with a message, its last one left under way if asked for; nobody else sees ``owned``."""
+    return start(steps, owned, shape) if later else Handle.complete(run(steps, owned, shape, owned=True))
+
+
 def _run_one(step: Step, local: Tensor, shape: Sequence[int], owned: bool) -> Tensor:
     line = group(step.source.mesh, step.axis)
     if line.size == 1:

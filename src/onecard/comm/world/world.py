@@ -20,7 +20,7 @@ import torch.distributed as dist
 from onecard.comm import shm
 from onecard.comm.base import attempt, flight
 from onecard.comm.base.state import Kept
-from onecard.comm.world import interface, schedulers
+from onecard.comm.world import each_host, interface, schedulers
 from onecard.errors import CommunicationError
 from onecard.place import mesh as _mesh
 
@@ -127,7 +127,9 @@ def _join() -> None:
     try:
         # Not by init_process_group alone: under torchrun it would meet the addresses of ranks that died before a restart.
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        dist.init_process_group(backend, store=attempt.part_of(store), rank=rank, world_size=size, timeout=TIMEOUT)
+        part = attempt.part_of(store)
+        dist.init_process_group(backend, store=part, rank=rank, world_size=size, timeout=TIMEOUT)
+        each_host.learn(part, rank, size)
     except (RuntimeError, ValueError) as fault:
         raise CommunicationError(_cannot_join(backend, fault)) from fault
     atexit.register(_leave)
