@@ -45,7 +45,14 @@ def mpich(rank: int, size: int = 2) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("of", [slurm, open_mpi, mpich])
+def mvapich(rank: int, size: int = 2) -> dict[str, str]:
+    return {
+        "MV2_COMM_WORLD_RANK": str(rank), "MV2_COMM_WORLD_SIZE": str(size), "MV2_COMM_WORLD_LOCAL_RANK": str(rank),
+        "MV2_COMM_WORLD_LOCAL_SIZE": str(size), "PMI_JOBID": f"kvs_{os.getpid()}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [slurm, open_mpi, mpich, mvapich])
 def test_ranks_of_a_launcher_on_one_host_are_one_world(tmp_path, of):
     ends = started_by_hand(tmp_path, PROGRAM, [of(0), of(1)])
     assert ends == [(0, "0 2 28.0\n"), (0, "1 2 28.0\n")]
