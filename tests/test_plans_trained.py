@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from amounts import PROOF
-from fuzz.plans import CLOSE, compared, trained
+from fuzz.plans import CLOSE, compared, program_of, trained
+from model_programs import library
 from plan_programs import small
 
 import onecard as oc
@@ -19,7 +20,7 @@ NAMES = sorted(small())
 
 def _found(name: str, ranks: int, **fixed: int) -> oc.Plan:
     """The best plan of a program, on a machine on which it is worth while to divide even small layers."""
-    program = small()[name]
+    program = program_of(name)
     torch.manual_seed(0)
     model = program.build()
     given = {**PLAIN, **fixed}
@@ -30,14 +31,14 @@ def _under_found(names: list[str], ranks: int) -> list[tuple[str, str, float]]:
     """For each program the best plan, and the best of those that divide its layers: the worst difference of a loss."""
     said = []
     for name in names:
-        wanted = trained(small()[name], None)
+        wanted = trained(program_of(name), None)
         plans = [_found(name, ranks)]
         try:
             plans.append(_found(name, ranks, tp=ranks))
         except oc.errors.PlanError:  # nothing of it can be divided
             said.append((name, "no tp", 0.0))
         for plan in plans:
-            found = trained(small()[name], plan)
+            found = trained(program_of(name), plan)
             worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
             said.append((name, "tp" if plan.placements else f"zero {plan.zero}", worst))
     return said
@@ -50,6 +51,15 @@ def test_under_the_plan_that_was_found(ranks):
     assert all(one == said[0] for one in said)  # every rank finds the same
     assert [found for found in said[0] if found[2] > CLOSE] == []
     assert len({name for name, how, _ in said[0] if how == "tp"}) >= len(names) - 2
+
+
+@pytest.mark.parametrize("name", sorted(library()) if PROOF else ["GPT2LMHeadModel"])
+def test_models_of_a_library(name):
+    """Under random plans; and, as the search takes longest, in the proof alone under the plans that were found."""
+    said = run_ranks(compared, 2, range(5 if PROOF else 2), 2, "", name, timeout=300.0)[0]
+    assert [line for line in said if line.startswith("wrong")] == [] and "right" in said, said
+    for found in run_ranks(_under_found, 2, [name], 2, timeout=600.0) if PROOF else ():
+        assert found and [cell for cell in found if cell[2] > CLOSE] == []
 
 
 def test_under_random_plans():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from model_programs import library
 from plan_programs import Program, optimizer_of, small
 from torch import nn
 
@@ -44,12 +45,12 @@ def trained(program: Program, plan: oc.Plan | None, steps: int = STEPS) -> list[
     return found
 
 
-def drawn(seed: int, ranks: int) -> tuple[str, oc.Plan]:
-    """A program and a plan for it."""
+def drawn(seed: int, ranks: int, name: str = "") -> tuple[str, oc.Plan]:
+    """A program, or the one of a name, and a plan for it."""
     draw = random.Random(seed)
-    name = draw.choice(sorted(small()))
+    name = name or draw.choice(sorted(small()))
     with torch.device("meta"):
-        model = small()[name].build()
+        model = program_of(name).build()
     tp = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
     dp = ranks // tp
     zero = draw.choice((0, 1, 2, 3)) if dp > 1 else 0
@@ -68,22 +69,27 @@ def drawn(seed: int, ranks: int) -> tuple[str, oc.Plan]:
     return name, plan
 
 
-def compared(seeds: Sequence[int], ranks: int, fault: str = "") -> list[str]:
-    """For each seed what came out: "right", "refused: ...", "wrong: ...". On a rank."""
+def program_of(name: str) -> Program:
+    """One of the eight, or of a library's models."""
+    return small().get(name) or library()[name]
+
+
+def compared(seeds: Sequence[int], ranks: int, fault: str = "", name: str = "") -> list[str]:
+    """For each seed what came out: "right", "refused: ...", "wrong: ...". On a rank. ``name``: of the program; drawn, if none."""
     said = []
     for seed in seeds:
-        name, plan = drawn(seed, ranks)
-        program = small()[name]
+        chosen, plan = drawn(seed, ranks, name)
+        program = program_of(chosen)
         wanted = trained(program, None)
         try:
             found = trained(program, plan)
         except OnecardError as why:
-            said.append(f"refused: {name}: {why}")
+            said.append(f"refused: {chosen}: {why}")
             continue
         if fault == "loss":
             found[-1] *= 1.0001
         worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-        said.append("right" if worst <= CLOSE else f"wrong: seed {seed}: {name} by {worst:.1e} under {plan}")
+        said.append("right" if worst <= CLOSE else f"wrong: seed {seed}: {chosen} by {worst:.1e} under {plan}")
     return said
 
 
