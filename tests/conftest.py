@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import amounts
 import comparing
+import cpu
 import pytest
 from hypothesis import settings
 
@@ -24,8 +25,12 @@ settings.load_profile("onecard")
 # What takes seconds to import, and the tests whose ranks need it.
 SLOW_IMPORTS = {
     "test_operator_sweep": {"test_operator_sweep.py"},  # torch's database of operators
-    "transformers.modeling_utils": {"test_models.py", "test_static_models.py"},
+    "transformers.modeling_utils": {"test_experts_models.py", "test_models.py", "test_static_models.py"},
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu, "cpu")
 
 
 def pytest_report_header() -> str:

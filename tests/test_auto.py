@@ -112,11 +112,19 @@ LANGUAGE_PLANS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def language_on_one_card(tmp_path_factory) -> tuple[str, dict[str, Any]]:
+    """What it prints, and the files that it leaves: the same for all plans."""
+    (folder,) = folders(tmp_path_factory.mktemp("language"), LANGUAGE, "one")
+    return ran(folder, sys.executable, "program.py"), files(folder)
+
+
 @pytest.mark.parametrize("plan", LANGUAGE_PLANS, ids=str)
-def test_a_language_model(tmp_path, plan):
-    one, other = folders(tmp_path, LANGUAGE, "one", "several")
-    assert several(other, plan) == ran(one, sys.executable, "program.py")
-    assert_alike(files(one), files(other))
+def test_a_language_model(tmp_path, plan, language_on_one_card):
+    said, left = language_on_one_card
+    (folder,) = folders(tmp_path, LANGUAGE, "several")
+    assert several(folder, plan) == said
+    assert_alike(left, files(folder))
 
 
 def test_dropout_is_that_of_one_rank(tmp_path):

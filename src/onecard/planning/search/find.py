@@ -43,7 +43,7 @@ class Search:
         >>> from onecard.planning.search.subject import subject_of
         >>> sizes = oc.Transformer(layers=4, hidden=256, heads=8, vocab=1024, sequence=128)
         >>> machine = oc.Machine.preset("A100")
-        >>> search = Search(Space(subject_of(sizes, 16, None, {}), 2, machine, {}), machine, 0)
+        >>> search = Search(Space(subject_of(sizes, 4, None, {}), 2, machine, {"tp": 1}), machine, 0)
         >>> best = search.run().priced
         >>> min(cost.seconds for cost in best) == min(cost.seconds for cost in search.everything())
         True
