@@ -11,8 +11,8 @@ import pytest
 
 from onecard.errors import PlanError
 from onecard.planning.audit.audit import Audit, Given
-from onecard.planning.audit.page import as_json, page
 from onecard.planning.audit.read import read
+from onecard.planning.audit.report import as_json, page
 from onecard.planning.audit.shell import script
 from onecard.planning.audit.shell_values import Values
 from onecard.planning.audit.yaml_text import read_yaml

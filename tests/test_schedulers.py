@@ -102,7 +102,7 @@ def test_several_hosts_meet_at_the_first_of_the_list():
 @pytest.mark.parametrize("set_by", ["torchrun", "Kubernetes' PyTorchJob", "Ray Train"])
 def test_torchs_own_names_come_first(set_by):
     said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    assert schedulers.told(said | slurm(1) | open_mpi(1)) == schedulers.Told({})
+    assert schedulers.told(said | slurm(1) | open_mpi(1)) == schedulers.Scheduled({})
 
 
 def test_one_task_needs_nobody():

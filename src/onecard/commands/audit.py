@@ -18,8 +18,8 @@ from onecard.commands.waiting import waiting
 from onecard.errors import PlanError
 from onecard.machine.cost import Machine
 from onecard.planning.audit.audit import Audit, Given
-from onecard.planning.audit.page import LIBRARIES, as_json, page, price_page
 from onecard.planning.audit.read import read
+from onecard.planning.audit.report import LIBRARIES, as_json, page, price_page
 from onecard.planning.audit.worth import Worth, worth
 from onecard.planning.audit.write import write
 from onecard.planning.machine_file import machine_named

@@ -115,7 +115,7 @@ class Enough(BaseException):
     """Ends a rank that has done its steps."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(recorded.Listener, TorchDispatchMode):
     """Looks on while one rank runs.
 
     Args:
@@ -134,7 +134,7 @@ class Watch(TorchDispatchMode):
         self._calls: dict[int, tuple[str, str]] = {}
         self._told: list[Told] = []
         self._made: dict[int, Source] = {}
-        self._stepping = self._off = 0
+        self._stepping = 0
         self.serving: list[str] = []  # operators that run now, the innermost last
 
     def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
@@ -175,15 +175,6 @@ class Watch(TorchDispatchMode):
         if message.kind == "send":
             arrived(given)
         return arrived
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is looked at."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

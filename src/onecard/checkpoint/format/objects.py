@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint.format.portions import (
     LAST,
-    Entry,
     Portion,
     Spread,
     SpreadNames,
+    StateValue,
     entries,
     entries_of,
     has_stages,
@@ -49,23 +49,23 @@ class Names:
     def __init__(self, state: Any) -> None:
         self.modules = list(_modules(state, ""))  # which are kept: or an id might be given to another object
         self._named: dict[
-            Any, list[tuple[str, Entry]]
+            Any, list[tuple[str, StateValue]]
         ] = {}  # by itself or by its memory: (place, entry) in each module
         for place, params in self.modules:
             for entry in params:
                 for key in keys_of(entry.value):
                     self._named.setdefault(key, []).append((place, entry))
 
-    def entry(self, param: Tensor) -> Entry:
+    def entry(self, param: Tensor) -> StateValue:
         """A parameter as the module that has it; by itself, if none does."""
         found = self._found(param)
         return (
             found[0][1]
             if found
-            else Entry("", param, part_of(param), said=is_staged(param) or part_of(param) is not None)
+            else StateValue("", param, part_of(param), said=is_staged(param) or part_of(param) is not None)
         )
 
-    def entries_of(self, names: Sequence[str]) -> list[Entry | None]:
+    def entries_of(self, names: Sequence[str]) -> list[StateValue | None]:
         """The parameters of the first module that has all of some names."""
         for _, params in self.modules:
             inside = {entry.name: entry for entry in params}
@@ -111,7 +111,7 @@ class Names:
         ]
         return known if len(set(known)) == len(names) else names
 
-    def _found(self, param: Tensor) -> list[tuple[str, Entry]]:
+    def _found(self, param: Tensor) -> list[tuple[str, StateValue]]:
         return next((self._named[key] for key in keys_of(param) if key in self._named), [])
 
 
@@ -163,7 +163,7 @@ def _fits(states: Mapping[Any, Any], params: list[Tensor]) -> bool:
     return True
 
 
-def _modules(state: Any, place: str) -> Iterator[tuple[str, list[Entry]]]:
+def _modules(state: Any, place: str) -> Iterator[tuple[str, list[StateValue]]]:
     """(place, parameters) of the modules in a state, and of dicts of tensors, which may be their state dicts."""
     if isinstance(state, nn.Module):
         yield place, parameters(state)
@@ -224,7 +224,7 @@ def is_of_each_rank(value: Any) -> bool:
     return getattr(value, "of_each_rank", None) is not None
 
 
-def _with_parts(state: dict[str, Any], params: Sequence[Entry | None]) -> dict[str, Any]:
+def _with_parts(state: dict[str, Any], params: Sequence[StateValue | None]) -> dict[str, Any]:
     """An optimizer's state by names, whose tensors are parts as their parameters are."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     entry_of = dict(zip(names, params, strict=True))
@@ -239,7 +239,7 @@ def _with_parts(state: dict[str, Any], params: Sequence[Entry | None]) -> dict[s
     return {**state, "state": spread, "param_groups": groups}
 
 
-def _portions(state: Any, entry: Entry | None) -> Any:
+def _portions(state: Any, entry: StateValue | None) -> Any:
     """A parameter's states: those of its shape are parts as it is."""
     if entry is None or not isinstance(state, Mapping):
         return state

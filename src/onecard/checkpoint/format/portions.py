@@ -90,7 +90,7 @@ class SpreadNames(list[str]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class StateValue:
     """A value in a module's state, under its name on one card.
 
     Attributes:
@@ -121,26 +121,26 @@ def part_of(x: Tensor) -> Shard | None:
     return None if what.is_all() else what
 
 
-def entries(module: nn.Module) -> list[Entry]:
+def entries(module: nn.Module) -> list[StateValue]:
     """What is in a module's state, under the names that it has on one card."""
     state = module.state_dict(keep_vars=True)  # without: a copy, where `detach` has to gather
     return _named(state, state, dict(module.named_parameters(remove_duplicate=False)))
 
 
-def parameters(module: nn.Module) -> list[Entry]:
+def parameters(module: nn.Module) -> list[StateValue]:
     """Its parameters, tied ones under each of their names."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return _named(params, module.state_dict(keep_vars=True) if known else {}, params)
 
 
-def entries_of(state: Mapping[str, Any]) -> list[Entry]:
+def entries_of(state: Mapping[str, Any]) -> list[StateValue]:
     """What is in a dict of tensors, which may be what a module's ``state_dict`` returned."""
     return _named(state, state, {})
 
 
-def _named(values: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[str, Tensor]) -> list[Entry]:
+def _named(values: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[str, Tensor]) -> list[StateValue]:
     notes = next((said for knowledge in known if (said := knowledge.notes(state)) is not None), None)
-    found: dict[str, Entry] = {}
+    found: dict[str, StateValue] = {}
     outside, cut = -1, any(map(is_staged, values.values()))
     for key, value in values.items():
         part = part_of(params.get(key, value)) if isinstance(value, Tensor) else None
@@ -148,20 +148,20 @@ def _named(values: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[
             part = notes.parts.get(key)
         names = notes.names(key) if notes is not None else None
         if names is None:
-            found[key] = Entry(key, value, part, outside, key=key, said=cut or part is not None)
+            found[key] = StateValue(key, value, part, outside, key=key, said=cut or part is not None)
             continue
         outside = LAST
         for name, order in names:
-            found.setdefault(name, Entry(name, value, part, order, True, key, True))
+            found.setdefault(name, StateValue(name, value, part, order, True, key, True))
     return list(found.values())
 
 
-def has_stages(found: Iterable[Entry]) -> bool:
+def has_stages(found: Iterable[StateValue]) -> bool:
     """Whether there is something that other ranks may not have."""
     return any(entry.staged for entry in found)
 
 
-def unfolded(found: list[Entry]) -> dict[str, Any]:
+def unfolded(found: list[StateValue]) -> dict[str, Any]:
     """A module's state as a plain dict."""
     if has_stages(found):
         return Spread((entry.name, entry.portion(), entry.order) for entry in found)

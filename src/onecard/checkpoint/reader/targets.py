@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from onecard.checkpoint.format import tree
 from onecard.checkpoint.format.objects import Names, has_state, is_of_each_rank, is_optimizer_state, keys_of
-from onecard.checkpoint.format.portions import GRID, Entry, entries, entries_of, has_stages, mine, own
+from onecard.checkpoint.format.portions import GRID, StateValue, entries, entries_of, has_stages, mine, own
 from onecard.checkpoint.reader.changes import Change
 from onecard.checkpoint.reader.groups import by_text, group_names, members
 from onecard.checkpoint.reader.virtual import Virtual
@@ -159,7 +159,7 @@ class Walk:
             self.flat = True
         return target
 
-    def _noted(self, target: dict[Any, Any], noted: list[Entry], below: Mapping[Any, Any], path: str) -> Any:
+    def _noted(self, target: dict[Any, Any], noted: list[StateValue], below: Mapping[Any, Any], path: str) -> Any:
         """A state dict of a module of which each rank has a part."""
         for entry in noted:
             where = tree.join(path, entry.name)
@@ -335,7 +335,7 @@ class Walk:
         self.last.append(lambda: target.__setitem__("param_groups", groups))
         return target
 
-    def _in_place(self, there: Any, node: Any, path: str, param: Entry | None) -> Any:
+    def _in_place(self, there: Any, node: Any, path: str, param: StateValue | None) -> Any:
         """A parameter's states, as the checkpoint has them: in the memory of those that are there."""
         below = tree.children(node)
         if below is None or not isinstance(there, Mapping):

@@ -41,7 +41,7 @@ _switched: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Announced:
     """What one rank is about to do: ``call`` and ``digest`` must be equal on all ranks, the rest is for people."""
 
     call: str
@@ -80,7 +80,7 @@ def collective(name: str, ranks: Iterable[int], sent: Tensor | None) -> None:
     if _said.here:
         message = _said.here.pop(0)
         why = f", for {message.operand!r} {list(message.shape)} of {message.operator}"
-    found = _exchange(tuple(sorted(ranks)), Entry(name + kind, record.user_line(), why))
+    found = _exchange(tuple(sorted(ranks)), Announced(name + kind, record.user_line(), why))
     if len({(entry.call, entry.why) for entry in found.values()}) > 1:
         _stop(_out_of_step(found))
 
@@ -100,7 +100,7 @@ def equal(operator: str, ranks: Iterable[int], claimed: Iterable[Claim]) -> None
     digests = json.dumps([[list(c.part), claims.digest(c.tensor)] for c in given])
     value = f" = {claims.first(given[0].tensor)}" if len(given) == 1 else ""
     members = tuple(sorted(ranks))
-    found = _exchange(members, Entry(call, record.user_line(), digest=digests, value=value))
+    found = _exchange(members, Announced(call, record.user_line(), digest=digests, value=value))
     if len({entry.call for entry in found.values()}) > 1:
         _stop(_out_of_step(found))
     if len({entry.digest for entry in found.values()}) > 1:
@@ -125,7 +125,7 @@ def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> s
     mine, line = world.get_rank() in holders, record.user_line()
 
     def ask(what: str, words: Sequence[str]) -> list[list[str]]:
-        sent = Entry(f"{what} of {claim.name}", line, words=json.dumps(list(words)) if mine else "[]")
+        sent = Announced(f"{what} of {claim.name}", line, words=json.dumps(list(words)) if mine else "[]")
         found = _exchange(members, sent)
         return [json.loads(found[rank].words) for rank in holders]
 
@@ -144,7 +144,7 @@ def _difference(claim: Claim, members: tuple[int, ...], holders: list[int]) -> s
 
 def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, ...], cure: str) -> None:
     """Warn if all ranks give one and the same tensor as different parts of a whole: most likely each has the whole."""
-    entry = Entry(f"{call}: compare parts", record.user_line(), why=str(part), digest=claims.digest(local))
+    entry = Announced(f"{call}: compare parts", record.user_line(), why=str(part), digest=claims.digest(local))
     found = _exchange(tuple(sorted(ranks)), entry)
     telling = local.is_floating_point() and local.numel() >= 8 and bool((local != local.flatten()[0]).any())
     if telling and len({e.why for e in found.values()}) > 1 and len({e.digest for e in found.values()}) == 1:
@@ -157,7 +157,7 @@ def same_parts(call: str, ranks: Iterable[int], local: Tensor, part: tuple[int, 
 
 def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
     """Compare what a call says of a whole tensor, such as its shape."""
-    found = _exchange(tuple(sorted(ranks)), Entry(call, record.user_line()))
+    found = _exchange(tuple(sorted(ranks)), Announced(call, record.user_line()))
     if len({entry.call for entry in found.values()}) > 1:
         _stop(_out_of_step(found, cure))
 
@@ -175,7 +175,7 @@ def _listen(message: record.Message) -> None:
         _said.here.append(message)
 
 
-def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
+def _exchange(ranks: tuple[int, ...], entry: Announced) -> dict[int, Announced]:
     """Each rank's entry. The keys of one exchange are deleted in the next one: whoever is there has read them."""
     if len(ranks) == 1:
         return {ranks[0]: entry}
@@ -198,7 +198,7 @@ def _exchange(ranks: tuple[int, ...], entry: Entry) -> dict[int, Entry]:
     return found
 
 
-def _await(store: Any, key: str, rank: int, ranks: tuple[int, ...], mine: Entry) -> Entry:
+def _await(store: Any, key: str, rank: int, ranks: tuple[int, ...], mine: Announced) -> Announced:
     begin, pause = time.monotonic(), 0.0005
     while not store.check([f"{key}/{rank}"]):
         waited = time.monotonic() - begin
@@ -212,7 +212,7 @@ def _await(store: Any, key: str, rank: int, ranks: tuple[int, ...], mine: Entry)
                 )
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
-    return Entry(**json.loads(store.get(f"{key}/{rank}")))
+    return Announced(**json.loads(store.get(f"{key}/{rank}")))
 
 
 def _whereabouts(store: Any, rank: int, ranks: tuple[int, ...]) -> tuple[str, bool]:
@@ -265,7 +265,7 @@ DTYPES = (
 _DTYPE = re.compile(r"\b(?:(?:float|bfloat|int|uint|complex)\d+|bool)\b")
 
 
-def _out_of_step(found: dict[int, Entry], cure: str = ADVICE) -> str:
+def _out_of_step(found: dict[int, Announced], cure: str = ADVICE) -> str:
     if len({_DTYPE.sub("", entry.call + entry.why) for entry in found.values()}) == 1:
         cure = DTYPES
     return f"ranks are out of step\n{listed({rank: str(entry) for rank, entry in found.items()})}\n{cure}"

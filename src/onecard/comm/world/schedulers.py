@@ -16,7 +16,7 @@ FIRST_PORT, PORTS = 15000, 15000
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Scheduled:
     """What a process is told: ``variables`` as torchrun would have set them; ``lacks``: what to do where a master is missing;
     ``doubt``: a warning."""
 
@@ -25,7 +25,7 @@ class Told:
     doubt: str = ""
 
 
-def told(environment: Mapping[str, str]) -> Told:
+def told(environment: Mapping[str, str]) -> Scheduled:
     """What the environment of a process says of its rank, under whatever names; nothing where torch's own are set.
 
     Example:
@@ -36,20 +36,20 @@ def told(environment: Mapping[str, str]) -> Told:
         {}
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return Told({})
-    return _slurm(environment) or _mpi(environment) or Told({})
+        return Scheduled({})
+    return _slurm(environment) or _mpi(environment) or Scheduled({})
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
-def _slurm(said: Mapping[str, str]) -> Told | None:
+def _slurm(said: Mapping[str, str]) -> Scheduled | None:
     size = said.get("SLURM_STEP_NUM_TASKS") or said.get("SLURM_NTASKS") or said.get("SLURM_NPROCS") or "1"
     if "SLURM_PROCID" not in said or size == "1":
         return None
     if "SLURM_JOB_ID" in said and "SLURM_STEP_ID" not in said and said["SLURM_PROCID"] == "0":
         # The script of sbatch itself, or a shell of salloc: one process, which knows how many it may start.
-        return Told(
+        return Scheduled(
             {}, doubt=f"this is one process in a Slurm job of {size} tasks. To run on all of them: srun python train.py"
         )
     host = int(said.get("SLURM_NODEID") or "0")
@@ -135,7 +135,7 @@ _LINES = {
 }
 
 
-def _mpi(said: Mapping[str, str]) -> Told | None:
+def _mpi(said: Mapping[str, str]) -> Scheduled | None:
     for name, rank, size, local_rank, local_size in _MPI:
         if rank in said and said.get(size, "1") != "1":
             found = {"RANK": said[rank], "WORLD_SIZE": said[size]}
@@ -152,7 +152,7 @@ def _mpi(said: Mapping[str, str]) -> Told | None:
 
 def _with_master(
     found: dict[str, str], said: Mapping[str, str], address: str, job: str, launcher: str, line: str
-) -> Told:
+) -> Scheduled:
     """The same with an address at which the ranks meet: what is set, else the first host and a port made of the job's name."""
     port = str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS) if job else ""
     found["MASTER_ADDR"] = said.get("MASTER_ADDR") or address
@@ -164,4 +164,4 @@ def _with_master(
         f"{launcher} says that this is rank {found['RANK']} of {found['WORLD_SIZE']}, and not where the ranks can meet: "
         f"{' and '.join(missing)} not set. Start it as: {line}"
     )
-    return Told(found, lacks if missing else "")
+    return Scheduled(found, lacks if missing else "")

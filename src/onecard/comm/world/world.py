@@ -27,7 +27,7 @@ from onecard.place import mesh as _mesh
 TIMEOUT = timedelta(seconds=float(os.environ.get("ONECARD_TIMEOUT", "600")))
 
 
-_told = schedulers.Told({})
+_told = schedulers.Scheduled({})
 
 
 def ask_scheduler() -> None:

@@ -16,7 +16,7 @@ from onecard.errors import FleetError
 from onecard.fleet.gradients import hooks, pending
 from onecard.fleet.gradients.copies import compare, equalise
 from onecard.fleet.grid.strategy import DistributedStrategy
-from onecard.fleet.zero.carried import Places, declare
+from onecard.fleet.zero.carried import Members, declare
 
 
 class DistributedModel(nn.Module):
@@ -32,7 +32,7 @@ class DistributedModel(nn.Module):
         super().__init__()
         self.module, self._data, self._accum = module, data, grad_accum_dtype
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
-        self._places: Places | None = None
+        self._members: Members | None = None
         self._family: pending.Family | None = None
         self._number, self._compared = sparse_check.serial(), 0
         self._adopt()
@@ -43,7 +43,7 @@ class DistributedModel(nn.Module):
         if not torch.is_grad_enabled() or not self.module.training:
             return
         with recorded.unrecorded():
-            if self._places is None or not self._places.same():
+            if self._members is None or not self._members.same():
                 self._adopt()
             backwards = 0 if self._family is None else self._family.backwards
             if backwards != self._compared:  # once for all microbatches of a step
@@ -59,8 +59,8 @@ class DistributedModel(nn.Module):
         for p in parameters:
             hooks.share_data(p, self._data, self._family, self._accum)
         values = [*parameters, *self.module.buffers()]
-        equalise(values if self._places is None else self._places.new(values))
-        self._places = Places(self.module)
+        equalise(values if self._members is None else self._members.new(values))
+        self._members = Members(self.module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # As on one card: model.head = nn.Linear(...) exchanges the model's head.
@@ -71,7 +71,7 @@ class DistributedModel(nn.Module):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_places": None, "_family": None}
+        return {**self.__dict__, "_members": None, "_family": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model, under autocast if the strategy says amp."""

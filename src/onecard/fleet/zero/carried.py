@@ -76,7 +76,7 @@ def declare(model: nn.Module) -> None:
                 module.__dict__[_HELD] = known = {**known, name: noted(p)}
 
 
-class Places:
+class Members:
     """Which parameters and modules a model has, to be asked often whether they are the same."""
 
     def __init__(self, model: nn.Module) -> None:

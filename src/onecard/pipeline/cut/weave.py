@@ -11,7 +11,7 @@ from torch import fx
 from onecard.comm.issue import staged
 from onecard.errors import RecordingError
 from onecard.pipeline.cut.messages import Clock, Crossing, Tick, crossings
-from onecard.pipeline.cut.packets import Packet, numel, packed
+from onecard.pipeline.cut.packing import Packet, numel, packed
 from onecard.pipeline.cut.places import Places, is_free
 from onecard.pipeline.schedule.action import Schedule
 from onecard.static.passes.once import words

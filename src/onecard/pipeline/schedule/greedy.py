@@ -13,7 +13,7 @@ from onecard.pipeline.schedule.timing import Times
 _NEVER = float("inf")
 
 
-class _Rank:
+class _Lanes:
     """What a rank has still to do, and what it holds."""
 
     def __init__(self, lanes: Iterable[Iterable[Action]], limit: float) -> None:
@@ -33,7 +33,7 @@ class _Run:
         self.whole, self.late = sizes.kept(stages)
         self.ready: dict[tuple[str, int, int], float] = {}
 
-    def choose(self, rank: _Rank, now: float) -> tuple[Action | None, float]:
+    def choose(self, rank: _Lanes, now: float) -> tuple[Action | None, float]:
         """What a free rank does now; or None, and until when it waits (for ever: until something is sent)."""
         soonest = _NEVER
         for lane in rank.lanes:
@@ -50,7 +50,7 @@ class _Run:
                 soonest = min(soonest, arrival)
         return (rank.owed.popleft(), now) if rank.owed else (None, soonest)
 
-    def account(self, rank: _Rank, action: Action, now: float) -> float:
+    def account(self, rank: _Lanes, action: Action, now: float) -> float:
         """What running an action changes on its rank; when it ends."""
         kind, stage, microbatch = action
         end = now + self.lasts[kind][stage]
@@ -88,7 +88,7 @@ def run_greedily(
     """
     stages = len(stage_to_rank)
     run = _Run(stages, times, sizes, hold)
-    ranks = [_Rank(own, limit) for own, limit in zip(lanes, limits, strict=True)]
+    ranks = [_Lanes(own, limit) for own, limit in zip(lanes, limits, strict=True)]
     queue = [(0.0, rank) for rank in range(len(ranks))]
     parked: set[int] = set()
     while queue:

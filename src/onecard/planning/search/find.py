@@ -105,23 +105,23 @@ class Search:
 
     def run(self) -> Found:
         """Price what can be the best."""
-        found, line, best = Found(), _Line(), float("inf")
+        found, queue, best = Found(), _Queue(), float("inf")
         for group in self.space.groups():
-            line.put(0.0, _Entry(group))
-        while line and line.least <= best * (1 + ALIKE):
-            bound, entry = line.take()
+            queue.put(0.0, _Entry(group))
+        while queue and queue.least <= best * (1 + ALIKE):
+            bound, entry = queue.take()
             group, plan = entry.group, entry.plan
             if plan is None:
                 least = self._at_least(group)
                 if least > bound:
-                    line.put(least, entry)
+                    queue.put(least, entry)
                     continue
                 found.recorded += 1
-                self._open_all(group, found, line)
+                self._open_all(group, found, queue)
                 continue
             close = max(bound, self._open[group][0].closely(plan)) if self.objective == "time" else bound
             if close > bound * (1 + 1e-9) and not entry.close:
-                line.put(close, replace(entry, close=True))
+                queue.put(close, replace(entry, close=True))
                 continue
             with suppress(PlanError, ScheduleError):
                 cost = self.cost(group, plan)
@@ -130,7 +130,7 @@ class Search:
                     self._fitting.add(plan)
                     best = min(best, self._of(cost))
                 else:
-                    self._with_recompute(group, close, line)
+                    self._with_recompute(group, close, queue)
         found.priced.sort(key=self._of)
         return found
 
@@ -166,7 +166,7 @@ class Search:
                     found = one
         return found
 
-    def _open_all(self, group: Plan, found: Found, line: _Line) -> None:
+    def _open_all(self, group: Plan, found: Found, queue: _Queue) -> None:
         """Put the plans of a group in line."""
         bounds, _ = self.opened(group)
         large = float("inf")
@@ -181,21 +181,21 @@ class Search:
             except PlanError:
                 continue
             if self._fits(peak):
-                line.put(seconds if self.objective == "time" else float(peak), _Entry(group, plan))
+                queue.put(seconds if self.objective == "time" else float(peak), _Entry(group, plan))
                 continue
             large = min(large, seconds)
         if self.objective != "time":
             large = 0.0
         if large < float("inf"):
-            self._with_recompute(group, large, line)
+            self._with_recompute(group, large, queue)
 
-    def _with_recompute(self, group: Plan, least: float, line: _Line) -> None:
+    def _with_recompute(self, group: Plan, least: float, queue: _Queue) -> None:
         """A plan of a group does not fit: look at those that compute again. They take no less time."""
         if group in self._again:
             return
         self._again.add(group)
         for other in self.space.again(group):
-            line.put(least, _Entry(other))
+            queue.put(least, _Entry(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class _Entry:
     close: bool = False
 
 
-class _Line:
+class _Queue:
     """Entries by what they take at least."""
 
     def __init__(self) -> None:
