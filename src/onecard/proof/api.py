@@ -117,7 +117,7 @@ def proved(case: Case, rounding: bool = True) -> Proof:
     results, unpaired = compare(ranks, one, bound)
     wrong = tuple(result for result in results if result.off > bound)
     found = partners(ranks, one, bound)
-    first = first_divergence(found, ranks, wrong) if wrong else None
+    first = first_divergence(found, ranks, wrong, bound) if wrong else None
     apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
         case.world, not wrong, exact, len(found.nodes), found.share, tuple(results), wrong, first, apart, tuple(unpaired),

@@ -96,7 +96,7 @@ def _key(entry: Entry) -> tuple[Hashable, ...]:
 
 def _kind(value: Value) -> Hashable:
     spec = value.spec
-    return "plain" if spec is None else (spec.layout, spec.shape, spec.dtype)
+    return ("plain", value.local.dim()) if spec is None else (spec.layout, spec.shape, spec.dtype)
 
 
 def _link(ranks: Sequence[Watched], made: Sequence[Node], places: Places) -> None:

@@ -25,6 +25,7 @@ _JOINED = {
     "mean": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
     "min": lambda x: x.amin(0),
+    "norm": lambda x: x.norm(dim=0),
 }
 
 
@@ -154,9 +155,8 @@ class _Search:
             if not first.is_floating_point() and not first.is_complex():
                 continue
             stacked = torch.stack([node.local[rank] for rank in ranks])
-            for how, join in _JOINED.items():
-                if how in ("sum", "mean") or (not first.is_complex() and first.numel()):
-                    yield how, ranks, join(stacked)
+            for how in _ways(node, first):
+                yield how, ranks, _JOINED[how](stacked)
 
     # -- all of them -----------------------------------------------------------------------------------------------------
 
@@ -241,6 +241,21 @@ class _Search:
                     yield other
 
 
+_NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
+_COPIES = ("clone", "copy", "stack", "cat", "_to_copy")
+
+
+def _ways(node: Node, part: Tensor) -> Sequence[str]:
+    """In which ways ranks may have a value together."""
+    if part.is_complex() or not part.numel():
+        return ("sum", "mean")
+    if node.name in _NORMS:
+        return ("norm",)
+    if any(word in node.name for word in ("max", "min")):
+        return ("max", "min")
+    return ("sum", "mean", "max", "min") if node.message or node.name in _COPIES else ("sum", "mean")
+
+
 def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
     """The ranks whose part is not the right one; of a pending value all of them."""
     if held.value is None or held.value.shape != right.shape or held.layout.pending:
@@ -257,9 +272,11 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
 
 def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
     """Whether a rank's tensor is the value, or a block of it."""
+    if part.dim() != value.dim():  # a dim of size one more or less
+        part, value = part.squeeze(), value.squeeze()
     if part.shape == value.shape and apart(part, value) <= bound:
         return True
-    return part.shape != value.shape and block_in(part, value, bound) is not None
+    return part.dim() == value.dim() and part.shape != value.shape and block_in(part, value, bound) is not None
 
 
 __all__ = ["Found", "Node", "is_part", "partners", "wrong_ranks"]

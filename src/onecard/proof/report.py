@@ -20,7 +20,7 @@ from onecard.proof.watch import Watched
 from onecard.proof.whole import apart
 from onecard.proof.words import ranks_of, with_code
 
-SHOWN = 8  # results that are listed
+SHOWN = 8  # results that are listed, and messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,21 +256,21 @@ def _cut(values: Sequence[Tensor], node: Node) -> list[dict[int, Tensor]]:
 
 
 def _messages(node: Node, ranks: Sequence[Watched]) -> tuple[str, ...]:
-    """What the first wrong rank was sent before the value, newest last."""
-    rank = next(iter(node.wrong or node.entries), None)
-    if rank is None or rank not in node.entries:
-        return ()
-    told = node.entries[rank].messages
-    if told:
-        return tuple(f"rank {rank} {message}" for message in told[-3:])
-    number = node.entries[rank].number
-    before = [m for entry in ranks[rank].entries[:number] for m in entry.messages]
-    return tuple(f"rank {rank} {message}" for message in before[-1:])
+    """What the wrong ranks were sent before the value, newest last."""
+    wrong = [rank for rank in node.wrong or node.entries if rank in node.entries]
+    told = {(m.kind, m.ranks, m.number): (rank, m) for rank in wrong[::-1] for m in node.entries[rank].messages}
+    if told or not wrong:
+        return tuple(f"rank {rank} {message}" for rank, message in [*told.values()][-SHOWN:])
+    number = node.entries[wrong[0]].number
+    before = [m for entry in ranks[wrong[0]].entries[:number] for m in entry.messages]
+    return tuple(f"rank {wrong[0]} {message}" for message in before[-1:])
 
 
-def first_divergence(found: Found, ranks: Sequence[Watched], wrong: Sequence[Result]) -> Divergence | None:
+def first_divergence(
+    found: Found, ranks: Sequence[Watched], wrong: Sequence[Result], bound: float
+) -> Divergence | None:
     """Where what is wrong in the end begins; None if no value shows it."""
-    node = origin(found, [place for result in wrong for place in result.made])
+    node = origin(found, [place for result in wrong for place in result.made], bound)
     return None if node is None else divergence(node, found, ranks)
 
 

@@ -243,9 +243,9 @@ def _wrong(local: Mapping[int, Tensor], want: Mapping[int, Tensor], bound: float
 # -- what is returned --------------------------------------------------------------------------------------------------------
 
 
-def frozen(result: Any, value: Callable[[Tensor], Value] = Value.of) -> Any:
+def frozen(result: Any, value: Callable[[Any], Any]) -> Any:
     """What a program returns, as it is now: tensors as ``Value``."""
-    return tree_map(lambda x: value(x) if isinstance(x, Tensor) else x, result)
+    return tree_map(value, result)
 
 
 def _returned(ranks: Sequence[Watched], one: Watched, bound: float) -> list[Result]:

@@ -120,7 +120,7 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
         with suppress(Enough):
             watch.seen.returned = program(*given)
         with watch.paused():
-            watch.seen.returned = frozen(watch.seen.returned, watch.value)
+            watch.seen.returned = frozen(watch.seen.returned, watch.left)
             watch.end()
     recorded.watcher = None
 

@@ -134,6 +134,7 @@ class Watch(recorded.Listener, TorchDispatchMode):
         self._calls: dict[int, tuple[str, str]] = {}
         self._told: list[Told] = []
         self._made: dict[int, Source] = {}
+        self._read: dict[float, Source] = {}  # numbers that Python has read, by their value
         self._stepping = 0
         self.serving: list[str] = []  # operators that run now, the innermost last
 
@@ -195,6 +196,9 @@ class Watch(recorded.Listener, TorchDispatchMode):
         name = schema.functional
         if schema.views:
             return
+        if isinstance(result, float):
+            self._read |= dict.fromkeys([result], self._sources(args)[0]) if self._sources(args) else {}
+            return
         if name.removeprefix("aten::") in _ROOM:
             for x in tree_leaves(result):
                 if isinstance(x, Tensor) and not fakes.is_fake(x):
@@ -251,6 +255,13 @@ class Watch(recorded.Listener, TorchDispatchMode):
             self._made.get(_memory(x)),
             shard if isinstance(shard, Shard) and shard.is_cut() else None,
         )
+
+    def left(self, x: Any) -> Any:
+        """What is returned, as it is now: a tensor, or a number that was read from one, with what has made it."""
+        if isinstance(x, Tensor):
+            return self.value(x)
+        known = self._read.get(x) if isinstance(x, float) else None
+        return x if known is None else Value(torch.tensor(x, dtype=torch.float64), None, known)
 
     # -- modules and optimizers ------------------------------------------------------------------------------------------
 

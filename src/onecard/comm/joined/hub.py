@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard._torch.names import no_dispatch
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 from onecard.comm.joined.baton import Baton
@@ -46,7 +47,8 @@ class Told:
     def __str__(self) -> str:
         for_whom = f" for {self.operand!r} of {self.operator}" if self.operator else ""
         op = f"({self.op})" if self.op else ""
-        return f"{self.kind}{op} of {list(self.shape)} among ranks {list(self.ranks)}{for_whom}, {self.source}"
+        which = "" if self.kind in ("send", "recv") else f" (their message {self.number})"
+        return f"{self.kind}{op} of {list(self.shape)} among ranks {list(self.ranks)}{which}{for_whom}, {self.source}"
 
 
 class _Work(ShmWork):
@@ -117,7 +119,7 @@ class Hub:
         slot = self._slots.setdefault((ranks, number), _Slot())
         words = f"{kind}{_words(agreed)} among ranks {list(ranks)} (its message {number})"
         work = _Work(None, list(into), FOREVER, lambda made, _: self.baton.wait(made.is_completed, words))
-        with torch.no_grad():
+        with torch.no_grad(), no_dispatch():  # what a message does inside is no rank's work, for who looks on
             copies = [x.detach().clone() for x in given]
         slot.posts[ranks.index(me)] = _Post(kind, agreed, copies, into, fill, work, arrived)
         if len(slot.posts) == len(ranks):
@@ -141,7 +143,8 @@ class Hub:
             try:
                 with torch.no_grad():
                     for post in posts:
-                        post.fill(given)
+                        with no_dispatch():
+                            post.fill(given)
                         if post.arrived is not None:
                             post.arrived(post.into)
             except (RuntimeError, ValueError, IndexError) as found:
