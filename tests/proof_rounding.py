@@ -33,26 +33,42 @@ def cancelling(size: int, scale: float, seed: int, fault: float) -> Any:
 
 
 def steep(size: int, scale: float, seed: int, fault: float) -> Any:
-    """Steps of descent that are so large that each makes what was rounded many times as large."""
+    """Steps of descent that are so large that it never settles: each makes what was rounded about twice as large."""
     torch.manual_seed(seed)
-    x, w = torch.randn(size // 100, 3), torch.ones(3) * 0.5
-    for _ in range(12):
-        error = x @ w - x.sum(1)
-        grad = torch.stack([_total(error * x[:, i]) for i in range(3)]) / len(x)
-        w = w - 4.0 * grad * (1 + fault)
+    x = torch.rand(size) + 0.5
+    w = torch.tensor(0.3 + 0.01 * seed)
+    for _ in range(26):
+        mean = _total(x * w) / _total(x)
+        w = w - (mean - 3.9 * mean * (1 - mean)) * (1 + fault)
     return w * scale
 
 
 def ill(size: int, scale: float, seed: int, fault: float) -> Any:
     """A system of equations that is close to having no solution, of sums over ranks."""
     torch.manual_seed(seed)
-    x = torch.randn(size // 10) * scale**0.25
-    a, b = _total(x * x), _total(x * (x + 1e-4))
+    x = torch.randn(size) * scale**0.25
+    a, b = _total(x * x), _total(x * x * (1 - 1e-4))
     return a / (a - b) * (1 + fault)
 
 
-PROGRAMS: tuple[Callable[..., Any], ...] = (cancelling, steep, ill)
-CASES = [(p, size, scale, seed) for seed in range(4) for p in PROGRAMS for size in SIZES for scale in SCALES][:40]
+def peaked(size: int, scale: float, seed: int, fault: float) -> Any:
+    """Softmax of large logits: what is rounded of a logit is a factor of its share."""
+    torch.manual_seed(seed)
+    x = torch.rand(size) + 0.5
+    logits = torch.stack([_total(x * (1 + 1e-4 * i)) for i in range(4)]) * (scale**0.25 / size * 3000)
+    return torch.softmax(logits - 100.0, 0) * (1 + fault)
+
+
+def normed(size: int, scale: float, seed: int, fault: float) -> Any:
+    """A variance that is small beside the mean."""
+    torch.manual_seed(seed)
+    x = torch.randn(size) + 100.0 * scale**0.125 + 0.1
+    mean = _total(x) / len(x)
+    return (_total(x * x) / len(x) - mean * mean).sqrt() * (1 + fault)
+
+
+PROGRAMS: tuple[Callable[..., Any], ...] = (cancelling, steep, ill, peaked, normed)
+CASES = [(p, size, scale, seed) for seed in range(2) for p in PROGRAMS for size in SIZES for scale in SCALES]
 
 
 def pair(case: tuple[Any, ...], fault: float) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -21,9 +21,11 @@ def test_planted_faults_are_found_and_named():
     outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
     missed = [fault.name for fault, outcome in counted if not outcome.found]
-    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in counted if not outcome.named]
+    # Of faults in the library's source ("*") the very first wrong value is asked for: benchmarks/README.md has how often.
+    asked = [(fault, outcome) for fault, outcome in counted if fault.named != "*"]
+    unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in asked if not outcome.named]
     assert len(missed) <= 0.01 * len(counted), missed
-    assert len(unnamed) <= 0.05 * len(counted), unnamed
+    assert len(unnamed) <= 0.05 * len(asked), unnamed
     assert len(counted) >= (150 if PROOF else 8)
 
 

@@ -405,6 +405,3 @@ def by_hand() -> Iterator[tuple[str, str, Callable[[], Any], Callable[[], Any] |
         yield "Megatron by hand", bug, partial(megatron, bug), megatron, named
     for bug, named in DATA_BUGS.items():
         yield "data parallel by hand", bug, partial(parallel_data, bug), parallel_data, named
-
-
-PLACES: list[Any] = []

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,16 @@ import torch
 import tyro
 
 import onecard as oc
+from fuzz import fault_places
 from fuzz import fault_programs as programs
 from onecard import recorded
 from onecard._torch.names import no_dispatch
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Hub
 from onecard.errors import ProofError
+from onecard.proof.running import Case
+from onecard.proof.watch import Entry
+from onecard.proof.whole import apart
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows
 
@@ -42,7 +46,8 @@ class Fault:
     Attributes:
         family, name: of it; program: right without it; world: on so many ranks; against: what one card runs, if not the same.
         plant: what makes it; where it is in the program itself, nothing.
-        named: what must be named: an operator, or a result ("the gradient of 0.weight"); "": what the plant says.
+        named: what must be named: an operator, or a result ("the gradient of 0.weight"); "": what the
+            plant says; "*": the first value that is another one than without the fault.
     """
 
     family: str
@@ -75,12 +80,21 @@ def tried(fault: Fault) -> Outcome:
     want = (fault.named or getattr(planted, "named", "")).removesuffix("_")  # of a write the values are the result's
     if isinstance(planted, Tamper) and not planted.struck:
         return Outcome(False, False, "", idle=True)
+    if want == "*":
+        return _placed(fault, proof)
     first = proof.first.operator if proof.first is not None else ""
     what = proof.wrong[0].what if proof.wrong else ""
     right = what.startswith(want) if " " in want else first == want
     if isinstance(planted, Tamper) and proof.first is not None:  # this very message, not another one of its kind
         right = right and any(all(word in said for word in planted.message) for said in proof.first.messages)
     return Outcome(not proof, not proof and right, f"want {want!r}, named {first!r}, first result {what!r}")
+
+
+def _placed(fault: Fault, proof: oc.Proof) -> Outcome:
+    want = first_wrong(fault)
+    first = (proof.first.operator, proof.first.line) if proof.first is not None else ("", "")
+    said = f"want {sorted(name for name, _ in want)}, named {first[0]!r}"
+    return Outcome(not proof, not proof and first in want, said, idle=not want)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
@@ -224,11 +238,33 @@ def _reduced(name: str, op: str) -> Form:
 
 def places() -> Iterator[Fault]:
     """Places of the manual level, ZeRO, clipping, schedules and random numbers."""
-    for family, name, program, world, owner, attribute, wrong, named in programs.PLACES:
+    for family, name, program, world, owner, attribute, wrong in fault_places.places():
         right = getattr(owner, attribute)
         yield Fault(
-            family, name, program, lambda o=owner, a=attribute, w=wrong, r=right: mock.patch.object(o, a, w(r)), named, world
+            family, name, program, lambda o=owner, a=attribute, w=wrong, r=right: mock.patch.object(o, a, w(r)), "*", world
         )  # fmt: skip
+
+
+def first_wrong(fault: Fault) -> set[tuple[str, str]]:
+    """The operators, with their lines, that are the first to have other values than without the fault, on any rank."""
+    case = Case(fault.program, (), fault.world)
+    right = case.ranks(True)
+    with fault.plant():
+        wrong = case.ranks(True)
+    found = [_first(a.entries, b.entries) for a, b in zip(right, wrong, strict=True)]
+    least = min((entry.number for entry in found if entry is not None), default=0)
+    return {(entry.name, entry.line) for entry in found if entry is not None and entry.number == least}
+
+
+def _first(right: Sequence[Entry], wrong: Sequence[Entry]) -> Entry | None:
+    for a, b in zip(right, wrong, strict=False):
+        if (a.name, a.line, len(a.values)) != (b.name, b.line, len(b.values)):
+            return b
+        for x, y in zip(a.values, b.values, strict=True):
+            same = x.local.shape == y.local.shape and str(x.spec and x.spec.layout) == str(y.spec and y.spec.layout)
+            if not same or apart(x.local, y.local) > 1e-7:
+                return b
+    return None
 
 
 def by_hand() -> Iterator[Fault]:
