@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from experts_programs import LAYERS, grouped
-from torch import Tensor
+from experts_programs import LAYERS
+from torch import Tensor, nn
 
 import onecard as oc
 from onecard.testing import run_ranks
@@ -75,29 +75,37 @@ def test_programs_of_all_styles_are_those_of_one_card(names):
 # ---- Bytes
 
 
-def sent(tokens: int) -> tuple[list[int], list[int]]:
+def sent(layer: str, name: str, tokens: int) -> tuple[list[int], list[int]]:
     """Bytes of rows sent forward and backward by this rank with a router that loads all ranks alike; and all other bytes."""
+    warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
     given = values(2, tokens)
     x, router = given[0], given[1]
     x[:, :EXPERTS] = torch.eye(EXPERTS).repeat(tokens // EXPERTS, 1) * 9
     x[:, :EXPERTS] += torch.eye(EXPERTS).roll(EXPERTS // 2, 0).repeat(tokens // EXPERTS, 1) * 8
     router.zero_()[:, :EXPERTS] = torch.eye(EXPERTS)
-    mine = marked("ep=2", given)
+    mine = [nn.Parameter(x.detach()) for x in marked(name, given)]
     with oc.explain() as report:
-        made = grouped(*mine, TOP)
+        made = LAYERS[layer](*mine, TOP)
         report.next_step()
         made.square().sum().backward()
     rows = [sum(m.step.bytes for m in step if m.shape[-1:] == (WIDTH,)) for step in report.steps]
     return rows, [sum(m.step.bytes for m in step) - n for step, n in zip(report.steps, rows, strict=True)]
 
 
-def test_rows_are_sent_once_to_their_experts_and_once_back():
-    ranks, tokens = 2, 64
-    bound = 2 * (tokens // ranks) * TOP * WIDTH * 4 * (ranks - 1) // ranks
-    numbers = TOP * (tokens // ranks) * (8 + 4)  # which expert, and its weight; sent to one other rank at most
-    for rows, rest in run_ranks(sent, ranks, tokens):
-        assert rows == [bound, bound]
-        assert max(rest) <= numbers
+def all_sent(names: list[str]) -> dict[tuple[str, str], tuple[list[int], list[int]]]:
+    return {(layer, name): sent(layer, name, 64) for layer in ("grouped", "grouped_added", "loop") for name in names}
+
+
+@pytest.mark.parametrize("names", [["ep=2"], ["ep=4", "ep in dp"]], ids=["2 ranks", "4 ranks"])
+def test_rows_are_sent_once_to_their_experts_and_once_back(names):
+    ranks = math.prod(LAYOUTS[names[0]][0])
+    numbers = TOP * (64 // ranks) * (8 + 8) * (ranks - 1)  # which tokens and experts, and their weights
+    for found in run_ranks(all_sent, ranks, names):
+        for (layer, name), (rows, rest) in found.items():
+            line = LAYOUTS[name][0][-1]
+            bound = 2 * (64 // ranks) * TOP * WIDTH * 4 * (line - 1) // line
+            assert rows == [bound, bound], (layer, name)
+            assert max(rest) <= 2 * numbers, (layer, name)
 
 
 # ---- Uneven and empty

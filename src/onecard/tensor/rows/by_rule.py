@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onecard._torch.names import tree_leaves
 from onecard.comm.base.state import Kept
 from onecard.errors import OnecardError
 from onecard.place.layout import Layout
@@ -37,6 +38,7 @@ from onecard.tensor.rows.rows import (
     whole_of,
     without,
 )
+from onecard.tensor.rows.single import alone
 from onecard.tensor.spec import Spec
 
 _SIZES = ("size", "input_sizes", "sizes")  # arguments that are a shape
@@ -70,8 +72,8 @@ _known: Kept[dict[Any, ByRows | None]] = Kept(dict)
 def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that has a rule on rows; NotImplemented where the rule does not say how."""
     how = _how(func, args, kwargs)
-    if how is None:
-        return NotImplemented
+    if how is None or (None in how.results and _at_one_expert(args, kwargs)):
+        return alone(func, args, kwargs)
     values = [at_path(path, args, kwargs) for path in how.call.paths]
     if how.call.schema.written and not _writes_rows(how, values):
         return NotImplemented
@@ -93,6 +95,10 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if how.call.schema.written:
         return _written(values[0], locals_[0], result, lie)
     return _wrapped(how, result, owners, values, args, lie)
+
+
+def _at_one_expert(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(x, Rows) and x._owners.place for x in tree_leaves((args, kwargs)))
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,11 +191,11 @@ def _writes_rows(how: ByRows, values: Sequence[Any]) -> bool:
 
 
 def _chosen(how: ByRows, values: Sequence[Any]) -> Owners | None:
-    """On which ranks the call runs: where rows have been sent already, else where the first are."""
+    """On which ranks the call runs: where rows have been sent already, else where the largest are (weights of each token)."""
     rows = [x for x in values if isinstance(x, Rows)]
     if how.call.schema.written:
         return rows[0]._owners
-    best = max(rows, key=lambda x: (x._owners.moved, len(x._owners.places)))
+    best = max(rows, key=lambda x: (x._owners.moved, len(x._owners.places), x.numel()))
     return best._owners
 
 

@@ -28,7 +28,20 @@ aten = torch.ops.aten
 def _index(keyset: DispatchKeySet, x: Tensor, indices: list[Tensor | None]) -> Tensor:
     if len(indices) == 1 and indices[0] is not None and _chooses(x, indices[0]):
         return _Choose.apply(x, _positive(indices[0], x.shape[0]))
+    if _chooses_elements(x, indices):
+        token, place = (_positive(i, n) for i, n in zip(indices, x.shape, strict=False))  # type: ignore[arg-type]
+        column = place.view(-1, *[1] * (x.dim() - 1))
+        return _Choose.apply(x, token).gather(1, column.expand(-1, 1, *x.shape[2:])).squeeze(1)
     return onward(aten.index.Tensor, keyset, x, indices)
+
+
+def _chooses_elements(x: Tensor, indices: list[Tensor | None]) -> bool:
+    """Whether ``x[tokens, places]`` is an element (or more) of each of some rows: the weights of an expert's tokens."""
+    if len(indices) != 2 or x.dim() < 2 or not x.shape[1]:
+        return False
+    token, place = indices
+    whole = token is not None and place is not None and place.dim() == 1 and place.dtype in (torch.int64, torch.int32)
+    return whole and len(place) == len(token) and _chooses(x, token)  # type: ignore[arg-type]
 
 
 @whole(aten.index_select.default)
@@ -36,6 +49,35 @@ def _index_select(keyset: DispatchKeySet, x: Tensor, dim: int, index: Tensor) ->
     if x.dim() and dim % x.dim() == 0 and _chooses(x, index):
         return _Choose.apply(x, index)
     return onward(aten.index_select.default, keyset, x, dim, index)
+
+
+@whole(aten.index_add.default)
+def _index_add(keyset: DispatchKeySet, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    added = _rows_added(x, dim, index, source, alpha)
+    if added is None:
+        return onward(aten.index_add.default, keyset, x, dim, index, source, alpha=alpha)
+    return x + added
+
+
+@whole(aten.index_add_.default)
+def _index_add_(
+    keyset: DispatchKeySet, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
+) -> Tensor:
+    added = _rows_added(x, dim, index, source, alpha)
+    if added is None:
+        return onward(aten.index_add_.default, keyset, x, dim, index, source, alpha=alpha)
+    return x.add_(added)
+
+
+def _rows_added(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) -> Tensor | None:
+    """Rows added up by number, on the ranks that have what they are added to; None if they are no rows, or that is not cut."""
+    if not isinstance(x, DistTensor) or isinstance(x, Rows) or not isinstance(source, Rows) or source._along:
+        return None
+    alike = x.shape[1:] == source.shape[1:] and x.dtype == source.dtype and x.mesh is source.mesh
+    if not alike or dim % max(x.dim(), 1) or not _chooses(x, index):
+        return None
+    scaled = source if alpha == 1 else source * alpha
+    return _Add.apply(scaled, index, _whole_numbers(index, x.shape[0]), _source(x, index)[0], x._spec, False)
 
 
 def _chooses(x: Tensor, index: Tensor) -> bool:
@@ -86,7 +128,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         *_, index = ctx.given
-        return _Choose.apply(grads[0], index), None, None, None, None, None
+        return grads[0].index_select(0, index), None, None, None, None, None
 
 
 def _whole_numbers(index: Tensor, size: int) -> Tensor:

@@ -45,15 +45,17 @@ class Owners:
         home: how the dim lay of which the rows were chosen: its size, and the axes that cut it.
         experts: how the experts are cut to whose ranks they have gone; (): they are on the ranks on which they were chosen.
         used: whether a product was made of them: then they go home when somebody asks who knows nothing of rows.
+        place: the coordinates of the one expert at which all of them are, if they have gone to it one expert at a time.
     """
 
-    __slots__ = ("experts", "home", "mesh", "mine", "places", "size", "used")
+    __slots__ = ("experts", "home", "mesh", "mine", "place", "places", "size", "used")
 
     def __init__(
         self, mesh: ProcessMesh, size: int, places: dict[int, Tensor], home: tuple[int, Dim], experts: Dim = ()
     ) -> None:
         self.mesh, self.size, self.places, self.home, self.experts = mesh, size, places, home, experts
         self.used = bool(experts)
+        self.place: dict[int, int] | None = None
         self.mine = self.held(mesh.coordinate() or (0,) * mesh.ndim).nonzero().squeeze(1)
 
     @property
@@ -65,6 +67,11 @@ class Owners:
     def axes(self) -> tuple[int, ...]:
         """The axes that divide the rows."""
         return tuple(sorted(self.places))
+
+    @property
+    def extra(self) -> tuple[int, ...]:
+        """The axes that divide the rows of one expert among ranks that have it."""
+        return tuple(a for a in self.axes if a not in (self.place or ()))
 
     def held(self, coordinate: Sequence[int], but: int = -1) -> Tensor:
         """For each row whether a rank has it, or a rank that differs from it along the axis ``but``."""
@@ -83,7 +90,7 @@ class Owners:
         """The owners of rows chosen from these: of row ``i`` the owner of ``rows[i]``."""
         chosen = {axis: places[rows] for axis, places in self.places.items()}
         found = Owners(self.mesh, len(rows), chosen, self.home, self.experts)
-        found.used = self.used
+        found.used, found.place = self.used, self.place
         return found
 
     def local(self, rows: Tensor) -> Tensor:

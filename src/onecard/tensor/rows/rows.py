@@ -18,7 +18,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard._torch.names import tree_leaves
 from onecard.comm.agree import check, sparse_check
-from onecard.comm.base.state import machine
+from onecard.comm.base.state import Kept, machine
 from onecard.comm.issue import trace
 from onecard.comm.world.pretend import pretending
 from onecard.moves import resharding
@@ -80,6 +80,7 @@ class Rows(DistTensor):
         return DistTensor.__torch_dispatch__(func, types, args, kwargs)
 
 
+ordinary: Kept[bool] = Kept(bool)  # whether what is computed now must be no rows
 _default: list[Handler] = []
 
 
@@ -172,7 +173,11 @@ def shares(x: Rows) -> bool:
 
 def _derive(view: Rows) -> None:
     base, func, args, at = view._view_of  # type: ignore[misc]
-    again = DistTensor.__torch_dispatch__(func, (), (base, *args), {})
+    ordinary.here = True
+    try:
+        again = DistTensor.__torch_dispatch__(func, (), (base, *args), {})
+    finally:
+        ordinary.here = False
     view.__class__ = DistTensor  # type: ignore[assignment]
     view._take(again if at is None else again[at])
 
