@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.recorded import values_of
 from onecard.rules.call import Call
 from onecard.rules.local import Local
@@ -29,10 +30,20 @@ def _aligned(x: Tensor) -> bool:
     return x.numel() > 0 and steps[0] == 1 and steps[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def _padded(x: Tensor, inner: bool = False) -> Tensor:
+    """A copy as the kernel wants it, with zeros behind. A recording takes this way: the other one reads where groups end."""
+    steps = max(16 // x.element_size(), 1)
+    more = [-n % steps for n in x.shape[-2:]]
+    return torch.constant_pad_nd(x.contiguous(), [0, more[1], 0, more[0] if inner else 0]).contiguous()
+
+
 def grouped_rows(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """``x[group] @ weights[group]`` for each group of rows; zeros for rows in none."""
     if _aligned(x) and _aligned(weights):
         return aten._grouped_mm(x, weights, offs).contiguous()  # its rows may be padded
+    if recorded.recorder is not None and x.numel() and weights.numel():
+        padded = aten._grouped_mm(_padded(x), _padded(weights, inner=True), offs)
+        return padded[:, : weights.shape[-1]].contiguous()
     result = x.new_zeros(x.shape[0], weights.shape[-1])
     for (start, end), weight in zip(_bounds(offs), weights, strict=True):
         result[start:end] = x[start:end] @ weight
@@ -43,6 +54,8 @@ def grouped_sums(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
     """``x[:, group] @ y[group]`` for each group of what is summed over."""
     if _aligned(x) and _aligned(y):
         return aten._grouped_mm(x, y, offs).contiguous()
+    if recorded.recorder is not None and x.numel() and y.numel():
+        return aten._grouped_mm(_padded(x.mT).mT, _padded(y), offs)[:, : x.shape[0], : y.shape[1]].contiguous()
     if not len(offs):
         return x.new_zeros(0, x.shape[0], y.shape[1])
     return torch.stack([x[:, start:end] @ y[start:end] for start, end in _bounds(offs)])
@@ -59,6 +72,8 @@ def _grouped_local(c: Local) -> None:
             return grouped_sums(x, y, offs)
         if not c.cut("e"):
             return grouped_rows(x, y, offs)
+        if recorded.recorder is not None and count:
+            return _among_zeros(x, y, offs, first, count)
         # This rank's experts: their rows lie side by side, all others are another rank's.
         result = x.new_zeros(x.shape[0], y.shape[-1])
         if count:
@@ -67,6 +82,17 @@ def _grouped_local(c: Local) -> None:
         return result
 
     c.run = run
+
+
+def _among_zeros(x: Tensor, y: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
+    """This rank's experts where no size may depend on data: the rows before and behind theirs meet zeros."""
+    ends = [
+        offs[first - 1 : first] if first else offs.new_zeros(1),
+        offs[first : first + count],
+        offs.new_full((1,), x.shape[0]),
+    ]
+    nothing = y.new_zeros(1, *y.shape[1:])
+    return grouped_rows(x, torch.cat([nothing, y, nothing]), torch.cat(ends))
 
 
 def _results(call: Call) -> list[Tensor]:

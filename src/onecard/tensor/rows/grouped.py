@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onecard.place.layout import Layout
 from onecard.place.parts import is_merged
+from onecard.recorded import unrecorded
 from onecard.rules.call import Call, named
 from onecard.rules.registry import find
 from onecard.rules.table.grouped import grouped_rows, grouped_sums
@@ -43,7 +44,8 @@ class _Grouped:
             if made is not NotImplemented:
                 return made
         if self.ordinary is None:
-            self.ordinary = build(self.func, args, kwargs)
+            with unrecorded():
+                self.ordinary = build(self.func, args, kwargs)
         return self.ordinary(args, kwargs)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from onecard.errors import OnecardError
 from onecard.place.layout import Layout
 from onecard.place.parts import axes_of, is_merged
+from onecard.recorded import unrecorded
 from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
@@ -62,7 +63,8 @@ class _Select:
         if made is not None:
             return made
         if self.ordinary is None:
-            self.ordinary = build(self.func, args, kwargs)
+            with unrecorded():
+                self.ordinary = build(self.func, args, kwargs)
         return self.ordinary(args, kwargs)
 
 
