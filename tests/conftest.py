@@ -25,7 +25,9 @@ settings.load_profile("onecard")
 # What takes seconds to import, and the tests whose ranks need it.
 SLOW_IMPORTS = {
     "test_operator_sweep": {"test_operator_sweep.py"},  # torch's database of operators
-    "transformers.modeling_utils": {"test_experts_models.py", "test_models.py", "test_static_models.py"},
+    "transformers.modeling_utils": {
+        "test_experts_checkpoint.py", "test_experts_habits.py", "test_experts_models.py", "test_models.py", "test_static_models.py",
+    },  # fmt: skip
 }
 
 

@@ -6,12 +6,12 @@
 from onecard.checkpoint.api import latest, list, load, load_state_dict, save, save_state_dict, verify
 from onecard.checkpoint.format.folder import CheckpointWarning, Found
 from onecard.checkpoint.format.random_state import RandomState
-from onecard.checkpoint.reader.changes import Fuse, Rename, Split, Transpose
+from onecard.checkpoint.reader.changes import Fuse, Rename, Split, Stack, Transpose, Unstack
 from onecard.checkpoint.reader.conversion import convert
 from onecard.checkpoint.writer.saving import Saving
 from onecard.checkpoint.writer.stopping import preempted
 
 __all__ = [
-    "CheckpointWarning", "Found", "Fuse", "RandomState", "Rename", "Saving", "Split", "Transpose",
-    "convert", "latest", "list", "load", "load_state_dict", "preempted", "save", "save_state_dict", "verify",
+    "CheckpointWarning", "Found", "Fuse", "RandomState", "Rename", "Saving", "Split", "Stack", "Transpose",
+    "Unstack", "convert", "latest", "list", "load", "load_state_dict", "preempted", "save", "save_state_dict", "verify",
 ]  # fmt: skip

@@ -75,7 +75,8 @@ def load(
         path: a checkpoint; or a folder of steps, of which the newest complete one is taken; or safetensors of others: a file,
             or a folder of Hugging Face's.
         state: what to fill: as for ``save``, or a part of it. None: the whole state is made anew, of plain tensors on the CPU.
-        changes: what is otherwise in the checkpoint: ``Rename``, ``Fuse``, ``Split``, ``Transpose``, applied in this order.
+        changes: what is otherwise in the checkpoint: ``Rename``, ``Fuse``, ``Split``, ``Stack``, ``Unstack``, ``Transpose``,
+            applied in this order. A model of transformers needs none for a folder that transformers saved.
         missing: "error", or "keep" what the state has where the checkpoint has nothing.
         unexpected: "error", or "ignore" what the checkpoint has where the state has no place. Parts of the state that are not
             asked for at all (``{"model": model}`` of a model and an optimizer) are never unexpected; beside a flat dict of

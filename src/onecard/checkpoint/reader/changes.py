@@ -1,4 +1,4 @@
-"""Changes at load, declared: what is called otherwise, joined, cut or turned. Checked before a byte moves. Pure.
+"""Changes at load, declared: what is called otherwise, joined, cut, stacked or turned. Checked before a byte moves. Pure.
 
 Names are patterns in which each ``*`` stands for any text; in the names that come out, the first ``*`` is what the first one
 stood for, and so on. ``*.q.weight*`` is so the weights and what an optimizer holds of them.
@@ -10,12 +10,23 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from onecard.checkpoint.format.index import name_of
 from onecard.checkpoint.reader.virtual import Virtual, joined
 from onecard.errors import CheckpointError
 
 Tensors = dict[str, Virtual]
+
+
+class Change(Protocol):
+    """What is otherwise in a checkpoint than in the state."""
+
+    def names(self, name: str) -> list[str]:
+        """What becomes of a name."""
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """The tensors after it."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,38 @@ class Fuse:
                     raise CheckpointError(f"{self}: there is {name!r}, but no {other!r}{nearest(other, tensors)}")
                 parts.append((other, tensors[other]))
                 made.pop(other, None)
-            taken.append((_filled(self.target, found), _fused(self, parts)))
+            taken.append((_filled(self.target, found), self._joined(parts)))
         for name, tensor in taken:
             _put(self, made, name, tensor)
         return made
+
+    def _joined(self, parts: Sequence[tuple[str, Virtual]]) -> Virtual:
+        name, first = parts[0]
+        if not first.shape:
+            return first
+        dim = _dim(self, name, first, self.dim)
+        _alike(self, parts, dim)
+        return joined([part for _, part in parts], dim)
+
+
+@dataclass(frozen=True)
+class Stack(Fuse):
+    """Several tensors of the checkpoint that are one in the state, in a new dim ``dim``: experts that were modules of a list.
+
+    What has no dims (an optimizer's count of steps) is taken from the first.
+
+    Example:
+        >>> Stack([f"*.experts.{e}.up.*" for e in range(8)], "*.experts.up.*").names("0.experts.3.up.weight")
+        ['0.experts.up.weight']
+    """
+
+    def _joined(self, parts: Sequence[tuple[str, Virtual]]) -> Virtual:
+        first = parts[0][1]
+        if not first.shape:
+            return first
+        _alike(self, parts, None)
+        raised = [part.raised(self.dim % (len(first.shape) + 1)) for _, part in parts]
+        return joined(raised, self.dim % (len(first.shape) + 1))
 
 
 @dataclass(frozen=True)
@@ -116,13 +155,12 @@ class Split:
             if found is None:
                 _put(self, made, name, tensor)
                 continue
-            for target, part in zip(self.targets, self._parts(name, tensor), strict=True):
+            parts = self._parts(name, tensor) if tensor.shape else [tensor] * len(self.targets)
+            for target, part in zip(self.targets, parts, strict=True):
                 _put(self, made, _filled(target, found), part)
         return made
 
     def _parts(self, name: str, tensor: Virtual) -> list[Virtual]:
-        if not tensor.shape:
-            return [tensor] * len(self.targets)
         dim = _dim(self, name, tensor, self.dim)
         whole, count = tensor.shape[dim], len(self.targets)
         sizes = list(self.sizes) if self.sizes is not None else [whole // count] * count
@@ -131,6 +169,25 @@ class Split:
                 f"{self}: {name!r} {list(tensor.shape)} has {whole} indices in dim {dim}, not {' + '.join(map(str, sizes))}"
             )
         return [tensor.cut(dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+@dataclass(frozen=True)
+class Unstack(Split):
+    """One tensor of the checkpoint whose indices in ``dim`` are tensors of the state: the opposite of ``Stack``.
+
+    Example:
+        >>> Unstack("*.experts.up.*", ["*.experts.0.up.*", "*.experts.1.up.*"]).names("0.experts.up.weight")
+        ['0.experts.0.up.weight', '0.experts.1.up.weight']
+    """
+
+    def _parts(self, name: str, tensor: Virtual) -> list[Virtual]:
+        dim = _dim(self, name, tensor, self.dim)
+        if tensor.shape[dim] != len(self.targets) or self.sizes is not None:
+            raise CheckpointError(
+                f"{self}: {name!r} {list(tensor.shape)} has {tensor.shape[dim]} indices in dim {dim}; want "
+                f"{len(self.targets)} targets of one each, and no sizes"
+            )
+        return [tensor.one(dim, i) for i in range(len(self.targets))]
 
 
 @dataclass(frozen=True)
@@ -155,9 +212,6 @@ class Transpose:
                 order[a], order[b] = b, a
                 made[name] = tensor.turned(order)
         return made
-
-
-Change = Rename | Fuse | Split | Transpose
 
 
 def apply(changes: Iterable[Change], tensors: Mapping[str, Virtual]) -> Tensors:
@@ -210,19 +264,17 @@ def _put(change: Change, made: Tensors, name: str, tensor: Virtual) -> None:
     made[name] = tensor
 
 
-def _fused(change: Fuse, parts: Sequence[tuple[str, Virtual]]) -> Virtual:
+def _alike(change: Change, parts: Sequence[tuple[str, Virtual]], dim: int | None) -> None:
+    """Whether tensors can be joined: they are of one dtype, and of one shape but for ``dim``."""
     first_name, first = parts[0]
-    if not first.shape:
-        return first
-    dim = _dim(change, first_name, first, change.dim)
     for name, part in parts:
-        rest = [(*p.shape[:dim], *p.shape[dim + 1 :]) if len(p.shape) > dim else None for p in (first, part)]
-        if rest[0] != rest[1] or part.dtype != first.dtype:
+        rest = [p.shape if dim is None else (*p.shape[:dim], *p.shape[dim + 1 :]) for p in (first, part)]
+        if len(part.shape) != len(first.shape) or rest[0] != rest[1] or part.dtype != first.dtype:
+            where = "stacked" if dim is None else f"joined along dim {dim}"
             raise CheckpointError(
                 f"{change}: {first_name!r} {name_of(first.dtype)} {list(first.shape)} and {name!r} {name_of(part.dtype)} "
-                f"{list(part.shape)} cannot be joined along dim {dim}"
+                f"{list(part.shape)} cannot be {where}"
             )
-    return joined([part for _, part in parts], dim)
 
 
 def _dim(change: Change, name: str, tensor: Virtual, dim: int) -> int:

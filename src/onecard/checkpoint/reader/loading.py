@@ -15,7 +15,7 @@ from onecard.checkpoint.format.index import NAME, Index, name_of, read_index
 from onecard.checkpoint.format.objects import Names, keys_of
 from onecard.checkpoint.format.pieces import in_whole, local_holdings
 from onecard.checkpoint.reader import changes as changing
-from onecard.checkpoint.reader import foreign, sharing
+from onecard.checkpoint.reader import foreign, hugging_face, sharing
 from onecard.checkpoint.reader.changes import Change, nearest
 from onecard.checkpoint.reader.reading import Reader
 from onecard.checkpoint.reader.sharing import Filled
@@ -44,7 +44,10 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
         )
         index = open_any(path)
         digest, links = f"{index.folder} {index.digest}", not index.digest
-        tensors = changing.apply(changes, {name: Virtual.of(entry) for name, entry in index.tensors.items()})
+        if not (changes or index.digest):
+            changes = hugging_face.conversion(state, list(index.tensors))
+            index.state = dict(tree.flat(list(changing.apply(changes, _virtual(index))))) if changes else index.state
+        tensors = changing.apply(changes, _virtual(index))
         walk = Walk(tensors, Names(state), changes=changes)
         if state is None:
             node = dict(tree.flat(list(tensors))) if changes else index.state
@@ -70,6 +73,10 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
     for act in walk.last:
         act()
     return result
+
+
+def _virtual(index: Index) -> dict[str, Virtual]:
+    return {name: Virtual.of(entry) for name, entry in index.tensors.items()}
 
 
 def open_any(path: Path) -> Index:

@@ -65,7 +65,10 @@ class Reader:
             found = view.part(need)
             if found is not None:
                 common, ranges = found
-                place = boxes.view(out, need, common).permute(_inverse(view.order))
+                fixed = [d for d in range(len(view.stored)) if d not in view.order]
+                place = boxes.view(out, need, common)
+                place = place.reshape(*place.shape, *[1] * len(fixed)) if fixed else place
+                place = place.permute(_inverse((*view.order, *fixed)))
                 self._read(name, virtual.dtype, view, ranges, place)
 
     def _read(self, name: str, dtype: torch.dtype, view: View, ranges: Box, place: Tensor) -> None:

@@ -22,7 +22,7 @@ class View:
         piece: what is in the file.
         stored: the shape of the piece in the file.
         start: index of the box's first element in the piece.
-        order: for each dim of the wanted tensor, the dim of the piece.
+        order: for each dim of the wanted tensor, the dim of the piece. Of a dim that is not among them one index is read.
     """
 
     box: Box
@@ -36,7 +36,7 @@ class View:
         common = meet(self.box, need) if self.box else self.box
         if common is None:
             return None
-        ranges: list[tuple[int, int]] = [(0, 0)] * len(self.stored)
+        ranges = [(a, a + 1) for a in self.start]
         for (a, b), (origin, _), dim in zip(common, self.box, self.order, strict=True):
             ranges[dim] = (self.start[dim] + a - origin, self.start[dim] + b - origin)
         return common, tuple(ranges)
@@ -66,6 +66,25 @@ class Virtual:
             replace(v, box=tuple(v.box[d] for d in order), order=tuple(v.order[d] for d in order)) for v in self.views
         )
         return Virtual(self.dtype, tuple(self.shape[d] for d in order), views)
+
+    def raised(self, dim: int) -> Virtual:
+        """With a new dim of size one, as ``unsqueeze`` gives it. In the file it is the outermost."""
+        views = []
+        for v in self.views:
+            order = [d + 1 for d in v.order]
+            order.insert(dim, 0)
+            box = (*v.box[:dim], (0, 1), *v.box[dim:])
+            views.append(View(box, v.piece, (1, *v.stored), (0, *v.start), tuple(order)))
+        return Virtual(self.dtype, (*self.shape[:dim], 1, *self.shape[dim:]), tuple(views))
+
+    def one(self, dim: int, index: int) -> Virtual:
+        """One index of a dim, as ``select`` gives it."""
+        part = self.cut(dim, index, 1)
+        views = tuple(
+            replace(v, box=(*v.box[:dim], *v.box[dim + 1 :]), order=(*v.order[:dim], *v.order[dim + 1 :]))
+            for v in part.views
+        )
+        return Virtual(self.dtype, (*self.shape[:dim], *self.shape[dim + 1 :]), views)
 
     def cut(self, dim: int, start: int, length: int) -> Virtual:
         """So many indices of a dim, as ``narrow`` gives them."""
