@@ -34,6 +34,8 @@ class Row:
         values: the numbers among the arguments matter to the rule or the hook, so decisions are cached by value.
         macs: multiply-adds of a call, where they are not those of the products that the rule's factors tell.
         picks: operands from which it picks: of them it reads as much as it gives.
+        any_rows: ``local`` is about shapes and memory, so that some rows, whichever they are and whoever has the others, are
+            computed right without it. Where rows lie as data says (``tensor/rows``), operators with any other hook run whole.
         results: makes the result tensors (meta) where PyTorch's meta function refuses what its kernels accept.
     """
 
@@ -47,6 +49,7 @@ class Row:
     positions: str | None = None
     macs: Callable[[Call], int] | None = None
     picks: str = ""
+    any_rows: bool = False
 
     @property
     def pieces(self) -> str:
@@ -97,7 +100,7 @@ def row(names: str, text: str | None = None, **options: Any) -> Any:
     """Register a row: ``row("mm", "m k, k n -> m n", linear="self * mat2")``; without a text it decorates a function.
 
     Options are the traits of ``Form`` (with a text) and ``local``, ``positions``, ``instead``, ``hint``, ``values``,
-    ``results``, ``macs``, ``picks`` of ``Row``.
+    ``results``, ``macs``, ``picks``, ``any_rows`` of ``Row``.
     """
     traits = {name: options.pop(name) for name in list(options) if name in _TRAITS}
 

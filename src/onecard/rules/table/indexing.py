@@ -45,7 +45,7 @@ def _unless_summable(call: Call, factor: str) -> str:
     return "" if can_sum(call.self) else factor
 
 
-@row("select.int select_copy", local=_select_local, positions="v")
+@row("select.int select_copy", local=_select_local, positions="v", any_rows=True)
 def _select(call: Call) -> Form:
     # Not ``moves``: where the dim is cut, another kind of pending value would not survive the sum.
     return Form("... dim:v -> ...", linear="self", whole=_unless_summable(call, "v"))
@@ -85,7 +85,7 @@ def _is_all(call: Call, size: int) -> bool:
     return _bounds(call, size) == (0, size, 1)
 
 
-@row("slice.Tensor slice_copy.Tensor", local=_slice_local, positions="v")
+@row("slice.Tensor slice_copy.Tensor", local=_slice_local, positions="v", any_rows=True)
 def _slice(call: Call) -> Form:
     if _is_all(call, call.self.shape[call.dim]):
         return Form("... -> ...", linear="self", moves=True)

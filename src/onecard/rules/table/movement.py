@@ -168,7 +168,7 @@ def _squeeze_local(c: Local) -> None:
     c.run = lambda x, *_: aten.squeeze.dims(x, gone)
 
 
-@row("squeeze squeeze_copy", local=_squeeze_local, positions="")
+@row("squeeze squeeze_copy", local=_squeeze_local, positions="", any_rows=True)
 def _squeeze(call: Call) -> Form:
     gone = _squeezed(call)
     old = names(call.self.dim())

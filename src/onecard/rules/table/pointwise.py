@@ -64,7 +64,7 @@ def _full_buffer(c: Local) -> None:
         c.run = run
 
 
-row(_ACTIVATIONS, EACH, local=_full_buffer, positions="")
+row(_ACTIVATIONS, EACH, local=_full_buffer, positions="", any_rows=True)
 
 
 # ---- Linear in something

@@ -64,9 +64,9 @@ def _prod(call: Call) -> Form:
 # ---- Extremes
 
 
-row("amax", _REDUCED, reduce="max", keeps="max", local=if_empty, positions="")
-row("amin", _REDUCED, reduce="min", keeps="min", local=if_empty, positions="")
-row("aminmax", "... dim:r -> ... dim:-, ... dim:-", reduce=("min", "max"), local=if_empty, positions="")
+row("amax", _REDUCED, reduce="max", keeps="max", local=if_empty, positions="", any_rows=True)
+row("amin", _REDUCED, reduce="min", keeps="min", local=if_empty, positions="", any_rows=True)
+row("aminmax", "... dim:r -> ... dim:-, ... dim:-", reduce=("min", "max"), local=if_empty, positions="", any_rows=True)
 row("any", _REDUCED, reduce="max")
 row("all", _REDUCED, reduce="min")
 row("_is_any_true", "... -> ()", reduce="max")
@@ -122,12 +122,12 @@ def _extreme(call: Call, op: str) -> Form:
     return Form(_REDUCED, whole="r") if call.schema.overload == "dim" else Form(_REDUCED, reduce=op, keeps=op)
 
 
-@row("max", local=if_empty, positions="", instead=_with_place(torch.amax))
+@row("max", local=if_empty, positions="", any_rows=True, instead=_with_place(torch.amax))
 def _max(call: Call) -> Form:
     return _extreme(call, "max")
 
 
-@row("min", local=if_empty, positions="", instead=_with_place(torch.amin))
+@row("min", local=if_empty, positions="", any_rows=True, instead=_with_place(torch.amin))
 def _min(call: Call) -> Form:
     return _extreme(call, "min")
 
@@ -184,7 +184,7 @@ def _std_mean(
 
 
 for _name, _function in (("var", _var), ("std", _std), ("var_mean", _var_mean), ("std_mean", _std_mean)):
-    row(f"{_name}.correction", _REDUCED, whole="r", instead=_function, local=if_empty, positions="")
+    row(f"{_name}.correction", _REDUCED, whole="r", instead=_function, local=if_empty, positions="", any_rows=True)
 
 
 # ---- Norms: a norm of norms is a norm, so a pending norm passes through
@@ -195,7 +195,7 @@ def _power(call: Call) -> float:
     return 2.0 if given is None else float(given)
 
 
-@row("linalg_vector_norm norm", local=if_empty, positions="", values=True)
+@row("linalg_vector_norm norm", local=if_empty, positions="", any_rows=True, values=True)
 def _norm(call: Call) -> Form:
     power = _power(call)
     if power == 0:

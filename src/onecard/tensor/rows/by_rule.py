@@ -42,9 +42,6 @@ from onecard.tensor.rows.single import alone
 from onecard.tensor.spec import Spec
 
 _SIZES = ("size", "input_sizes", "sizes")  # arguments that are a shape
-# Hooks that are for shapes and memory, so that what a rank computes of its rows is right without them. Every other operator that
-# has one gets ordinary tensors.
-_FOR_ANY_ROWS = ("_full_buffer", "_squeeze_local", "_select_local", "_slice_local", "if_empty")
 LIMIT = 4096  # calls that are kept
 
 
@@ -156,7 +153,7 @@ def _decided(func: Any, args: Any, kwargs: Any) -> ByRows | None:
     if lost and any(all(dims[i] is None for i in term) for term in bound.terms):
         return None  # a summand that would be added once for each rank
     sizes = _sizes(call, results)
-    if row.local is not None and not sizes and row.local.__name__ not in _FOR_ANY_ROWS:
+    if row.local is not None and not sizes and not row.any_rows:
         return None  # the hook knows of the whole: a mean, or its gradient, divides by all rows, not by this rank's
     return None if sizes is None else ByRows(call, bound, tuple(dims), tuple(results), sizes)
 
