@@ -187,3 +187,34 @@ def losses_of_chosen_rows() -> list[str]:
 def test_losses_of_chosen_rows_divide_by_all_of_them(ranks):
     for wrong in run_ranks(losses_of_chosen_rows, ranks):
         assert wrong == []
+
+
+# ---- One expert of a stack is a view
+
+
+def views() -> list[str]:
+    """What differs from one card after experts are written to one by one, looked at, and trained."""
+    mesh, found = oc.ProcessMesh(range(oc.get_world_size()), ["ep"]), []
+    whole = values(4)[2]
+    for marked_ in (False, True):
+        stack = nn.Parameter(oc.shard_tensor(whole.clone(), mesh, [S(0)]) if marked_ else whole.clone())
+        with torch.no_grad():
+            stack[0].mul_(2)
+            stack[-1].t().add_(1)
+            stack[3].copy_(stack[5])
+            stack[2][1, 4:].zero_()
+        stack[4].data.fill_(0.5)
+        kept = stack[6]
+        loss = (stack[1] @ torch.ones(WIDTH, 2)).square().sum() + kept.norm() + stack[7].mean() * stack[0].sum()
+        loss.backward()
+        with torch.no_grad():
+            stack.sub_(stack.grad)
+        found.append([oc.unshard(x.detach()) if marked_ else x.detach() for x in (stack, stack.grad, loss, kept)])
+    names = ("stack", "gradient", "loss", "expert that was kept")
+    return [n for n, a, b in zip(names, *found, strict=True) if not torch.allclose(a, b, rtol=1e-5, atol=1e-6)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_expert_is_a_view_of_the_stack(ranks):
+    for wrong in run_ranks(views, ranks):
+        assert wrong == []
