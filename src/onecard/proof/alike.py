@@ -84,12 +84,17 @@ class Alike(Generic[T]):
 
     def like(self, x: Tensor, near: int, name: str = "") -> T | None:
         """The thing of this value, the one with this name and next to a place before others."""
+        return next(iter(self.all_like(x, near, name)), None)
+
+    def all_like(self, x: Tensor, near: int, name: str = "") -> list[T]:
+        """All things of this value, in that order."""
         known = self._by_shape.get(_kind(x))
         if known is None:
-            return None
-        found = [i for i in known.within(print_of(x), self._slack(x, x)) if apart(x, self._things[i][2]) <= self.bound]
-        best = min(found, key=lambda i: (self._things[i][0] != name, abs(self._things[i][1] - near)), default=None)
-        return None if best is None else self._things[best][3]
+            return []
+        near_by = known.within(print_of(x), self._slack(x, x))
+        found = [i for i in near_by if apart(x, self._things[i][2].reshape(x.shape)) <= self.bound]
+        found.sort(key=lambda i: (self._things[i][0] != name, abs(self._things[i][1] - near)))
+        return [self._things[i][3] for i in found]
 
     def with_block(self, x: Tensor, near: int, name: str = "") -> T | None:
         """The thing of a name in whose value a rank's part lies; "": of any name."""
@@ -117,8 +122,13 @@ class Alike(Generic[T]):
         return found
 
 
+def squeezed(x: Tensor) -> Shape:
+    """Its shape without dims of one: an operator may leave one that another drops."""
+    return tuple(size for size in x.shape if size != 1)
+
+
 def _kind(x: Tensor) -> tuple[Shape, bool, bool]:
-    return tuple(x.shape), x.is_floating_point(), x.is_complex()
+    return squeezed(x), x.is_floating_point(), x.is_complex()
 
 
 def _starts(part: Shape, whole: Shape) -> list[list[int]] | None:

@@ -23,6 +23,7 @@ class Node:
         inputs: what it was made of, on any rank; message: it is what arrived.
         partner: the one card's; sure: found by the line that made both, not by its value.
         equal: whether it is its partner's value; None: nobody can tell.
+        others: partners of further ranks, whose operator of the same kind stands for another one: stages of a pipeline.
         how: in which way it is, where ranks do not say it: "whole", "part", "sum", "mean", ...; among: whose sum.
         off: how far it is from its partner, relatively; wrong: whose part is wrong.
     """
@@ -39,12 +40,18 @@ class Node:
     inputs: list[Node] = field(default_factory=list)
     whole: Whole | None = None
     partner: Node | None = None
+    others: tuple[Node, ...] = ()
     sure: bool = False
     equal: bool | None = None
     how: str = ""
     among: tuple[int, ...] = ()
     off: float = 0.0
     wrong: tuple[int, ...] = ()
+
+    @property
+    def partners(self) -> tuple[Node, ...]:
+        """One card's values that it stands for."""
+        return (() if self.partner is None else (self.partner,)) + self.others
 
     @property
     def value(self) -> Tensor:

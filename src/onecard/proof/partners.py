@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.proof.alike import Alike, block_in
+from onecard.proof.alike import Alike, block_in, squeezed
 from onecard.proof.explain import explained
 from onecard.proof.nodes import Node, Places, nodes_of
 from onecard.proof.watch import Watched
@@ -27,6 +27,9 @@ _JOINED = {
     "min": lambda x: x.amin(0),
     "norm": lambda x: x.norm(dim=0),
 }
+
+
+_COPIES = ("copy", "clone", "_to_copy")
 
 
 @dataclass(slots=True)
@@ -51,7 +54,11 @@ class Found:
     @property
     def compared(self) -> int:
         """How many of one card's values some of the ranks' stand for."""
-        return len({id(node.partner) for node in self.nodes if node.partner is not None})
+        held = {id(partner) for node in self.nodes for partner in node.partners}
+        for node in self.one:  # one that only copies what is held
+            if node.name in _COPIES and any(id(x) in held and _equal(x.value, node.value) for x in node.inputs):
+                held.add(id(node))
+        return len(held)
 
     @property
     def share(self) -> float:
@@ -79,6 +86,7 @@ class _Search:
     def __init__(self, found: Found, values: Alike[Node], bound: float) -> None:
         self.found, self.values, self.bound = found, values, bound
         self.near = 0
+        self.held: set[int] = set()
         self._users: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
         for node in found.one:
             for source in node.inputs:
@@ -125,9 +133,9 @@ class _Search:
         """Whether a node is the value of another one; if so, it is noted in which way."""
         if node.whole is not None:
             held = node.whole
-            if held.value is None or held.odd or held.value.shape != partner.value.shape:
+            if held.value is None or held.odd or squeezed(held.value) != squeezed(partner.value):
                 return False
-            node.off = apart(held.value, partner.value)
+            node.off = apart(held.value, partner.value.reshape(held.value.shape))
             node.equal = True if node.off <= self.bound else None
             return node.equal is True
         how = self._way(node, partner.value)
@@ -163,9 +171,12 @@ class _Search:
     def judge(self) -> None:
         """Compare each node with its partner, and find one for those that have none."""
         taken = {id(node.partner) for node in self.found.nodes if node.partner is not None}
+        self.held = {id(node.partner) for node in self.found.nodes if node.equal}
         for node in self.found.nodes:
             if node.equal is None:
                 self._judge(node, taken)
+            if node.equal:
+                self.held |= {id(partner) for partner in node.partners}
             if node.equal and node.partner is not None:
                 self.near = node.partner.order
 
@@ -179,10 +190,46 @@ class _Search:
         other = next((x for x in stands_for if self.fits(node, x)), None) or self._by_value(node, taken)
         if other is not None:
             node.partner = other
+        elif self._in_groups(node):
+            return
         elif node.partner is not None:
             self._differs(node, node.partner)
         elif len(stands_for) == 1 or (stands_for and node.message):
             self._perhaps(node, stands_for)
+
+    def _in_groups(self, node: Node) -> bool:
+        """Whether groups of ranks, such as stages, stand for values of their own that no other value stands for.
+
+        Each must find one, for the value to be right: a rank whose value is that of a step before, or of nothing, may be a fault.
+        """
+        if node.whole is not None or len(node.local) < 2:
+            return False
+        for groups in self._partitions(tuple(node.local)):
+            chosen: list[Node] = []
+            for ranks in groups:
+                mine = replace(node, local={rank: node.local[rank] for rank in ranks})
+                free = (x for x in self._alike(mine) if id(x) not in self.held and all(x is not y for y in chosen))
+                chosen += [x for x in free if self._same_kind(node, x) and self.fits(mine, x)][:1]
+            if chosen and len(chosen) == len(groups):
+                node.equal, node.how, node.among = True, "whole", ()
+                node.partner, node.others = chosen[0], tuple(chosen[1:])
+                return True
+            node.others = max(node.others, tuple(chosen), key=len)
+        return False
+
+    def _same_kind(self, node: Node, other: Node) -> bool:
+        return (node.name, node.phase, node.position) == (other.name, other.phase, other.position)
+
+    def _partitions(self, ranks: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+        """Ways to part ranks by the groups that send each other messages, large ones first; at last each rank alone."""
+        for size in sorted({len(group) for group in self.found.groups if 1 < len(group) < len(ranks)}, reverse=True):
+            parted: list[tuple[int, ...]] = []
+            for group in self.found.groups:
+                if len(group) == size and not {r for each in parted for r in each} & {*group} and {*group} <= {*ranks}:
+                    parted.append(group)
+            if sum(map(len, parted)) == len(ranks):
+                yield parted
+        yield [(rank,) for rank in ranks]
 
     def _odd(self, node: Node, held: Whole) -> None:
         right = node.partner.value if node.partner is not None else None
@@ -208,7 +255,7 @@ class _Search:
 
     def _by_inputs(self, node: Node) -> Iterator[Node]:
         """One card's values that the same operator made of what this one's operands stand for."""
-        sources = [x.partner for x in node.inputs if x.partner is not None and x.equal]
+        sources = [partner for x in node.inputs if x.equal for partner in x.partners]
         if node.message:
             yield from sources
             return
@@ -236,9 +283,9 @@ class _Search:
         first = next(iter(node.local.values()))
         candidates: Iterable[Tensor] = (first, *(joined for _, _, joined in self._joined(node)))
         for x in candidates:
-            for other in (self.values.like(x, self.near, name), self.values.with_block(x, self.near, name)):
-                if other is not None:
-                    yield other
+            yield from self.values.all_like(x, self.near, name)
+            if (other := self.values.with_block(x, self.near, name)) is not None:
+                yield other
 
 
 _NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
@@ -268,6 +315,10 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
         return apart(held.local[rank], want) * scale_of(held.local[rank], want)
 
     return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and apart(a, b) == 0.0
 
 
 def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
