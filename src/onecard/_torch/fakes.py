@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, _kind())
 
 
+@lru_cache(maxsize=1)
 def _kind() -> type:
     return import_module("torch._subclasses.fake_tensor").FakeTensor
 

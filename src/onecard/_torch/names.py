@@ -103,6 +103,7 @@ SetExcluded = torch._C._SetExcludeDispatchKeyGuard
 # A deferred tensor's own operators, run without being written down.
 DisableDispatch = torch._C._DisableTorchDispatch
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+as_it_is = torch._C.DisableTorchFunction  # modes, too
 whole_mode = (_get_current_dispatch_mode, _pop_mode_temporarily)
 
 # C code that asks a tensor without memory for it raises. In its place: it reads at address 0, as of any such subclass.

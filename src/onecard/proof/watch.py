@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch import names as _torch
-from onecard._torch.names import TorchDispatchMode, tree_leaves
+from onecard._torch.names import TorchDispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
 from onecard.rules.call import schema_of
@@ -58,10 +58,9 @@ class Value:
     @staticmethod
     def of(x: Tensor) -> Value:
         """A copy of what a tensor is now."""
-        with torch.no_grad():
-            if isinstance(x, DistTensor):
-                return Value(x._local.detach().clone(), x._spec)
-            return Value((fakes.local_of(x) if isinstance(x, DTensor) else x).detach().clone(), None)
+        if isinstance(x, DistTensor):
+            return Value(x._local.detach().clone(), x._spec)
+        return Value((fakes.local_of(x) if isinstance(x, DTensor) else x).detach().clone(), None)
 
 
 @dataclass(slots=True)
@@ -177,36 +176,39 @@ class Watch(recorded.Listener, TorchDispatchMode):
             arrived(given)
         return arrived
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else torch's compiler stands between each operator and its note
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _SKIPPED:
             return func(*args, **kwargs)
-        self.serving.append(schema_of(func).functional)
+        schema = schema_of(func)
+        self.serving.append(schema.functional)
         try:
             result = func(*args, **kwargs)
         finally:
             self.serving.pop()
-        if not self._off and self.keep:
-            with self.paused():
-                self._note(func, args, kwargs, result)
+        if not self._off and self.keep and not schema.views:
+            self._off += 1
+            try:
+                with _torch.as_it_is():  # a program in float64 has a mode for functions, which what is noted needs not
+                    self._note(func, args, kwargs, result)
+            finally:
+                self._off -= 1
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        schema = schema_of(func)
-        name = schema.functional
-        if schema.views:
+        name = schema_of(func).functional
+        if name in _ROOM:
+            for x in _tensors((result,)):
+                self._made.pop(_memory(x), None)
             return
         if isinstance(result, float):
             self._read |= dict.fromkeys([result], self._sources(args)[0]) if self._sources(args) else {}
             return
-        if name.removeprefix("aten::") in _ROOM:
-            for x in tree_leaves(result):
-                if isinstance(x, Tensor) and not fakes.is_fake(x):
-                    self._made.pop(_memory(x), None)
-            return
-        written = arguments_written(func, args, kwargs)
-        made = written or [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        made = [x for x in made if isinstance(x, Tensor) and not fakes.is_fake(x)]
+        made = _tensors(arguments_written(func, args, kwargs) or (result,))
         if not made:
             return
         module, line = self._place()
@@ -222,20 +224,18 @@ class Watch(recorded.Listener, TorchDispatchMode):
 
     def _place(self) -> tuple[str, str]:
         """Module and line; in backward those of the forward call."""
-        module, line = self._stack[-1] if self._stack else "", record.user_line()
         call, phase = _torch.call_number(), self._phase()
+        if phase == "backward" and call in self._calls:
+            return self._calls[call]
+        place = self._stack[-1] if self._stack else "", record.user_line()
         if phase == "forward" and call is not None:
-            self._calls[call + 1] = self._calls[call] = (module, line)
-        elif phase == "backward" and call in self._calls:
-            module, line = self._calls[call]
-        return module, line
+            self._calls[call + 1] = self._calls[call] = place
+        return place
 
     def _sources(self, given: Any) -> tuple[Source, ...]:
         """What some tensors were made by."""
-        found = (
-            self._made.get(_memory(x)) for x in tree_leaves(given) if isinstance(x, Tensor) and not fakes.is_fake(x)
-        )
-        return tuple(dict.fromkeys(source for source in found if source is not None))
+        found = [self._made.get(_memory(x)) for x in _tensors(given)]
+        return tuple(dict.fromkeys([source for source in found if source is not None]))
 
     def _inputs(self, args: Any, kwargs: Any, count: int) -> list[tuple[Source, ...]]:
         """For each value what it was made of: of lists as long as there are values, each has its own element."""
@@ -304,6 +304,18 @@ class Watch(recorded.Listener, TorchDispatchMode):
             for name, x in _named(kind, roots, self.roots):
                 if isinstance(x, Tensor) and not fakes.is_fake(x) and x.device.type != "meta":
                     self.seen.held.append(Held(name, kind, self.seen.steps, self.value(_summed(x))))
+
+
+def _tensors(given: Iterable[Any]) -> list[Tensor]:
+    """Those with data among an operator's arguments or results, in order; lists of them are one deep."""
+    found: list[Tensor] = []
+    for x in given:
+        if isinstance(x, Tensor):
+            if not fakes.is_fake(x):
+                found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x)
+    return found
 
 
 def _memory(x: Tensor) -> int:

@@ -27,8 +27,11 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is Tensor.grad:  # torch names what it reads, and so the patched property
             func = names.gradient if func.__name__ == "__get__" else names.set_gradient
-        func = _CASTS.get(func, func)
-        args, kwargs = tuple(map(_widened, args)), {name: _widened(x) for name, x in (kwargs or {}).items()}
+        func, kwargs = _CASTS.get(func, func), kwargs or {}
+        if torch.dtype in map(type, args):
+            args = tuple(map(_widened, args))
+        if torch.dtype in map(type, kwargs.values()):
+            kwargs = {name: _widened(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
         narrow = type(result) is Tensor and result.dtype in _NARROW
         if narrow and not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))):
