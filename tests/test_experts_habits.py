@@ -53,9 +53,9 @@ def train(net: nn.Module, place: Place, steps: int = 2, edit: Any = None, tokens
         loss.backward()
         if edit is not None:
             edit(net)
+        seen += [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss.detach())
     return seen
 
 
@@ -117,7 +117,7 @@ def scaled(net: Any, place: Place) -> list[Any]:
         for micro in range(2):
             scaler.scale(loss_of(net, place(ids(2 * step + micro))) / 2).backward()
         scaler.unscale_(optimizer)
-        seen.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+        seen += [nn.utils.clip_grad_norm_(net.parameters(), 0.1), *(p.grad.clone() for p in net.parameters())]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
