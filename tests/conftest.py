@@ -26,8 +26,12 @@ settings.load_profile("onecard")
 SLOW_IMPORTS = {
     "test_operator_sweep": {"test_operator_sweep.py"},  # torch's database of operators
     "transformers.modeling_utils": {
-        "test_experts_checkpoint.py", "test_experts_habits.py", "test_experts_models.py", "test_models.py", "test_static_models.py",
-    },  # fmt: skip
+        "test_experts_checkpoint.py",
+        "test_experts_habits.py",
+        "test_experts_models.py",
+        "test_models.py",
+        "test_static_models.py",
+    },
 }
 
 

@@ -288,8 +288,8 @@ class _Search:
                 yield other
 
 
-_NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
-_COPIES = ("clone", "copy", "stack", "cat", "_to_copy")
+_NORMS: tuple[str, ...] = ("norm", "linalg_vector_norm", "_foreach_norm")
+_MOVES = ("clone", "copy", "stack", "cat", "_to_copy")
 
 
 def _ways(node: Node, part: Tensor) -> Sequence[str]:
@@ -300,7 +300,7 @@ def _ways(node: Node, part: Tensor) -> Sequence[str]:
         return ("norm",)
     if any(word in node.name for word in ("max", "min")):
         return ("max", "min")
-    return ("sum", "mean", "max", "min") if node.message or node.name in _COPIES else ("sum", "mean")
+    return ("sum", "mean", "max", "min") if node.message or node.name in _MOVES else ("sum", "mean")
 
 
 def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
