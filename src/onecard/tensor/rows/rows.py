@@ -225,7 +225,7 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
     Plain tensors count as whole on every rank: their layout is None.
     """
     if isinstance(x, Rows):
-        if x._along != dim or not can_move(x._owners, owners):
+        if x._along != dim or not can_move(x._owners, owners) or _busy_along(x, owners.axes):
             return None
         if not x._owners.same(owners):
             told = Told(operator, operand, x._spec.layout, tuple(x._spec.shape))
@@ -249,6 +249,13 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
     source = of_dim(layout.mesh, x.shape[dim], layout.dims[dim], local.device)
     told = Told(operator, operand, bare, tuple(x.shape))
     return move(local, dim, source, owners, told), without(bare, owners.axes)
+
+
+def _busy_along(x: Rows, axes: tuple[int, ...]) -> bool:
+    """Whether rows are cut, or wait for a sum, along axes that would divide them from now on."""
+    more = {a for a in axes if a not in x._owners.axes}
+    layout = x._spec.layout
+    return any(a in more for a, _ in layout.pending) or any(a in more for dim in layout.dims for a in axes_of(dim))
 
 
 def _moved(x: Rows, values: Tensor, owners: Owners) -> None:
@@ -288,7 +295,9 @@ def layouts_of(call: Call, bound: Bound, layouts: Sequence[Layout]) -> tuple[Lay
     fixed = {0: layouts[0]} if kept else {}
     cost = partial(resharding.seconds, machine=machine.here)
     found = decide(bound, layouts, sized[0], sized[1], cost, fixed, kept, {}, machine.here, dtype_of(call))
-    return None if found is None else found.results
+    if found is None or any(layout.merged for layout in (*layouts, *found.results)):
+        return None  # parts of a merged dim are counted in the whole dim, of which rows are another number
+    return found.results
 
 
 def agreed(result: Any, layout: Layout, operator: str) -> Tensor:

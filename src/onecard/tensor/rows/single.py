@@ -75,7 +75,9 @@ def _decide(func: Any, args: Any, kwargs: Any) -> Any:
         return build(func, args, kwargs)
     layout = x._spec.layout
     cut = layout.dims[0]
-    divided = not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
+    # Beside another axis, rows and experts may be divided along it in ways that were found to fail: there the rules decide.
+    lone = sum(size > 1 for size in layout.mesh.shape) == 1
+    divided = lone and not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
     here = x._spec.here and not layout.pending and not layout.merged
     return _Select(func) if divided and here else build(func, args, kwargs)
 
