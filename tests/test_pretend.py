@@ -33,7 +33,7 @@ OF_ALL_WORLDS = {
         "tensor.dispatch.entries.wholes", "tensor.rows.rows._default", "tensor.rows.rows.handlers",
     ),
     "the mechanism itself": ("comm.base.state.kept",),
-    "a Kept, set for the world that is entered": ("comm.joined.hub.hub.here",),
+    "a Kept, set for the world that is entered": ("comm.base.state.machine.here", "comm.joined.hub.hub.here"),
     "functions of their key alone, of a bounded number of entries": (
         "comm.agree.clock._codes", "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",

@@ -66,6 +66,4 @@ def compare(cases: list[tuple[str, str]]) -> dict[str, str]:
 
 def test_models_are_recorded() -> None:
     found = run_ranks(compare, 2, share(CASES, 4))
-    # Experts that are divided get as many tokens as the values say: refused, not baked in.
-    assert "depends on its values" in found[0].pop("mixtral tp")
     assert {case: why for case, why in found[0].items() if why} == {}
