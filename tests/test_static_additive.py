@@ -155,6 +155,23 @@ def test_a_result_that_is_no_mean_is_told() -> None:
             assert count.item() == (y > 2).sum().item()
 
 
+@pytest.mark.parametrize("k", [2, ROWS])
+def test_a_step_that_reads_values_is_averaged_and_told(k: int) -> None:
+    weight = torch.ones(6, requires_grad=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = (x @ weight).square().sum() / len(x)
+        loss = loss * 2 if weight.sum() > 100 else loss
+        loss.backward()
+        weight.grad = None
+        return loss.detach()
+
+    run = oc.to_static(step, k_steps=k, ask=True)
+    with pytest.warns(UserWarning, match="whether a number in it counts rows .* Say avg=True"):
+        for x, y in batches():
+            assert run(x, y).item() == pytest.approx((x @ weight).square().mean().item(), rel=1e-5)
+
+
 def cut_in_stages() -> dict[str, Any]:
     """Each loss as the last stage of a pipeline, in the fresh ranks of a run."""
     found = {}

@@ -141,7 +141,10 @@ def _compared(
 ) -> Verdict:
     """How the step depends on its rows, by a second look, at the whole batch: which of its numbers follow the rows."""
     looker = Additive(leaves, first.verdict, parts.k_steps)
-    _sketched(fn, leaves, names, tree, options, parts, looker)
+    try:
+        _sketched(fn, leaves, names, tree, options, parts, looker)
+    except RecordingError:  # the step reads values (``ask``), which are not there without data
+        return Verdict(open=True)
     return looker.verdict
 
 

@@ -143,6 +143,11 @@ def _bases(x: Tensor) -> list[Tensor]:
 
 def said(verdict: Verdict, k: int) -> Iterator[str]:
     """What to tell the user of a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says."""
+    if verdict.open:
+        yield (
+            "the step reads values, so that it cannot be seen on the whole batch, and whether a number in it counts rows "
+            "(loss.sum() / len(x)) cannot be told: microbatches are averaged, as of a mean. Say avg=True, or avg=False for a sum"
+        )
     for kind in verdict.losses:
         if why := _why(kind):
             yield (

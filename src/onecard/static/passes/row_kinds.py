@@ -61,13 +61,14 @@ class Verdict:
     Attributes:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
         numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
-            may be counts of rows.
+            may be counts of rows. ``open``: nobody can tell whether they are.
     """
 
     losses: list[Kind] = field(default_factory=list)
     results: list[Kind | None] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     unsure: bool = False
+    open: bool = False
 
 
 class Kinds:
@@ -169,9 +170,8 @@ class Kinds:
                 return replace(there, dim=dim, before=outer * there.before)
         where = f"{call.schema.functional} at {record.user_line()}"
         lone = any(all(factor not in _all(bound.operands[i]) for i in term) for term in bound.terms)
-        picks = (
-            factor in bound.pieces or call.schema.views
-        )  # a hook masks what other ranks have: their sum is no sum over rows
+        # A hook masks what other ranks have: their sum is no sum over rows.
+        picks = factor in bound.pieces or call.schema.views
         if bound.reduce[r] != "sum" or lone or picks:
             return Kind(MIXED, where=f"{where} takes rows of the batch together", learns=there.learns)
         return Kind(ADDS, degree=there.degree + (0 if mean else 1), where=where, learns=there.learns)
