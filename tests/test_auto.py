@@ -209,6 +209,36 @@ def _trained(plan: dict[str, Any] | None) -> tuple[list[float], bool]:
     return seen, params[-1] is model[3].bias and params[-1].note == "kept"
 
 
+def _heard(plan: dict[str, Any] | None) -> list[float]:
+    """What hooks read that were registered before the parameters took their places; every second one halves."""
+    torch.manual_seed(0)
+    model, heard = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), list[float]()
+
+    def hear(p: torch.Tensor) -> None:
+        heard.append(float(p.grad.norm()))
+        if p.ndim == 2:
+            p.grad.mul_(0.5)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hear)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if plan is not None:
+        oc.parallelize(model, optimizer, plan=oc.Plan(**plan))
+    for i in range(6):
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sorted(heard)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_hooks_after_gradients_read_what_one_card_would(zero):
+    wanted = _heard(None)
+    for found in run_ranks(_heard, 2, {"dp": 2, "zero": zero}):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7) and len(found) == 24
+
+
 MIDDLE = (("0.weight", "tp: Shard(0)"), ("1.*", "tp: Shard(0)"), ("3.weight", "tp: Shard(1)"))
 PLANS = [
     {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2, "placements": MIDDLE},

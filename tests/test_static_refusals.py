@@ -256,6 +256,22 @@ def test_what_is_asked_before_each_replay() -> None:
         drawn(one)
 
 
+def test_attention_without_dropout_draws_nothing() -> None:
+    def step(q: Tensor, rate: float) -> Tensor:
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate)
+        return y + 1 if (y > 0).all() else y - 1
+
+    q = torch.rand(1, 2, 4, 8)
+    static = oc.to_static(step, ask=True)
+    for _ in range(3):
+        torch.testing.assert_close(static(q, 0.0), step(q, 0.0))
+    assert len(static.recordings) == 1
+    static = oc.to_static(step, ask=True)
+    static(q, 0.5)
+    with pytest.raises(RecordingError, match="depends on random numbers"):
+        static(q, 0.5)
+
+
 def equal_or_not(x: Tensor, y: Tensor) -> Tensor:
     return x + y if torch.equal(x, y) else x - y
 

@@ -28,16 +28,16 @@ def become(tensor: Tensor, made: Tensor) -> None:
     taken: Any = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     if taken is made:
         taken.requires_grad_(tensor.requires_grad)
-    before = tensor._backward_hooks
-    hooks = [*(before or {}).values()]
-    late = [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    of_tensor: Any = tensor  # a name that torch's own types leave out
+    before, before_late = tensor._backward_hooks, of_tensor._post_accumulate_grad_hooks
+    hooks, late = [*(before or {}).values()], [*(before_late or {}).values()]
     kept = {key: value for key, value in vars(tensor).items() if key not in vars(taken)}
     # Of the object, which stays: those registered again belong to what it becomes.
-    tensor.grad = tensor._backward_hooks = None
+    tensor.grad = tensor._backward_hooks = of_tensor._post_accumulate_grad_hooks = None
     try:
         torch.utils.swap_tensors(tensor, taken)
     except RuntimeError:
-        tensor._backward_hooks = before
+        tensor._backward_hooks, of_tensor._post_accumulate_grad_hooks = before, before_late
         raise
     vars(tensor).update({key: value for key, value in kept.items() if key not in vars(tensor)})
     for hook in hooks:

@@ -47,8 +47,17 @@ def asked(graph: fx.Graph, conditions: Sequence[Any]) -> tuple[fx.Graph | None, 
 def _draws(node: fx.Node) -> bool:
     target: Any = node.target
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
+        return torch.Tag.nondeterministic_seeded in target.tags and _rate(node, target) != 0
     return getattr(target, "__name__", "") == "_drawn"
+
+
+def _rate(node: fx.Node, func: OpOverload) -> Any:
+    """The dropout of attention and of recurrent layers: without it they draw nothing, though torch marks them as if they did."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:

@@ -247,14 +247,21 @@ class Reducer:
 
 
 def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any], None]) -> None:
-    """Call before and after a gradient is added to a parameter, also to one that is frozen for now."""
+    """Call before and after a gradient is added to a parameter, also to one that is frozen for now.
+
+    ``after`` comes before the program's own hooks of that kind: they read the gradient that one card would have.
+    """
     trained = param.requires_grad
     if not (param.is_floating_point() or param.is_complex()):
         return
     param.requires_grad_(True)
     if before is not None:
         Tensor.register_hook(param, before)  # not what a subclass makes of it for users
+    theirs = [*(param._post_accumulate_grad_hooks or {}).items()]
+    for known, _ in theirs:  # autograd reads the dict itself, past the order of an OrderedDict
+        del param._post_accumulate_grad_hooks[known]
     Tensor.register_post_accumulate_grad_hook(param, after)
+    param._post_accumulate_grad_hooks.update(theirs)
     param.requires_grad_(trained)
 
 
