@@ -7,13 +7,16 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from cut_programs import K
 from test_cut_beside import Program
 
 import onecard as oc
 from onecard.errors import StageError
+from onecard.fleet.gradients import hooks
 from onecard.testing import run_ranks
+from onecard.train.absent import let_go
 from onecard.train.shard import is_elsewhere
 
 HABITS: dict[str, Callable[[Any], Any]] = {
@@ -59,3 +62,12 @@ def test_every_habit_is_told():
         assert f"on rank {rank}, was given back" in found["a number"]
         assert "test_cut_absent.py" in found["a number"] and "model." in found["a number"]
         assert "oc.checkpoint.save" in found["torch.save"]
+
+
+def test_a_gradient_may_be_asked_for_where_fleet_is_in_use():
+    hooks.install()  # Tensor.grad is a property of ours then, which has no name
+    x = torch.nn.Parameter(torch.ones(2))
+    let_go(x, (1,), "x")
+    assert x.grad is None
+    with torch.no_grad(), pytest.raises(StageError, match="of x"):
+        x.sum()

@@ -114,7 +114,10 @@ def _name(func: Any) -> str:
     """A function's name; that of a property, of its getter and setter."""
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
-        return str(getattr(owner, "__name__", ""))
+        ours = (
+            name for name in ("grad", "data") if vars(Tensor).get(name) is owner
+        )  # properties that patches put there
+        return str(getattr(owner, "__name__", "")) or next(ours, "")
     return str(getattr(func, "__name__", func)).removesuffix(".default")
 
 
