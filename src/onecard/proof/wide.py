@@ -20,6 +20,9 @@ from onecard.tensor.dist_tensor import DistTensor
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 
+SCALING = ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_")
+"""Kernels of a ``GradScaler``, which want the scale in float32 whatever the gradients are."""
+
 
 class Wide(TorchFunctionMode):
     """Inside, each narrower floating dtype that a program names is float64, and what it makes of no tensor, too."""
@@ -29,9 +32,11 @@ class Wide(TorchFunctionMode):
             func = names.gradient if func.__name__ == "__get__" else names.set_gradient
         func, kwargs = _CASTS.get(func, func), kwargs or {}
         if torch.dtype in map(type, args):
-            args = tuple(map(_widened, args))
+            args = tuple(map(widened, args))
         if torch.dtype in map(type, kwargs.values()):
-            kwargs = {name: _widened(x) for name, x in kwargs.items()}
+            kwargs = {name: widened(x) for name, x in kwargs.items()}
+        if getattr(func, "__name__", "") in SCALING:
+            return scaled(func, args, kwargs)
         result = func(*args, **kwargs)
         narrow = type(result) is Tensor and result.dtype in _NARROW
         if narrow and not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))):
@@ -39,7 +44,19 @@ class Wide(TorchFunctionMode):
         return result
 
 
-def _widened(given: Any) -> Any:
+def scaled(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a kernel of a ``GradScaler`` with its scales in float32, and put back what it writes to them."""
+    given = [x.float() if isinstance(x, Tensor) and x.dtype is torch.float64 else x for x in args]
+    result = func(*given, **kwargs)
+    with torch.no_grad():
+        for mine, x in zip(args, given, strict=True):
+            if isinstance(mine, Tensor) and mine is not x:
+                mine.copy_(x)
+    return args[0] if isinstance(result, Tensor) else result
+
+
+def widened(given: Any) -> Any:
+    """A dtype that is asked for: of narrower floats float64; all else as it is."""
     return torch.float64 if isinstance(given, torch.dtype) and given in _NARROW else given
 
 
