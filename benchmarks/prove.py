@@ -66,7 +66,7 @@ MANY = ["--tp=8", "--dp=8", "--layers=4"]
 def main(sizes: Sizes) -> None:
     """Prove it, and say what it took."""
     began, busy = time.perf_counter(), time.process_time()
-    proof = oc.prove(program, sizes, world=sizes.dp * sizes.tp, rounding=sizes.rounding)
+    proof = oc.prove(program, sizes, world=sizes.dp * sizes.tp, rounding=sizes.rounding, wide=True)
     print(proof)
     wall, cpu = time.perf_counter() - began, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -192,7 +192,7 @@ def test_the_command_under_a_plan(tmp_path, capsys):
     script.write_text(SCRIPT)
     oc.Plan(dp=2, zero=1).save(plan)
     outputs = ["--html", str(tmp_path / "out.html"), "--json", str(tmp_path / "out.json")]
-    status = command.main([str(script), "--plan", str(plan), "--wide", "hidden", *outputs, "--", "--hidden", "4097"])
+    status = command.main([str(script), "--plan", str(plan), "--narrow", "hidden", *outputs, "--", "--hidden", "4097"])
     said = capsys.readouterr().out
     assert status == 0 and said.startswith("Equal"), said
     data = json.loads((tmp_path / "out.json").read_text())
@@ -205,10 +205,54 @@ def test_what_cannot_be_proved_has_a_status_of_its_own(tmp_path, capsys):
     script.write_text("raise ValueError('no data')")
     assert command.main([str(script)]) == 2
     assert "no data" in capsys.readouterr().err
-    assert command.main([str(script), "--wide", "hidden"]) == 2
+    assert command.main([str(script), "--narrow", "hidden"]) == 2
     assert "does not say how large it is" in capsys.readouterr().err
 
 
 def test_widths_keep_their_remainders():
     assert narrowed(["--d_model=4100"], ["d_model"], 8) == ["--d_model=20"]
     assert narrowed(["--d-model", "12"], ["d_model"], 8) == ["--d-model", "12"]
+
+
+def test_widths_are_made_small_by_themselves(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "print(asked.hidden)\n")
+    run = [str(script), "--show", "--steps", "1"]
+    plan = tmp_path / "plan.json"
+    oc.Plan(dp=2).save(plan)
+    assert command.main([*run, "--plan", str(plan), "--", "--hidden", "4097"]) == 0
+    assert "widths made small: hidden 4097 -> 5" in capsys.readouterr().out
+    assert command.main([*run, "--plan", str(plan), "--wide", "--", "--hidden", "97"]) == 0
+    assert "widths" not in capsys.readouterr().out
+    script.write_text(
+        SCRIPT.replace("torch.manual_seed(0)", "assert asked.hidden > 20, 'too small'; torch.manual_seed(0)")
+    )
+    assert command.main([*run, "--plan", str(plan), "--", "--hidden", "97"]) == 0
+    assert (
+        "widths as they are: with smaller ones the program fails on one card: AssertionError" in capsys.readouterr().out
+    )
+
+
+class Config:
+    def __init__(self) -> None:
+        self.hidden_size, self.num_attention_heads, self.vocab_size = 96, 6, 65
+
+
+SEEN: list[tuple[int, int]] = []
+
+
+def of_a_config(config: Config, least: int = 0) -> torch.Tensor:
+    SEEN.append((config.hidden_size, config.vocab_size))
+    if config.hidden_size < least:
+        raise ValueError("too narrow")
+    torch.manual_seed(0)
+    return torch.randn(config.hidden_size).sum() * config.vocab_size
+
+
+def test_configs_are_made_small():
+    proof = oc.prove(of_a_config, Config(), world=4, rounding=False)
+    assert proof and SEEN[-1] == (12, 9), SEEN[-1]
+    assert "hidden_size 96 -> 12, vocab_size 65 -> 9" in str(proof)
+    assert oc.prove(of_a_config, Config(), world=4, rounding=False, wide=True) and SEEN[-1] == (96, 65)
+    kept = oc.prove(of_a_config, Config(), 50, world=4, rounding=False)
+    assert kept and SEEN[-1] == (96, 65) and "widths as they are" in str(kept) and "too narrow" in str(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +14,12 @@ import tyro
 from onecard.commands.estimate import divided
 from onecard.commands.simulate import refuse
 from onecard.commands.waiting import waiting
-from onecard.errors import OnecardError
+from onecard.errors import OnecardError, ProofError
 from onecard.planning.plan import Plan
 from onecard.proof.api import prove
+from onecard.proof.report import Proof
 from onecard.proof.script import Script
-from onecard.proof.small import narrowed
+from onecard.proof.small import flags, narrowed, said_of
 
 LEAST = 5
 """Calls of a recorded step: one as it is, one that is recorded, and replays."""
@@ -41,8 +42,12 @@ class Asked:
     """a plan by which they run a program for one card, as `onecard run --auto` does"""
     steps: int = 2
     """optimizer steps after which it ends; 0: at its own end. Of recordings: calls of recorded steps, 5 at least"""
-    wide: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[=SIZE]", help_behavior_hint="")] = ()
-    """flags of the script that are widths, and their sizes instead; without a size the least that divides alike"""
+    wide: bool = False
+    """widths that the script's command line names stay; else they, batch and vocabulary become as small as leaves remainders"""
+    narrow: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[=SIZE]", help_behavior_hint="")] = ()
+    """other flags of the script that are widths, and their sizes instead; without a size the least that divides alike"""
+    start: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """a checkpoint of oc.checkpoint.save, by any mesh, with which its model and optimizer begin on one card and on all ranks"""
     against: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """the program for one card; by default the same one, in a world of one"""
     processes: bool = False
@@ -64,19 +69,7 @@ def main(argv: Sequence[str]) -> int:
     ours, words = divided(argv)
     asked = tyro.cli(Asked, args=ours, prog="onecard prove", use_underscores=True)
     try:
-        words = narrowed(
-            words, asked.wide, asked.world or (Plan.load(asked.plan).world if asked.plan is not None else 2)
-        )
-        script = Script(asked.script, words, quiet=not asked.show)
-        one = None if asked.against is None else Script(asked.against, words, quiet=not asked.show)
-        recorded = asked.recorded or asked.bisect
-        steps = max(asked.steps, LEAST) if recorded and asked.steps else asked.steps
-        with waiting("proving") as say:
-            say(f"running {asked.script} on one card and on all ranks")
-            proof = prove(
-                script, world=asked.world, against=one, plan=asked.plan, steps=steps, recorded=recorded, bisect=asked.bisect,
-                processes=asked.processes,
-            )  # fmt: skip
+        proof = _proof(asked, words)
     except OnecardError as error:
         return refuse("prove", error)
     if asked.html is not None:
@@ -85,3 +78,31 @@ def main(argv: Sequence[str]) -> int:
         asked.json.write_text(json.dumps(proof.data(), indent=1) + "\n", encoding="utf-8")
     print(proof.text(), file=sys.stdout)
     return 0 if proof else 1
+
+
+def _proof(asked: Asked, words: Sequence[str]) -> Proof:
+    """The proof with small widths; where the program fails so, with its own."""
+    ranks = asked.world or (Plan.load(asked.plan).world if asked.plan is not None else 2)
+    words, less = narrowed(words, asked.narrow, ranks), dict[str, tuple[int, int]]()
+    if not asked.wide and asked.start is None:  # a checkpoint has its own widths
+        small, less = flags(words, ranks)
+    if not less:
+        return _ran(asked, words)
+    try:
+        return replace(_ran(asked, small), widths=said_of(less))
+    except ProofError as fault:
+        why = f"widths as they are: with smaller ones {str(fault).splitlines()[0]}"
+        return replace(_ran(asked, words), widths=why)
+
+
+def _ran(asked: Asked, words: Sequence[str]) -> Proof:
+    script = Script(asked.script, words, quiet=not asked.show)
+    one = None if asked.against is None else Script(asked.against, words, quiet=not asked.show)
+    recorded = asked.recorded or asked.bisect
+    steps = max(asked.steps, LEAST) if recorded and asked.steps else asked.steps
+    with waiting("proving") as say:
+        say(f"running {asked.script} on one card and on all ranks")
+        return prove(
+            script, world=asked.world, against=one, plan=asked.plan, steps=steps, recorded=recorded, bisect=asked.bisect,
+            processes=asked.processes, start=asked.start,
+        )  # fmt: skip

@@ -13,9 +13,9 @@ from onecard.comm.base import record
 from onecard.comm.issue.groups import group
 from onecard.comm.joined.hub import Told
 from onecard.comm.world import world
-from onecard.proof.running import Case, failed, play, room
+from onecard.proof.running import Case, failed, play, room, watch_of
 from onecard.proof.script import Script, instead
-from onecard.proof.watch import Watch, Watched
+from onecard.proof.watch import Watched
 from onecard.testing import _job, _run
 from onecard.testing._report import RankError, RankTimeout
 
@@ -41,7 +41,7 @@ def on_processes(case: Case, in_float64: bool, keep: bool) -> list[Watched]:
 def _one_of_them(program: Any, case: Case, in_float64: bool, keep: bool) -> Watched:
     warnings.simplefilter("default")  # the program's own are no errors
     found = program if isinstance(program, Script) else _job.find(program)
-    watch = Watch(keep, case.steps, not case.recorded)
+    watch = watch_of(case, keep)
     record.observers.here.append(lambda message: watch.heard(_told(message)))
     around = found.around(world.get_rank()) if isinstance(found, Script) else nullcontext()
     with room(case, in_float64), instead(found), around:

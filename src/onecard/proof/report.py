@@ -80,6 +80,7 @@ class Proof:
         unpaired: parameters that only the ranks have.
         seconds: that it took; why: what kept it from float64.
         passes: which pass over recordings is at fault, in words, where that was asked.
+        widths: which widths were made small, or why none, in words.
     """
 
     world: int
@@ -95,6 +96,7 @@ class Proof:
     seconds: float
     why: str = ""
     passes: str = ""
+    widths: str = ""
 
     def __bool__(self) -> bool:
         return self.equal
@@ -119,8 +121,7 @@ class Proof:
             lines.append(f"  {self.passes}")
         if self.unpaired:
             lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
-        if self.why:
-            lines.append(f"  {self.why}")
+        lines += [f"  {said}" for said in (self.why, self.widths) if said]
         return "\n".join(lines)
 
     def html(self, path: str | PathLike[str], title: str = "") -> None:

@@ -130,7 +130,8 @@ def _owners(
             if held.kind != "initial" or held.value.spec is not None:
                 continue
             after, same = last + 1, [held.name] if held.name in alone else []
-            for other in [*listed[after : after + 1], *same, *listed[after + 1 :], *listed[:after]]:
+            others = [] if held.sure else [*listed[after + 1 :], *listed[:after]]
+            for other in [*(same if held.sure else listed[after : after + 1]), *same, *others]:
                 part = _shard_of(held.value, alone[other], bound) or _part_of(held.value.local, alone[other], bound)
                 if part is not None:
                     found[rank, held.name], last = (other, part), listed.index(other)

@@ -22,6 +22,7 @@ from onecard.comm.world.hidden import hidden
 from onecard.comm.world.world import alone
 from onecard.errors import ProofError
 from onecard.planning.plan import Plan
+from onecard.proof.begun import Begun
 from onecard.proof.results import frozen
 from onecard.proof.script import instead
 from onecard.proof.watch import Enough, Watch, Watched, hooks
@@ -44,6 +45,7 @@ class Case:
         plan: by which the ranks run a program for one card; None: the program divides its work itself.
         recorded: steps of ``to_static`` are recorded and replayed on the ranks, by all passes but ``without``.
         processes: each rank is a process; so it is for recordings, which look at all tensors of theirs.
+        start: the checkpoint whose state models and optimizers begin with, on one card and on all ranks; "": their own.
     """
 
     program: Program
@@ -55,6 +57,7 @@ class Case:
     recorded: bool = False
     without: tuple[str, ...] = ()
     processes: bool = False
+    start: str = ""
 
     def one(self, in_float64: bool, keep: bool = True) -> Watched:
         """What one card computes.
@@ -125,6 +128,11 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
     recorded.watcher = None
 
 
+def watch_of(case: Case, keep: bool) -> Watch:
+    """Who looks on while one rank runs."""
+    return Watch(keep, case.steps, not case.recorded, Begun(case.start) if case.start else None)
+
+
 def failed(fault: BaseException, where: str, more: str = "") -> ProofError:
     """What is said of a program that raises."""
     notes = "".join(f" ({note})" for note in getattr(fault, "__notes__", ()))
@@ -135,7 +143,7 @@ def _watched(case: Case, world: int | None, in_float64: bool, keep: bool) -> lis
     """Run a case on all ranks of a world, None: on one card, and see what each computes."""
     size = world or 1
     program = case.program if world or case.against is None else case.against
-    watches = [Watch(keep, case.steps, not case.recorded) for _ in range(size)]
+    watches = [watch_of(case, keep) for _ in range(size)]
     import_module("onecard.fleet")  # its hooks are the process's: one that a rank adds is its own
 
     def call(number: int) -> None:

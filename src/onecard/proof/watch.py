@@ -20,6 +20,7 @@ from onecard._torch import names as _torch
 from onecard._torch.names import TorchDispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
+from onecard.proof.begun import Begun
 from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
@@ -97,6 +98,7 @@ class Held:
     kind: str  # "initial", "gradient", "final", "buffer", "state"
     step: int
     value: Value
+    sure: bool = False  # its name is that which it has on one card
 
 
 @dataclass(slots=True)
@@ -121,10 +123,12 @@ class Watch(recorded.Listener, TorchDispatchMode):
         keep: whether values of operators are kept; False: only parameters and results.
         most: steps of the first optimizer after which the rank ends; 0: it runs to its end.
         count: whether optimizers' steps are those, with a look at gradients before each; False: who calls ``stepped`` counts.
+        begun: what models and optimizers are filled from as they are first used; None: they are as the program makes them.
     """
 
-    def __init__(self, keep: bool = True, most: int = 0, count: bool = True) -> None:
+    def __init__(self, keep: bool = True, most: int = 0, count: bool = True, begun: Begun | None = None) -> None:
         super().__init__()
+        self.begun = begun
         self.seen, self.keep, self.most, self.count = Watched(), keep, most, count
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -200,7 +204,11 @@ class Watch(recorded.Listener, TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = schema_of(func).functional
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.note(schema_of(func).functional, arguments_written(func, args, kwargs), args, kwargs, result, draws)
+
+    def note(self, name: str, written: Sequence[Any], args: Any, kwargs: Any, result: Any, draws: bool) -> None:
+        """What an operator has made, or ``written`` to, is an entry."""
         if name in _ROOM:
             for x in _tensors((result,)):
                 self._made.pop(_memory(x), None)
@@ -208,12 +216,11 @@ class Watch(recorded.Listener, TorchDispatchMode):
         if isinstance(result, float):
             self._read |= dict.fromkeys([result], self._sources(args)[0]) if self._sources(args) else {}
             return
-        made = _tensors(arguments_written(func, args, kwargs) or (result,))
+        made = _tensors(written or (result,))
         if not made:
             return
         module, line = self._place()
         told, self._told = tuple(self._told), []
-        draws = torch.Tag.nondeterministic_seeded in func.tags
         number, inputs = len(self.seen.entries), self._inputs(args, kwargs, len(made))
         values = [Value.of(x) for x in made]
         self.seen.entries.append(Entry(number, name, values, self._phase(), module, line, told, draws, inputs))
@@ -269,6 +276,9 @@ class Watch(recorded.Listener, TorchDispatchMode):
         if not self._stack and all(module is not root for root in self.roots):
             self.roots.append(module)
             self._paths.update({id(m): name for name, m in module.named_modules()})
+            if self.begun is not None:
+                with self.paused(), _torch.as_it_is():
+                    self.begun.model(module)
             self._hold("initial", [module])
         self._stack.append(self._paths.get(id(module), type(module).__name__))
 
@@ -280,6 +290,9 @@ class Watch(recorded.Listener, TorchDispatchMode):
         self._stepping += 1
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
+            if self.begun is not None:
+                with self.paused(), _torch.as_it_is():
+                    self.begun.optimizer(optimizer)
         if self.count and self._stepping == 1 and optimizer is self.optimizers[0]:
             self._hold("gradient", self.roots)
 

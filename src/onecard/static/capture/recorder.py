@@ -115,8 +115,8 @@ class Recorder(recorded.Listener):
             with self.paused():
                 self._about_to_write([into])
                 what.send(into, given)
-        line = again.Line(*line_of(what.group))
-        self._add(again.message, (into, given, what.operation, what.rest, line), {}, None, [into, given])
+        args = into, given, what.operation, what.rest, again.Line(*line_of(what.group))
+        self._add(again.message, args, {}, None, [into, given]).meta["rank"] = world.get_rank()
 
     # -- what is seen below autograd -----------------------------------------------------------------------------------
 
