@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from onecard.planning.search.api import plan as search
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
 
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
-_STEP = "oc.to_static(step, stages=oc.Stages(...)), or Engine with Strategy.of_plan(plan), which cut a recorded step"
+_STEP = "oc.to_static(step, plan=plan), or Engine with Strategy.of_plan(plan), which cut a recorded step"
 _REFUSED = (
     ("pp", lambda p: p.pp > 1, f"a pipeline is cut out of a whole step: {_STEP}"),
-    ("microbatches", lambda p: p.microbatches > 1, "the batch is computed in one: oc.to_static(step, k_steps=...) divides it"),
+    ("microbatches", lambda p: p.microbatches > 1, "the batch is computed in one: oc.to_static(step, plan=plan) divides it"),
     ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
     ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do"),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
@@ -54,7 +54,7 @@ class Applied:
     """A plan on the ranks of this world.
 
     Args:
-        plan: of as many ranks as there are.
+        plan: of as many ranks as there are; beside: fields that somebody else sees to, who records the step.
 
     Attributes:
         mesh: its axes are those of the plan that have more than one rank.
@@ -63,14 +63,15 @@ class Applied:
         PlanError: the plan is for another number of ranks, or asks for what cannot be applied to a plain model.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        check(plan, plan.world if world.alone.here else world.get_world_size())
+    def __init__(self, plan: Plan, beside: Collection[str] = ()) -> None:
+        check(plan, plan.world if world.alone.here else world.get_world_size(), beside)
         self.plan = plan
         copies, parts = plan.replicas, plan.dp // plan.replicas
-        sizes = [(name, size) for name, size in (("replicas", copies), ("dp", parts), ("tp", plan.tp)) if size > 1]
+        degrees = (("pp", plan.pp), ("replicas", copies), ("dp", parts), ("tp", plan.tp))
+        sizes = [(name, size) for name, size in degrees if size > 1]
         sizes = sizes or [("dp", 1)]
         self.mesh = ProcessMesh(np.arange(plan.world).reshape([size for _, size in sizes]), [name for name, _ in sizes])
-        self.batch_axes = tuple(name for name in self.mesh.dim_names if name != "tp")
+        self.batch_axes = tuple(name for name in self.mesh.dim_names if name not in ("pp", "tp"))
 
     def model(self, model: nn.Module, placed: bool = True) -> Entrance:
         """Lay a model out, and divide what it is called with; ``placed``: its parameters by the plan's placements."""
@@ -96,7 +97,7 @@ class Applied:
             shard_optimizer(optimizer, STAGES[zero]("dp", self.mesh))
 
 
-def check(plan: Plan, ranks: int) -> None:
+def check(plan: Plan, ranks: int, beside: Collection[str] = ()) -> None:
     """Whether a plan can be applied to a plain model on so many ranks.
 
     Raises:
@@ -105,7 +106,7 @@ def check(plan: Plan, ranks: int) -> None:
     if plan.world != ranks:
         raise PlanError(f"parallelize: the plan is for {plan.world} ranks, and there are {ranks}: make one for these")
     for field, asks, why in _REFUSED:
-        if asks(plan):
+        if field not in beside and asks(plan):
             raise PlanError(f"parallelize: {field}={getattr(plan, field)!r}: {why}", field)
 
 

@@ -34,6 +34,10 @@ class Entrance:
         module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.divided(args, kwargs)
+
+    def divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What somebody is called with, its rows divided."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         if not leaves or any(isinstance(x, DistTensor) for x in leaves):
             return args, kwargs

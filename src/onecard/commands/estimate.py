@@ -14,14 +14,15 @@ from onecard.commands.options import Outputs, plan_file
 from onecard.commands.simulate import show, write
 from onecard.commands.waiting import waiting
 from onecard.errors import OnecardError, PlanError
-from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
+from onecard.launch.rehearsal.replicated import Replicated
 from onecard.machine.cost import Machine
 from onecard.machine.events import Panel, write_trace
 from onecard.planning.job import JobCost
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.price import price
+from onecard.planning.program import Program
 from onecard.reports.rank_step import RankStep, rank_step
 
 
@@ -110,7 +111,7 @@ def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> t
             f"{asked.plan}: tp={plan.tp}, cp={plan.cp}: how parameters lie is not said, and a program for one card does not say "
             'it; give placements, such as [["*.q_proj.weight", "tp: Shard(0)"]]'
         )
-    program = Program()
+    program = Program((Replicated,))
     rehearse(asked.script, script, 1, 0, machine, program)
     model, batch, loss = program.parts()
     try:

@@ -20,10 +20,11 @@ from onecard.auto.rank import Job
 from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.launch._explain import say
 from onecard.launch._options import Target
-from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
+from onecard.launch.rehearsal.replicated import Replicated
 from onecard.machine.cost import Machine
 from onecard.planning.machine_file import machine_named, this_machine
+from onecard.planning.program import Program
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Plans
 
@@ -89,7 +90,7 @@ def searched(
         RehearsalError: it cannot be run without devices, or not be divided; the cause is what stopped it.
         NothingFits: no plan does.
     """
-    program = Program()
+    program = Program((Replicated,))
     with files(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the program says it again when it runs
         rehearse(script, arguments, 1, 0, machine, program)

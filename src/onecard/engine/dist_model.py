@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from onecard.engine.engine import Engine
+from onecard.engine.planned import planned
 from onecard.errors import EngineError
+from onecard.planning.plan import Plan
 from onecard.static import api
 from onecard.static.recording import Recording
 
@@ -107,6 +110,7 @@ def to_static(
     strategy: Any = None,
     *,
     metrics: Any = None,
+    plan: Plan | str | Path | None = None,
     **options: Any,
 ) -> Any:
     """A function or module that records its first steps and replays them; with a loss or an optimizer, a ``DistModel``.
@@ -116,6 +120,8 @@ def to_static(
             the options. Or the layer of a ``DistModel``.
         loader: what batches are read from, as in Paddle; the batches themselves are given to each call.
         loss, optimizer, strategy, metrics: of a ``DistModel``, as an ``Engine`` takes them.
+        plan: how a step runs on many ranks: an ``oc.Plan``, the path of one's file, or "auto": the best one, in one microbatch,
+            on this machine. Its model and optimizers lie so from the first call on; each rank is given the whole batch.
 
     Source: ``paddle.jit.to_static``; ``paddle.distributed.to_static``.
 
@@ -130,6 +136,12 @@ def to_static(
         >>> to_static(lambda x: x * 2)(torch.ones(1))
         tensor([2.])
     """
+    if plan is not None:
+        if any(given is not None for given in (loader, loss, optimizer, strategy, metrics)):
+            raise EngineError(
+                "to_static(step, plan=): a step has its loss and its optimizer inside: leave all others out"
+            )
+        return planned(fn, plan, options)
     if loss is None and optimizer is None and strategy is None and metrics is None:
         if type(loader) is int:
             options = {"limit": loader, **options}

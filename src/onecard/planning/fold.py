@@ -83,6 +83,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for _, blocks in _lists(model, "") for block in blocks]
 
 
+def block_paths(model: nn.Module) -> list[str]:
+    """Their names, in the same order.
+
+    Example:
+        >>> block_paths(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))}))
+        ['blocks.0', 'blocks.1']
+    """
+    return [f"{path}.{name}" for path, blocks in _lists(model, "") for name, _ in blocks.named_children()]
+
+
 def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """The outermost lists of more than one block."""
     for name, child in module.named_children():

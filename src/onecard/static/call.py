@@ -51,7 +51,7 @@ def flat(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[str], Any]:
     return leaves, names, tree
 
 
-def _given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+def roots_given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
     """Modules and optimizers that a call itself names, and those by which the function's maker calls them (``step_roots``)."""
     given = [("model", fn), *((f"argument{i}", x) for i, x in enumerate(leaves)), *getattr(fn, "step_roots", ())]
     given += [("self", getattr(fn, "__self__", None))]
@@ -71,7 +71,7 @@ def recorded(
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
-    capture = Capture(first, names, _given(fn, leaves), options.ask, options.replayed)
+    capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed)
     looker = Additive(first) if parts is not None and parts.avg is None else None
     undo = None if parts is None else capture.undone(parts.sketched)
     fault: Exception | None = None
@@ -158,7 +158,7 @@ def _sketched(
     looker: Additive | None = None,
 ) -> Rows:
     """How long the results of the whole batch are, without doing the step."""
-    capture = Capture(leaves, names, _given(fn, leaves), options.ask)
+    capture = Capture(leaves, names, roots_given(fn, leaves), options.ask)
     undo = capture.undone(sketched=True)
     try:
         with autocast(options.dtype, leaves), parts.around(), looker or nullcontext():

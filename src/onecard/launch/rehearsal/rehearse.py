@@ -14,11 +14,11 @@ from unittest.mock import patch
 from onecard.comm.base.record import _NOT_USERS
 from onecard.comm.world.pretend import pretend
 from onecard.errors import OnecardError
-from onecard.launch.rehearsal.program import Program
 from onecard.launch.rehearsal.region import Enough, Region, Rehearsed
 from onecard.launch.rehearsal.stage import stage
 from onecard.launch.rehearsal.values import Calls, Values
 from onecard.machine.cost import Machine
+from onecard.planning.program import Program
 from onecard.static.price.price import Cost, cost
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from onecard.errors import NothingFits, PlanError
+from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.planning.job import JobCost, bytes_in_words
 from onecard.planning.known_models import known_model
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
-from onecard.planning.record import Loss, Model
+from onecard.planning.record import Loss, Model, parts_of
 from onecard.planning.search.find import ALIKE, Found, Search
 from onecard.planning.search.plans import Choice, Plans, beside, chosen
 from onecard.planning.search.space import Space
 from onecard.planning.search.subject import Subject, subject_of
 from onecard.planning.search.words import in_words, largest
+from onecard.planning.step_parts import is_step, parts_of_step
+from onecard.static.call import name_of
 
 OBJECTIVES = ("time", "memory")
 SHOWN = 5
@@ -25,7 +27,7 @@ SHOWN = 5
 
 
 def plan(
-    model: Model | str | tuple[Any, ...],
+    model: Model | str | tuple[Any, ...] | Callable[..., Any],
     *,
     world: int,
     machine: Machine | str = MACHINE,
@@ -44,12 +46,13 @@ def plan(
 
     Args:
         model: an ``oc.Transformer``; a module of plain torch, whose tensors lie as is found here for each degree of tp; a
-            function that builds one; (model, loss, optimizer, batch); or the name of a known decoder ("llama3-8b"). Marks of a
-            module's parameters are pins.
+            function without arguments that builds one; (model, loss, optimizer, batch); the name of a known decoder
+            ("llama3-8b"); or a step as ``to_static`` takes it, a function of its batch: forward, one ``backward()``, the
+            optimizer, which runs once without data. Marks of a module's parameters are pins.
         world: ranks.
         machine: on what; a name ("H100"), a file.
         batch: what a step is given on all ranks together: of a Transformer the number of its rows (sequences); of a module an
-            example, as a loader gives it.
+            example, as a loader gives it; of a step what it is called with.
         loss: (model, *batch) -> the loss, where the model does not return it; or a criterion, such as ``nn.CrossEntropyLoss()``,
             of the model's output and the batch's last tensor.
         memory: bytes of each rank; None: what the machine has; 0: any.
@@ -58,7 +61,8 @@ def plan(
 
     Raises:
         NothingFits: says which plan takes least, and what is missing.
-        PlanError: a field that cannot be.
+        PlanError: a field that cannot be; a step of several models, or of several ``backward()``.
+        RecordingError: a step reads values; names the line.
 
     Source: bounds and pruning as in Calculon (Isaev et al., 2023) and Galvatron (Miao et al., 2022); prices by recordings.
 
@@ -68,6 +72,12 @@ def plan(
         >>> found = oc.plan(sizes, world=2, machine=oc.Machine.preset("A100"), batch=8)
         >>> found.best.dp, found.what_if(tp=2).plan.tp
         (2, 2)
+        >>> import torch
+        >>> net = torch.nn.Linear(8, 8)
+        >>> def step(x):
+        ...     net(x).square().mean().backward()
+        >>> oc.plan(step, world=2, batch=torch.zeros(4, 8)).best.world
+        2
     """
     if isinstance(model, tuple):
         if len(model) != 4:
@@ -84,9 +94,33 @@ def plan(
     if isinstance(model, str):
         model = known_model(model)
     given = dict(fixed or {})
-    subject = subject_of(model, batch, loss, given)
     limit = int(machine.capacity or 0) if memory is None else memory
-    return _planned(subject, world, machine, limit, given, objective, obvious=True)
+
+    def of(model: Any, batch: Any, loss: Any) -> Plans:
+        return _planned(subject_of(model, batch, loss, given), world, machine, limit, given, objective, obvious=True)
+
+    return _of_step(model, batch, loss, of) if is_step(model) else of(model, batch, loss)
+
+
+def _of_step(step: Any, batch: Any, loss: Any, planned: Callable[..., Plans]) -> Plans:
+    """The plans of a step: those of its model, batch and loss."""
+    if batch is None or loss is not None:
+        raise PlanError(
+            f"plan: {name_of(step)} is taken for a step, as it takes arguments: give what it is called with, batch=(x, y), and "
+            "no loss, which it makes itself. A function that builds a module takes no arguments: oc.plan(lambda: Net(8), ...)",
+            "batch",
+        )
+    parts = parts_of_step(step, parts_of(batch))
+    try:
+        return planned(parts.model, parts.batch, parts.loss)
+    except RuntimeError as why:
+        if isinstance(why, OnecardError):
+            raise
+        raise PlanError(
+            f"plan: {name_of(step)}: what it computes does not work with the rows of one rank or microbatch ({why}): in place of "
+            "numbers of rows write -1 or x.shape[0] inside the model; or give (model, loss, optimizer, batch), the loss as a "
+            "function of (model, *batch)"
+        ) from why
 
 
 def _planned(

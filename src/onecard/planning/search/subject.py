@@ -230,8 +230,8 @@ def _built(make: Callable[..., Any]) -> nn.Module:
         made = why
     if not isinstance(made, nn.Module):
         raise PlanError(
-            f"plan: {getattr(make, '__name__', make)} is no function that builds a module ({made}); of a training step give its "
-            "parts: oc.plan((model, loss, optimizer, batch), world=8)"
+            f"plan: {getattr(make, '__name__', make)} is no function that builds a module ({made}); of a training step give the "
+            "function of its batch, oc.plan(step, batch=(x, y), world=8), or (model, loss, optimizer, batch)"
         )
     return made
 

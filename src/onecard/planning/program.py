@@ -1,0 +1,165 @@
+"""A program's model, its batch and how its loss is made, taken from one of its steps: to be priced under another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from onecard import recorded
+from onecard._torch.names import in_backward, tree_flatten, tree_leaves, tree_map
+from onecard.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of the step: of torch's, or (without ``func``) of its model."""
+
+    func: Callable[..., Any] | None
+    args: Any
+    kwargs: Any
+    results: list[Any]
+    grad: bool
+
+    def given(self) -> Iterator[Tensor]:
+        return (x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor))
+
+    def makes(self, ids: set[int]) -> bool:
+        return any(id(x) in ids for x in self.results)
+
+
+class Program:
+    """Listens to a program while a step of it is written down: what the model is called with, what is made before and behind it.
+
+    Args:
+        wrappers: classes of modules that stand for their ``module`` on several ranks.
+        rows: of the batch; 0: those of the first tensor that enters the model.
+
+    Attributes:
+        model: the outermost module with parameters that ran first; backwards: how often ``backward`` was called.
+    """
+
+    def __init__(self, wrappers: tuple[type[nn.Module], ...] = (), rows: int = 0) -> None:
+        self._wrappers, self._rows = wrappers, rows
+        self.model: nn.Module | None = None
+        self.backwards = 0
+        self._calls: list[_Call] = []
+        self._loss: Tensor | None = None
+        self._inside = 0
+
+    def __enter__(self) -> Program:
+        self._hooks = ExitStack()
+        self._hooks.callback(register_module_forward_pre_hook(self._begin).remove)
+        self._hooks.callback(register_module_forward_hook(self._end, with_kwargs=True, always_call=True).remove)
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        self._hooks.close()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        if not self._inside and self.model is not None and self._is_part_of(module):
+            self.model = None  # what ran ahead was a part alone: a parametrized weight that was read
+            self._calls = [call for call in self._calls if call.func is not None]
+        if self._inside or module is self.model or (self.model is None and _trains(module)):
+            self._inside += 1
+
+    def _is_part_of(self, module: nn.Module) -> bool:
+        return module is not self.model and self._loss is None and any(m is self.model for m in module.modules())
+
+    def _end(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """``rest``: keywords and the output; of a forward that has failed torch leaves the keywords out."""
+        if not self._inside:
+            return
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
+        self._inside -= 1
+        if not self._inside and self.model in (None, module) and output is not None and self._loss is None:
+            self.model = module
+            self._calls.append(_Call(None, args, kwargs, tree_leaves(output), torch.is_grad_enabled()))
+
+    def heard(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A call of torch's, before or behind the model."""
+        if self._inside or recorded.recorder is None or in_backward():
+            return
+        if func is Tensor.backward:
+            self.backwards += 1
+            self._loss = args[0] if self._loss is None else self._loss
+        elif self._loss is None:
+            call = _Call(func, args, kwargs, tree_leaves(result), torch.is_grad_enabled())
+            if any(True for _ in call.given()) and any(isinstance(x, Tensor) for x in call.results):
+                self._calls.append(call)
+
+    # -- as oc.price takes it --------------------------------------------------------------------------------------------
+
+    def parts(self) -> tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]:
+        """The model, an example of a batch, and a function of both that gives the loss.
+
+        Raises:
+            PlanError: no model with parameters trained, or nothing was made of what it returns.
+        """
+        calls = self._needed()
+        if self.model is None or all(call.func is not None for call in calls):
+            raise PlanError(
+                "no model ran ahead of the program's backward(): --plan prices a module; without it, all that runs is"
+            )
+        enters = next(i for i, call in enumerate(calls) if call.func is None)
+        first = [*_sources(calls[: enters + 1])]
+        rows = self._rows or next((len(x) for x in [*calls[enters].given(), *first] if _is_batch(x)), 0)
+        batch = [x for x in _sources(calls) if _is_batch(x) and len(x) == rows]
+        model: Any = self.model.module if isinstance(self.model, self._wrappers) else self.model
+        return model, tuple(batch), self._again(calls, [id(x) for x in batch])
+
+    def _needed(self) -> list[_Call]:
+        """The calls of which the loss is made, in their order."""
+        wanted, found = {id(self._loss)}, []
+        for call in reversed(self._calls):
+            if call.makes(wanted):
+                wanted |= {id(x) for x in call.given()}
+                found.append(call)
+        return found[::-1]
+
+    def _again(self, calls: Sequence[_Call], batch: list[int]) -> Callable[..., Tensor]:
+        def loss(model: nn.Module, *parts: Tensor) -> Tensor:
+            now: dict[int, Any] = dict(zip(batch, parts, strict=True))
+
+            def put(x: Any) -> Any:
+                if not isinstance(x, Tensor):
+                    return x
+                return now[id(x)] if id(x) in now else torch.zeros(x.shape, dtype=x.dtype)
+
+            for call in calls:
+                args, kwargs = tree_map(put, (call.args, call.kwargs))
+                with torch.set_grad_enabled(call.grad):
+                    made = (call.func or model)(*args, **kwargs)
+                now |= _by_id(call.results, tree_flatten(made)[0])
+            return now[id(self._loss)]
+
+        return loss
+
+
+def _sources(calls: Sequence[_Call]) -> Iterator[Tensor]:
+    """What calls are given that none of those before has made, each once."""
+    known = set[int]()
+    for call in calls:
+        for x in call.given():
+            if id(x) not in known:
+                known.add(id(x))
+                yield x
+        known |= {id(x) for x in call.results}
+
+
+def _is_batch(x: Tensor) -> bool:
+    return x.ndim > 0 and not isinstance(x, nn.Parameter)
+
+
+def _trains(module: nn.Module) -> bool:
+    recording = recorded.recorder is not None
+    return recording and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _by_id(before: list[Any], now: list[Any]) -> dict[int, Any]:
+    return {id(old): new for old, new in zip(before, now, strict=True) if isinstance(old, Tensor)}

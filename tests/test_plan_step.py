@@ -1,0 +1,254 @@
+"""A step of training, a function of its batch: planned as its parts are, and trained under plans with one card's losses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amounts import PROOF, patience
+from plan_programs import MLP, Program, optimizer_of, small
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.engine import planned
+from onecard.errors import EngineError, PlanError, RecordingError
+from onecard.machine.cost import Machine
+from onecard.planning.step_parts import parts_of_step
+from onecard.testing import run_ranks
+
+SLOW = Machine(latency=1e-9, bandwidth=1e12, memory=1e10, flops=1e9)
+CLOSE = 1e-5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Blocks, between which a pipeline is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOWER = Program(Tower, lambda: (torch.randn(8, 8), torch.randint(4, (8,))), lambda m, x, y: F.cross_entropy(m(x), y))
+
+
+def _made(program: Program) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
+    torch.manual_seed(0)
+    model = program.build().train()
+    optimizer = optimizer_of(program, model)
+
+    def step(*batch: Tensor) -> Tensor:
+        loss = program.loss(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+# -- planned -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", *(["gpt wide"] if PROOF else [])])
+def test_the_same_plans_as_of_its_parts(name):
+    program = small()[name]
+    model, _, step = _made(program)
+    batch = program.batch()
+    found = oc.plan(step, world=2, machine=SLOW, batch=batch)
+    assert str(found) == str(oc.plan((model, program.loss, None, batch), world=2, machine=SLOW))
+    assert str(found) == str(oc.plan(oc.to_static(step), world=2, machine=SLOW, batch=batch))
+
+
+def test_nothing_is_done():
+    model, optimizer, step = _made(small()["mlp"])
+    before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    parts = parts_of_step(step, small()["mlp"].batch())
+    batch_drawn = torch.get_rng_state()  # by the batch alone
+    assert parts.model is model and parts.optimizers == (optimizer,)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    torch.set_rng_state(random)
+    small()["mlp"].batch()
+    assert torch.equal(torch.get_rng_state(), batch_drawn)
+
+
+def test_what_is_made_of_the_batch_around_the_model():
+    """Ahead of it, behind it, of labels alone, in place, by a second call, without gradients."""
+    net, teacher = MLP(8, 16), nn.Linear(8, 8).requires_grad_(False)
+
+    def step(x: Tensor, y: Tensor, scale: Tensor) -> None:
+        x = (x * scale).clone()
+        x.add_(1)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = F.mse_loss(net(x).flatten(), y.flatten()) + F.mse_loss(net(x * 2), wanted)
+        loss.backward()
+
+    given = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
+    parts = parts_of_step(step, given)
+    assert [*map(id, parts.batch)] == [id(given[0]), id(given[1])]
+    loss = parts.loss(net, *(x[:4] for x in parts.batch))
+    assert loss.shape == () and loss.requires_grad
+    assert oc.plan(step, world=2, machine=SLOW, batch=given).best.world == 2
+
+
+def _twice(x: Tensor, net: nn.Module) -> None:
+    net(x).sum().backward()
+    net(x).sum().backward()
+
+
+def _reads(x: Tensor, net: nn.Module) -> None:
+    loss = net(x).sum()
+    if loss.item() > 0:
+        loss.backward()
+
+
+def _two_models(x: Tensor, net: nn.Module, other: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    other(net(x)).sum().backward()
+    optimizer.step()
+
+
+def _counts_rows(x: Tensor, net: nn.Module) -> None:
+    net(x).view(x.shape[0] * 2, 2).square().mean().backward()
+
+
+MISTAKES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "two backwards": (_twice, {}, PlanError, r"calls backward\(\) 2 times, and a plan is for one"),
+    "no backward": (lambda x, net: net(x), {}, PlanError, r"calls no backward\(\)"),
+    "reads values": (_reads, {}, RecordingError, r"test_plan_step.py:\d+: its value is read"),
+    "two models": (_two_models, {}, PlanError, r"trains 2 parameter\(s\) that are not of Linear"),
+    "no batch": (_reads, {"batch": None}, PlanError, r"give what it is called with, batch=\(x, y\)"),
+    "a loss": (_reads, {"loss": nn.MSELoss()}, PlanError, "no loss, which it makes itself"),
+    "a builder with arguments": (lambda width: nn.Linear(width, 4), {"batch": None}, PlanError, "takes no arguments"),
+    "rows as numbers": (
+        _counts_rows,
+        {"fixed": {"microbatches": 2}},
+        PlanError,
+        "in place of numbers of rows write -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_step_to_plan_is_told(name):
+    step, given, kind, words = MISTAKES[name]
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], 0.1)
+    batch = (torch.randn(4, 4), one, two, optimizer)[: len(inspect.signature(step).parameters)]
+    with pytest.raises(kind, match=words):
+        oc.plan(step, world=2, machine=SLOW, **{"batch": batch, **given})
+
+
+# -- trained -----------------------------------------------------------------------------------------------------------------
+
+FLOAT: dict[str, Any] = {"per_host": 0, "parameters": "float32", "compute": "float32"}
+MEGATRON = (
+    ("blocks.*.up.*", "tp: Shard(0)"),
+    ("blocks.*.down.weight", "tp: Shard(1)"),
+    ("head.weight", "tp: Shard(0)"),
+)
+TWO = {
+    "ZeRO-1": oc.Plan(dp=2, zero=1, **FLOAT),
+    "ZBV": oc.Plan(pp=2, schedule="ZBV", virtual=2, microbatches=8, **FLOAT),
+    "stages of three blocks and one": oc.Plan(pp=2, stages=(3, 1), microbatches=4, **FLOAT),
+    "tp": oc.Plan(tp=2, placements=MEGATRON, **FLOAT),
+    "microbatches": oc.Plan(dp=2, zero=1, microbatches=2, **FLOAT),
+    "two blocks again": oc.Plan(dp=2, zero=2, recompute="full", recompute_blocks=2, **FLOAT),
+}
+FOUR = {
+    "pp x dp": oc.Plan(pp=2, dp=2, microbatches=2, zero=1, **FLOAT),
+    "pp x tp": oc.Plan(pp=2, tp=2, placements=MEGATRON, microbatches=4, schedule="ZBH1", **FLOAT),
+    "dp x tp": oc.Plan(dp=2, tp=2, zero=3, placements=MEGATRON, microbatches=2, recompute="full", **FLOAT),
+    "replicas": oc.Plan(dp=4, replicas=2, zero=3, **FLOAT),
+}
+
+
+def _trained(plan: oc.Plan | str | None, fault: bool = False) -> list[float]:
+    *_, step = _made(TOWER)
+    run: Any = step if plan is None else oc.to_static(step, plan=plan, **({"avg": False} if fault else {}))
+    found = []
+    for i in range(5):
+        torch.manual_seed(i)
+        found.append(run(*TOWER.batch()).item())
+    return found
+
+
+def _worst(plans: dict[str, oc.Plan], fault: bool = False) -> dict[str, float]:
+    wanted = _trained(None)
+    errors = {}
+    for name, plan in plans.items():
+        found = _trained(plan, fault)
+        errors[name] = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, *([4] if PROOF else [])])
+def test_as_on_one_card(ranks):
+    plans = TWO if ranks == 2 else FOUR
+    plans = (
+        plans if PROOF else {name: plans[name] for name in ("ZeRO-1", "stages of three blocks and one", "microbatches")}
+    )
+    for errors in run_ranks(_worst, ranks, plans, timeout=patience(120.0)):
+        assert {name: error for name, error in errors.items() if error > CLOSE} == {}
+
+
+def test_a_wrong_mean_is_seen():
+    for errors in run_ranks(_worst, 2, {"microbatches": TWO["microbatches"]}, True):
+        assert errors["microbatches"] > CLOSE
+
+
+def _auto() -> tuple[list[float], list[float], str]:
+    with patch.object(planned, "this_machine", lambda: SLOW):
+        program = small()["mlp"]
+        losses = []
+        for plan in (None, "auto"):
+            model, _, step = _made(program)
+            run: Any = step if plan is None else oc.to_static(step, plan=plan)
+            torch.manual_seed(5)
+            batch = program.batch()
+            losses.append([run(*batch).item() for _ in range(5)])
+    return (
+        losses[0],
+        losses[1],
+        f"{run.plan.world} {len(run.recordings)} {isinstance(next(model.parameters()), oc.DistTensor)}",
+    )
+
+
+def test_the_plan_is_found_at_the_first_call():
+    for wanted, found, said in run_ranks(_auto, 2):
+        assert found == pytest.approx(wanted, rel=CLOSE) and said == "2 1 True"
+
+
+def test_what_does_not_go_with_a_plan_is_told():
+    plan = oc.Plan(**FLOAT)
+    *_, step = _made(small()["mlp"])
+    for given, words in (
+        ({"k_steps": 2}, "is the plan's to say"),
+        ({"loss": nn.MSELoss()}, "inside: leave all others out"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            oc.to_static(step, plan=plan, **given)
+    with pytest.raises(EngineError, match="a plan is of a step"):
+        oc.to_static(nn.Linear(2, 2), plan=plan)
+    with pytest.raises(PlanError, match="made for another program"):
+        planned.starts_of(oc.Plan(pp=2, stages=(2, 1), microbatches=2), MLP(4, 8))
