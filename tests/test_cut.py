@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from amounts import PROOF
+from amounts import PROOF, patience
 from cut_programs import MODELS, K, trained
 
 import onecard as oc
@@ -34,10 +34,10 @@ def _each_cell(cells: dict[str, list[str]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4] if PROOF else [2])
-def test_models_as_on_one_card(ranks):
-    cells = dict.fromkeys(MODELS, MODES) if PROOF else SHARE
-    for found in run_ranks(_each_cell, ranks, cells, timeout=600.0):
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in MODELS] if PROOF else [(2, "")])
+def test_models_as_on_one_card(ranks, name):
+    cells = {name: MODES} if name else SHARE
+    for found in run_ranks(_each_cell, ranks, cells, timeout=patience(300.0)):
         assert found == []
 
 

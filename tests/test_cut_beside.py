@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from amounts import PROOF
+from amounts import PROOF, patience
 from cut_programs import GPT, MODELS, K, trained
 from torch import Tensor, nn
 
@@ -120,8 +120,8 @@ def _beside_axes(cells: list[tuple[str, str]]) -> list[str]:
 def test_other_axes_and_zero():
     cells = [("zero3", "ZBV"), ("tp", "ZBH1")]
     if PROOF:
-        cells = [(kind, mode) for kind in (*ZERO, "tp") for mode in ("F-then-B", "1F1B", "VPP", "ZBH1", "ZBV")]
-    for found in run_ranks(_beside_axes, 4, cells, timeout=600.0):
+        cells = [(kind, mode) for kind in (*ZERO, "tp") for mode in MODES]
+    for found in run_ranks(_beside_axes, 4, cells, timeout=patience(300.0)):
         assert found == []
 
 
@@ -138,7 +138,7 @@ def test_habits():
     kinds = ["foreach ema", "fused scaler amp"]
     if PROOF:
         kinds += ["", "fused", "amp", "ema", "fused scaler"]
-    for found in run_ranks(_beside_habits, 2, kinds, timeout=600.0):
+    for found in run_ranks(_beside_habits, 2, kinds, timeout=patience(300.0)):
         assert found == []
 
 
@@ -173,7 +173,7 @@ def _other_steps() -> list[str]:
 
 
 def test_batches_of_other_sizes_and_evaluation():
-    for found in run_ranks(_other_steps, 2, timeout=600.0):
+    for found in run_ranks(_other_steps, 2, timeout=patience(300.0)):
         assert found == []
 
 
@@ -194,7 +194,7 @@ def _saved(folder: str) -> list[str]:
 
 
 def test_checkpoints_as_of_one_card(tmp_path: Path):
-    for found in run_ranks(_saved, 2, str(tmp_path / "saved"), timeout=600.0):
+    for found in run_ranks(_saved, 2, str(tmp_path / "saved"), timeout=patience(300.0)):
         assert found == []
 
 
@@ -232,7 +232,8 @@ def test_the_price_knows_what_is_sent():
         assert cost == {"pp": sent} and sent > 0
 
 
-ZOO = [(name, axis, mode) for name in MODELS for axis in ("dp", "tp") for mode in ("1F1B", "ZBV")]
+MODES = ("F-then-B", "1F1B", "VPP", "ZBH1", "ZBV")
+ZOO = [(name, axis, mode) for name in MODELS for axis in ("dp", "tp") for mode in MODES]
 BAR = 1e-5
 
 
@@ -253,7 +254,7 @@ def _beside_zoo(cells: list[tuple[str, str, str]]) -> dict[str, float]:
 @pytest.mark.parametrize("name", MODELS if PROOF else ["unet"])
 def test_models_beside_other_axes(name):
     cells = [cell for cell in ZOO if cell[0] == name] if PROOF else [("unet", "tp", "1F1B")]
-    for errors in run_ranks(_beside_zoo, 4, cells, timeout=600.0):
+    for errors in run_ranks(_beside_zoo, 4, cells, timeout=patience(300.0)):
         assert len(errors) == len(cells) and max(errors.values()) <= BAR, errors
 
 

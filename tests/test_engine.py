@@ -83,15 +83,15 @@ HERE = [
 
 def test_every_pair_of_switches_is_one_cards_program() -> None:
     listed = LISTED if amounts.PROOF else HERE
-    check_cells(listed, run_ranks(cells, 2, listed))
+    check_cells(listed, run_ranks(cells, 2, listed, timeout=amounts.patience(240.0)))
 
 
 def test_what_takes_four_ranks() -> None:
     listed = [("tp", "sharding3", "blocks"), ("pp", "dp", "sharding2")]
     if amounts.PROOF:
-        listed += [("pp", "tp"), ("pp", "dp", "amp"), ("pp", "dp", "sharding1"), ("pp", "dp", "sharding3")]
+        listed += [("tp",), ("pp", "tp"), ("pp", "dp", "amp"), ("pp", "dp", "sharding1"), ("pp", "dp", "sharding3")]
         listed += [("tp", f"sharding{stage}", more) for stage in (1, 2, 3) for more in ("recompute", "amp", "merge")]
-    check_cells(listed, run_ranks(cells, 4, listed, [[0, 1], [2, 3]]))
+    check_cells(listed, run_ranks(cells, 4, listed, [[0, 1], [2, 3]], timeout=amounts.patience(240.0)))
 
 
 def test_on_one_rank_it_is_the_plain_program_bit_for_bit() -> None:
