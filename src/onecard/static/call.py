@@ -18,7 +18,7 @@ from onecard.errors import RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.guards.numbers import plain
-from onecard.static.guards.places import still_before
+from onecard.static.guards.places import changed_itself, still_before
 from onecard.static.passes import StaticOptions, fitting, stages
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
@@ -65,8 +65,14 @@ def recorded(
     tree: Any,
     options: StaticOptions,
     whole: Rows | None = None,
+    again: bool = True,
 ) -> tuple[Any, ...]:
-    """One run, recorded and bound; what it returns. A run on a microbatch is taken back."""
+    """One run, recorded and bound; what it returns. A run on a microbatch is taken back.
+
+    Args:
+        again: a step that is written down without being done, and has changed what it reads of the program's own Python (a
+            library's model notes once which kind of labels it is given), is written down once more, as it then is.
+    """
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
@@ -119,8 +125,10 @@ def recorded(
     if said := capture.seen.left_behind():
         warnings.warn(f"{name_of(fn)}: {said}", stacklevel=4)
     capture.seen.settle(capture.places.roots)
-    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     sketched = parts is not None and parts.sketched
+    if sketched and again and not faked.here and _sets_up(capture):
+        return recorded(fn, leaves, names, tree, options, whole, again=False)
+    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if sketched and not faked.here:
         make_room(recording, roots)
     if not faked.here and (sketched or not recording.makes_states):
@@ -128,6 +136,11 @@ def recorded(
         recording.bound.checks = NEVER if sketched else Checks(capture.script, lines)
         recording.bound.reading(capture.seen)
     return recording, plain(result)
+
+
+def _sets_up(capture: Capture) -> bool:
+    """Whether the step has changed what it reads of the program's own Python."""
+    return bool(capture.seen.difference()) or changed_itself(capture.before, capture.places.roots)
 
 
 def _compared(

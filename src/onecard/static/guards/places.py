@@ -162,6 +162,13 @@ def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, 
     return facts
 
 
+def changed_itself(before: Before, roots: Sequence[tuple[str, Any]]) -> bool:
+    """Whether a module's plain values are others than before the step."""
+    modules = [module for _, root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    stills = [(vars(module), before.still.get(id(module), {})) for module in modules]
+    return any(name not in now or now[name] != value for now, still in stills for name, value in still.items())
+
+
 class Places:
     """Finds the place of a tensor below the roots: arguments, modules, optimizers, and tensors that stand alone."""
 
