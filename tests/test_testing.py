@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import onecard as oc
 import onecard.testing
 from onecard.comm.world.world import default_backend
 from onecard.testing import RankError, RankTimeout, assert_close, multirank, preload, run_ranks
@@ -517,3 +518,65 @@ def test_assert_close_accepts_rounding_only():
     assert_close(base + torch.tensor([0.0, 4e-3]), base)  # relative to its neighbours
     assert_close(Whole(), torch.tensor([1.0, 2.0]))
     assert_close([float("nan"), {"a": None}, 3], (float("nan"), {"a": None}, 3))
+
+
+# What was typed: a notebook's cells are a `__main__` without a file.
+
+CELLS = """
+    import torch
+    from dataclasses import dataclass
+    from torch import nn
+    import onecard as oc
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return scaled(self.out(x))
+
+    @dataclass
+    class Seen:
+        rank: int
+        loss: float
+
+    scale = 3.0
+
+    def scaled(x):
+        return x * scale
+
+    def train(net, *, rows):
+        mesh = oc.ProcessMesh([0, 1], ["dp"])
+        x = oc.shard_tensor(torch.ones(rows, 4), mesh, [oc.Shard(0)])
+        return Seen(oc.get_rank(), oc.shard_layer(net, mesh)(x).sum().item())
+"""
+
+
+def typed(monkeypatch, last: str) -> dict:
+    cell = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    exec(textwrap.dedent(CELLS) + last, cell.__dict__)
+    return cell.__dict__
+
+
+def test_functions_and_classes_of_cells_reach_the_ranks(monkeypatch):
+    cell = typed(monkeypatch, "net = Net()")
+    seen = run_ranks(cell["train"], 2, cell["net"], rows=4)
+    assert [type(one) for one in seen] == [cell["Seen"]] * 2  # the notebook's class, not a copy of it
+    assert [one.rank for one in seen] == [0, 1]
+    expected = cell["net"](torch.ones(4, 4)).sum().item()
+    assert [one.loss for one in seen] == pytest.approx([expected] * 2, rel=1e-5)
+    assert run_ranks(eval("lambda x: scaled(x) + oc.get_rank()", cell), 2, 1.0) == [3.0, 4.0]
+
+
+def test_a_cell_is_told_what_it_lacks(monkeypatch):
+    cell = typed(monkeypatch, "import threading\nlock = threading.Lock()\ndef held(): return lock\n")
+    with pytest.raises(TypeError, match=r"held, .*or something of another cell that it uses, cannot be sent"):
+        run_ranks(cell["held"], 1)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ValueError, match=r"%%writefile ranks.py, .*from ranks import train.*pip install cloudpickle"):
+        run_ranks(cell["train"], 1)
+    cell["held"].__code__ = (lambda: None).__code__
+    with pytest.raises(ValueError, match=r"held was typed at a prompt, .*%%writefile ranks.py"):
+        oc.prove(cell["held"], world=2, processes=True)

@@ -1,4 +1,8 @@
-"""What the test process and its ranks say to each other, and how a rank finds the function again."""
+"""What the test process and its ranks say to each other, and how a rank finds the function again.
+
+A function of a module is found by its name. One that was typed (a notebook's cell, a prompt) is in no file: it is sent whole, by
+cloudpickle, with the functions, classes and values of other cells that it names.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,20 @@ RAW = "__onecard_rank_function__"
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a module-level function (or method): module name, file and qualified name."""
+    """The place of a module-level function (or method): module name, file and qualified name.
+
+    `is_typed`: it is in no file, and comes with its arguments.
+    """
 
     module: str
     file: str | None
     qualname: str
+    is_typed: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that one rank needs. `arguments` is a pickle of (args, kwargs), opened once the module is loaded."""
+    """Everything that one rank needs. `arguments` is what `enclosed` packed, opened once the module is loaded."""
 
     where: Where
     arguments: bytes
@@ -55,21 +63,59 @@ class Report:
     code: int = 1  # exit status of an error
 
 
+def enclosed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Where, bytes]:
+    """Where a rank finds `function`, and its arguments as bytes, with the function itself if it was typed.
+
+    Raises ValueError if it cannot be found from another process, TypeError if something cannot be sent.
+    """
+    if not _is_typed(function):
+        where = locate(function)
+        return where, pack(f"an argument of {where.qualname}", (args, kwargs))
+    name = function.__qualname__
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise ValueError(f"{_in_no_file(name)}. Or install what sends it to them: pip install cloudpickle") from None
+    what = f"{name}, an argument of it, or something of another cell that it uses,"
+    sent = pack(what, (_bare(function), args, kwargs), cloudpickle.dumps)
+    return Where(function.__module__, None, name, is_typed=True), sent
+
+
+def opened(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function and its arguments, in a rank."""
+    if not job.where.is_typed:
+        function = find(job.where)
+        return function, *pickle.loads(job.arguments)  # ours: written by the parent process
+    function, args, kwargs = pickle.loads(job.arguments)
+    # A result whose class came along is found by its name: here when it is packed, in the notebook when it is opened.
+    names = {k: v for k, v in function.__globals__.items() if not k.startswith("__")}
+    sys.modules["__main__"].__dict__.update(names)
+    return function, args, kwargs
+
+
 def locate(function: Callable[..., Any]) -> Where:
     """Returns where a rank finds `function`. Raises ValueError if it cannot be found from another process."""
     qualname, module = function.__qualname__, function.__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
     if "<locals>" in qualname or "<lambda>" in qualname:
         raise ValueError(
             f"{qualname} is defined inside a function, so the ranks, which are other processes, cannot find it: "
             f"define it at the top level of {module} and pass what it needs as arguments"
         )
-    if module == "__main__" and file is None:
-        raise ValueError(
-            f"{qualname} was typed at a prompt, where the ranks cannot find it: put it into a file. In a notebook: begin its "
-            f"cell with %%writefile ranks.py, and in the next one: from ranks import {qualname}"
-        )
-    return Where(module, file, qualname)
+    if _is_typed(function):
+        raise ValueError(_in_no_file(qualname))
+    return Where(module, getattr(sys.modules.get(module), "__file__", None), qualname)
+
+
+def _is_typed(function: Callable[..., Any]) -> bool:
+    """Whether it is of a notebook or a prompt, whose ``__main__`` is no file."""
+    return function.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None) is None
+
+
+def _in_no_file(name: str) -> str:
+    return (
+        f"{name} was typed at a prompt, where the ranks cannot find it: put it into a file. In a notebook: begin its "
+        f"cell with %%writefile ranks.py, and in the next one: from ranks import {name}"
+    )
 
 
 def find(where: Where) -> Callable[..., Any]:
@@ -77,7 +123,11 @@ def find(where: Where) -> Callable[..., Any]:
     found: Any = _module(where)
     for name in where.qualname.split("."):
         found = getattr(found, name)
-    candidate = found
+    return _bare(found)
+
+
+def _bare(found: Callable[..., Any]) -> Callable[..., Any]:
+    candidate: Any = found
     while candidate is not None:
         if hasattr(candidate, RAW):
             return getattr(candidate, RAW)
@@ -112,10 +162,10 @@ def _module_from_file(where: Where) -> ModuleType:
     return module
 
 
-def pack(what: str, value: object) -> bytes:
+def pack(what: str, value: object, dumps: Callable[[object], bytes] = pickle.dumps) -> bytes:
     """Pickles `value` by copy. Raises TypeError naming `what`."""
     # Plain pickle, not multiprocessing's: that one would pass tensors by shared memory of a process about to end.
     try:
-        return pickle.dumps(value)
+        return dumps(value)
     except Exception as error:
         raise TypeError(f"{what} cannot be sent between processes ({error}); pass plain values and tensors") from error

@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from onecard.testing._job import Job, Report, find, pack
+from onecard.testing._job import Job, Report, opened, pack
 from onecard.testing._report import is_consequence
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -76,8 +76,7 @@ def _outcome(job: Job) -> Report:
         sparse_check.obey_environment()
         flight.board.here = flight.Board.create(job.path("board"))
         _open_group(job)
-        function = find(job.where)
-        args, kwargs = pickle.loads(job.arguments)  # ours: written by the parent process
+        function, args, kwargs = opened(job)
         value = pack(f"the return value of {job.where.qualname}", function(*args, **kwargs))
     except BaseException as error:
         return _failure(error)

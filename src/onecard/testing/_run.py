@@ -21,7 +21,7 @@ from typing import Any
 from onecard.comm.base import flight
 from onecard.comm.world.world import default_backend
 from onecard.testing import _guard, _rank, _report
-from onecard.testing._job import Job, Report, locate, pack
+from onecard.testing._job import Job, Report, enclosed
 from onecard.testing._output import Output
 from onecard.testing._report import Death, RankError
 
@@ -42,7 +42,8 @@ def run_ranks(
     """Runs `function(*args, **kwargs)` on `nproc` ranks of a real process group and returns each rank's value.
 
     The ranks are processes of this host, forked from a server that has imported torch already. `function` must be
-    defined at the top level of a module; arguments and return values are copied between processes. In a script, call
+    defined at the top level of a module, or in a notebook's cell (which takes cloudpickle: it is sent as it is then, with
+    what it uses of other cells); arguments and return values are copied between processes. In a script, call
     it below `if __name__ == "__main__":`, because the ranks import the script. `timeout` is in seconds for all of
     `function`; `backend` is a name for `init_process_group`, by default that of `comm.world.default_backend`. Warnings in
     a rank are errors. What rank 0 prints appears line by line as it comes, what the others print, rank by rank, when the
@@ -55,8 +56,7 @@ def run_ranks(
     _guard.leave_if_importing()
     if nproc < 1:
         raise ValueError(f"nproc is {nproc}; a run needs at least one rank: run_ranks(function, 2)")
-    where = locate(function)
-    arguments = pack(f"an argument of {where.qualname}", (args, kwargs))
+    where, arguments = enclosed(function, args, kwargs)
     with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as folder:
         environment = dict(os.environ)
         jobs = [
