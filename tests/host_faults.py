@@ -117,7 +117,10 @@ FAULTS: dict[str, tuple[Callable[[list[Host]], list[End]], list[tuple[Any, str]]
     "the launcher of host 0 is killed": (kill_first_launcher, [(-9, ""), (1, f"machine 0 (alpha) {_GONE}")], 20),
     "a rank of host 1 is killed": (
         kill_rank,
-        [(1, "machine 1 (beta) says: rank 3 was killed by SIGKILL"), (137, "rank 3 was killed by SIGKILL")],
+        [
+            (1, "machine 1 (beta) says: rank 3 was killed by SIGKILL"),
+            (137, "rank 3 on machine 1 (beta) was killed by SIGKILL"),
+        ],
         20,
     ),
     "Ctrl-C on host 1": (

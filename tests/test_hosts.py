@@ -1,5 +1,7 @@
 """Several hosts as hosts: two network namespaces with a cable, and what can go wrong between them."""
 
+from ast import literal_eval
+
 import pytest
 from host_faults import FAULTS
 from several_hosts import ETC_HOSTS, PORT, Host, needs_hosts, on_two_hosts
@@ -57,6 +59,8 @@ def test_what_goes_wrong_is_said_and_ends(tmp_path, fault):
     ends = on_two_hosts(scene, tmp_path, timeout=240)
     for (code, said, seconds), (status, words) in zip(ends, expected, strict=True):
         assert code == status and words in said and seconds < within, ends
+        if " on machine " in words:
+            assert "Ranks 0 to 1 on machine 0 (alpha), 2 to 3 on machine 1 (beta)" in said, said
 
 
 SUMS = """
@@ -141,3 +145,72 @@ def test_a_sum_crosses_once_and_ranks_of_one_host_share_memory(tmp_path):
         assert code == 0 and "HostsGroup ShmGroup" in log, said
         crossed = [float(line) for line in log.split()[-4:]]
         assert all(0.95 < share < 1.15 for share in crossed), log
+
+
+COPIES = """
+import os, torch, torch.distributed as dist, onecard as oc
+from onecard.comm.world import world
+world.init()
+n, me = oc.get_world_size(), oc.get_rank()
+def sent():
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("eth7"))
+P = 1 << 20
+def crossed(call, *given):
+    '''The bytes that left both hosts, as shares of what one rank has.'''
+    dist.barrier()
+    before = sent()
+    dist.barrier()  # or one begins while the other reads the counter
+    call(*given)
+    dist.barrier()
+    each = [None] * n
+    dist.all_gather_object(each, sent() - before)
+    return (each[0] + each[2]) / (4 * P)
+
+for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16):
+    for root in range(n):
+        for strided in (False, True):
+            want = torch.arange(30).mul(root + 1).remainder(5).to(dtype).view(5, 6)
+            x = want.clone() if me == root else torch.zeros(5, 6, dtype=dtype)
+            x = x.t().contiguous().t() if strided and me % 2 else x
+            dist.broadcast(x, root)
+            assert torch.equal(x, want), (dtype, root, strided)
+    parts = [torch.zeros(3, 2, dtype=dtype) for _ in range(n)]
+    parts[1] = torch.zeros(2, 3, dtype=dtype).t()
+    dist.all_gather(parts, torch.full((3, 2), me).to(dtype))
+    assert all(torch.equal(part, torch.full((3, 2), rank).to(dtype)) for rank, part in enumerate(parts))
+dist.broadcast(torch.empty(0), 3)
+
+x, parts = torch.ones(P), [torch.empty(P) for _ in range(n)]
+found = {f"broadcast from {root}": crossed(dist.broadcast, x, root) for root in range(n)}
+found["all_gather"] = crossed(dist.all_gather, parts, x)
+found["gather"] = crossed(dist.gather, x, parts if me == 1 else None, 1)
+found["scatter"] = crossed(dist.scatter, x, parts if me == 1 else None, 1)
+found["all_to_all"] = crossed(dist.all_to_all_single, torch.empty(P), x)
+if me == 0:
+    print("FOUND", found, flush=True)
+"""
+# Shares of what a rank has that cross the cable, both ways: P to the other host; each host's two to the other one; and,
+# as each byte is for one rank: two ranks' to the root, and half of each of four.
+LEAST = {
+    **{f"broadcast from {root}": 1.0 for root in range(4)},
+    "all_gather": 4.0,
+    "gather": 2.0,
+    "scatter": 2.0,
+    "all_to_all": 2.0,
+}
+
+
+def copies(hosts: list[Host]) -> list[tuple]:
+    for host in hosts:
+        host.launch(options(host, f"10.77.0.1:{PORT}"), COPIES)
+    return [(*host.wait(100)[:2], host.log(2 * host.number)) for host in hosts]
+
+
+def test_what_is_for_a_host_crosses_once(tmp_path):
+    (code, said, log), (other, *_) = on_two_hosts(copies, tmp_path)
+    assert (code, other) == (0, 0), said
+    found = literal_eval(log.partition("FOUND")[2].strip())
+    assert found.keys() == LEAST.keys()
+    for what, share in found.items():
+        assert 0.95 < share / LEAST[what] < 1.1, (what, found)

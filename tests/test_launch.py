@@ -8,7 +8,7 @@ import re
 import socket
 
 import pytest
-from launching import launch_here, launch_node, start, write
+from launching import launch_forked, launch_here, launch_node, start, write
 
 from onecard import cli, launch
 from onecard.launch._allocator import CHOSEN, JEMALLOC, KEEPS, allocator
@@ -329,3 +329,33 @@ def test_the_allocator_is_set_unless_the_user_has(tmp_path, monkeypatch):
     assert allocator({}, [tmp_path]) == {"LD_PRELOAD": str(tmp_path / "libtcmalloc.so.4")}
     monkeypatch.setenv("LD_PRELOAD", "")
     assert "MALLOC_MMAP_MAX_" not in plan(Options())[1]
+
+
+EXPLAINED = """
+    import torch
+    import onecard as oc
+
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    model = oc.shard_layer(torch.nn.Linear(8, 4), mesh)
+    optimizer = oc.shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(4):
+        loss = model(oc.shard_tensor(torch.ones(8, 8), mesh, [oc.Shard(0)])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 3:
+            loss.item()
+    print("done")
+"""
+
+
+def test_explain_tells_the_second_step_of_rank_0(tmp_path):
+    argv = ["--explain", "--nproc_per_node", "2", write(tmp_path, EXPLAINED, "train.py")]
+    [(status, said)] = run_ranks(launch_forked, 1, tmp_path, argv, {}, timeout=120)
+    assert status == 0 and said.endswith("done\n")
+    assert said.count("onecard run --explain: rank 0 of 2, its second step\n") == 1
+    assert "train.py:12" in said and "all_reduce" in said and "sent 144 bytes" in said  # 36 numbers, once
+    assert "train.py:14" not in said and "explain" not in (tmp_path / "logs" / "rank1.log").read_text()
+    argv[-1] = write(tmp_path, "print('none')", "none.py")
+    [(status, said)] = run_ranks(launch_forked, 1, tmp_path, argv, {}, timeout=120)
+    assert status == 0 and "all that ran, which was not two steps: no message of onecard's" in said

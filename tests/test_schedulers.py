@@ -52,7 +52,24 @@ def mvapich(rank: int, size: int = 2) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("of", [slurm, open_mpi, mpich, mvapich])
+def pmix(rank: int, size: int = 2) -> dict[str, str]:
+    """PRRTE's prun, and Slurm's --mpi=pmix without Slurm's own names: no word of the host, so that the address is the user's."""
+    return {
+        "PMIX_RANK": str(rank), "PMIX_SIZE": str(size), "PMIX_NAMESPACE": f"here.{os.getpid()}",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9000),
+    }  # fmt: skip
+
+
+def pytorch_job(rank: int, size: int = 2) -> dict[str, str]:
+    """A pod of Kubeflow's PyTorchJob: one process in each; MASTER_ADDR is a service's name, which here is loopback's."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "PYTHONUNBUFFERED": "1",
+        "MASTER_PORT": str(20000 + (os.getpid() + 1) % 9000), "PET_NPROC_PER_NODE": "auto", "PET_NNODES": str(size),
+        "PET_NODE_RANK": str(rank), "PET_RDZV_BACKEND": "c10d",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [slurm, open_mpi, mpich, mvapich, pmix, pytorch_job])
 def test_ranks_of_a_launcher_on_one_host_are_one_world(tmp_path, of):
     ends = started_by_hand(tmp_path, PROGRAM, [of(0), of(1)])
     assert ends == [(0, "0 2 28.0\n"), (0, "1 2 28.0\n")]
@@ -64,6 +81,7 @@ def test_ranks_that_cannot_meet_are_no_worlds_of_one(tmp_path, rank):
         "srun python train.py": {"SLURM_PROCID": rank, "SLURM_NTASKS": "2"},
         "mpirun -x MASTER_ADDR=": {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"},
         "mpiexec -genv MASTER_ADDR": {"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1"},
+        "MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 mpiexec": {"PMIX_RANK": rank, "PMIX_SIZE": "2"},
     }
     ends = started_by_hand(tmp_path, PROGRAM, list(cases.values()))
     for line, (status, output) in zip(cases, ends, strict=True):
@@ -103,6 +121,25 @@ def test_several_hosts_meet_at_the_first_of_the_list():
 def test_torchs_own_names_come_first(set_by):
     said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     assert schedulers.told(said | slurm(1) | open_mpi(1)) == schedulers.Scheduled({})
+
+
+RAY = """
+import os, torch, torch.distributed as dist
+# What ray.train.torch does in a worker before the user's function: its own variables, and the group.
+dist.init_process_group("gloo", init_method="env://", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+def train_func():
+    import onecard as oc
+    mesh = oc.ProcessMesh(range(oc.get_world_size()), ["x"])
+    x = oc.shard_tensor(torch.arange(8.0), mesh, [oc.Shard(0)])
+    print(oc.get_rank(), oc.get_world_size(), x.sum().item(), dist.get_backend())
+train_func()
+"""
+
+
+def test_a_worker_of_ray_train_has_its_group_already(tmp_path):
+    """Ray's workers have the variables of torch, and a group that Ray made, which is the one that is used."""
+    both = [pytorch_job(rank) | {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "2"} for rank in (0, 1)]
+    assert started_by_hand(tmp_path, RAY, both) == [(0, "0 2 28.0 gloo\n"), (0, "1 2 28.0 gloo\n")]
 
 
 def test_one_task_needs_nobody():

@@ -178,6 +178,30 @@ def test_hosts() -> None:
     assert oc.Machine.preset("H100", peak=True).link(mesh, 0) is None  # eight on a host
 
 
+def test_bytes_to_other_hosts_are_those_of_explain() -> None:
+    """Along dp, which crosses hosts, and tp, which does not; an all-to-all sends each rank of the other host its own."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).sum(0)  # pending over dp, whole over nothing
+        return oc.reshard(y, mesh, [oc.Replicate()]) + oc.reshard(x, mesh, [oc.Shard(1)]).sum()
+
+    machine = oc.Machine(per_host=2)
+    with oc.pretend(4, machine=machine):
+        mesh = oc.ProcessMesh(range(4), ["dp"])
+        x, w = (
+            oc.shard_tensor(torch.ones(8, 8), mesh, [oc.Shard(0)]),
+            oc.shard_tensor(torch.ones(8, 8), mesh, [oc.Replicate()]),
+        )
+        with oc.explain() as report:
+            step(x, w)
+        told = report.between_hosts  # by the machine of this world
+        recording = oc.record(step)(x, w)
+    found = recording.cost(machine)
+    assert found.between_hosts == told > 0
+    assert f"({found.between_hosts:,} of them to other hosts)" in str(found)
+    assert {n.far > 0 for n in found.nodes if n.sent} == {True} and recording.cost().between_hosts == 0
+
+
 SECONDS: dict[str, Any] = {"latency": 0.0, "bandwidth": 4000.0, "memory": 8000.0}
 """Of a machine on which a message and an operator of ``priced`` take one second each."""
 

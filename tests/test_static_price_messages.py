@@ -110,6 +110,7 @@ def test_price_and_link_are_those_of_the_rank_that_recorded(rank: int, tmp_path:
                 oc.Machine(latency=1.0, bandwidth=64.0, between_hosts=8.0, memory=1e30, per_host=per_host)
             )
             assert found.seconds == pytest.approx(1.0 + 64 / rate), (rank, per_host)  # a receiver takes as much
+            assert found.between_hosts == (count if per_host == 2 else 0)
         linked = oc.Machine(memory=1e30).with_links(**{"between meshes": oc.Link(2.0, 32.0)})
         assert held.cost(linked).seconds == pytest.approx(2.0 + 64 / 32)
     events = tmp_path / "trace.json"

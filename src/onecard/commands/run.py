@@ -16,7 +16,7 @@ import tyro
 from onecard.auto.apply import check
 from onecard.auto.rank import Job
 from onecard.commands.find import find
-from onecard.commands.front import parsed
+from onecard.commands.front import Flag, parsed
 from onecard.errors import OnecardError
 from onecard.launch._explain import say
 from onecard.launch._main import main as launch
@@ -32,6 +32,7 @@ class Asked:
         auto: whether the program is one for one card; plan: the file of its plan, if one is given.
         dry: whether the plan is printed, and nothing runs; into: the file that it is written to.
         machine, memory: on what it is priced: a name or a file; GiB of each rank.
+        explain: whether rank 0 tells its messages.
         rest: the launcher's words.
 
     Example:
@@ -41,7 +42,7 @@ class Asked:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.auto = self.dry = False
+        self.auto = self.dry = self.explain = False
         self.plan = self.into = self.machine = ""
         self.memory = 0.0
         self.rest: list[str] = []
@@ -53,6 +54,8 @@ class Asked:
                 self.auto, self.plan = True, value or self._file(words)
             elif name == "dry_run":
                 self.dry, self.into = True, value or self._file(words)
+            elif name == "explain" and not value:
+                self.explain = True
             elif name in ("machine", "memory"):
                 value = value or (words.pop(0) if words else "")
                 self._take(name, value)
@@ -102,6 +105,9 @@ class RunOptions(Options):
     memory: Annotated[float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = None
     """With --auto: what a rank may take."""
 
+    explain: Flag = False
+    """Prints each message of rank 0's second step, while it runs: what needs it, at which line, how many bytes."""
+
 
 def options() -> type:
     """The options as help and shells have them; the words are read by hand, as the script's are its own."""
@@ -114,16 +120,17 @@ def main(argv: Sequence[str]) -> int:
         parsed(options(), ["--help"], "run")
     try:
         asked = Asked(argv)
-        if not asked.auto:
-            return launch(argv)
-        job = _job(asked)
+        job = _job(asked) if asked.auto else None
     except (LaunchError, OnecardError) as error:
         say(str(error))
         return 2
-    if job is None:
+    if asked.auto and job is None:
         return 0
-    with patch.dict(os.environ, {"ONECARD_AUTO": job.to_json(), "PYTHONHASHSEED": "0"}):
-        return launch(asked.rest)
+    told = {"ONECARD_EXPLAIN": "1"} if asked.explain else {}
+    if job is not None:
+        told |= {"ONECARD_AUTO": job.to_json(), "PYTHONHASHSEED": "0"}
+    with patch.dict(os.environ, told):
+        return launch(asked.rest if told else argv)
 
 
 def _job(asked: Asked) -> Job | None:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -304,7 +304,7 @@ def make_agent(options: Options, target: Target, nproc: int, workplace: Workplac
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,
-        rdzv_handler=Rendezvous(options),
+        rdzv_handler=Rendezvous(replace(options, nproc_per_node=nproc)),
         entrypoint=sys.executable,
         args=tuple(argument.replace("$", "$$") for argument in arguments),  # torch takes them for templates
         max_restarts=options.max_restarts,

@@ -49,14 +49,17 @@ def explain(
         text += _unlike(boards)
     others = isinstance(end, Report) and end.consequence
     whose = machines.blame() if machines is not None and others else ""
+    who, places = f"rank {first}", ""
+    if machines is not None:
+        who, places = f"{who} on {machines.here}", f". {machines.places()}"
     if whose:
         how, text = (
-            f"lost its connection; its log is {log}\n\n{text}",
+            f"lost its connection; its log is {log}{places}\n\n{text}",
             f"Not this machine's fault, as it seems: {whose}",
         )
-        say(f"rank {first} {how}\n\n{text}")
+        say(f"{who} {how}\n\n{text}")
     else:
-        say(f"rank {first} {how}; its log is {log}\n\n{text}")
+        say(f"{who} {how}; its log is {log}{places}\n\n{text}")
     if machines is not None:
         machines.end(f"rank {first} {how.partition('; its log')[0]}: {text.splitlines()[-1]}", own=not others)
     return code if code > 0 else 128 - code

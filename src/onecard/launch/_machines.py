@@ -57,6 +57,7 @@ class Machines:
         self._thread: threading.Thread | None = None
         self._store: TCPStore | None = None  # a connection of the thread's own
         self._mine = ""
+        self._ranks: dict[int, int] = {}
 
     # -- the beginning -----------------------------------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class Machines:
         if judged["error"]:
             raise LaunchError(judged["error"])
         self.names |= {int(number): name for number, name in judged["names"].items()}
+        self._ranks = {int(number): ranks for number, ranks in judged["ranks"].items()}
 
     def _wait_for(self, store: Any, keys: list[str], patience: float) -> list[str]:
         """What has not come in time, of which one hears soon."""
@@ -155,7 +157,22 @@ class Machines:
             if not error and len({str(each[what]) for each in said.values()}) > 1:
                 each = ", ".join(f"{each[what]} on machine {n} ({each['name']})" for n, each in said.items())
                 error = f"the machines have different {name}: {each}. Install, or write, the same everywhere"
-        return json.dumps({"error": error, "names": {n: each["name"] for n, each in said.items()}})
+        names, ranks = ({n: each[what] for n, each in said.items()} for what in ("name", "ranks"))
+        return json.dumps({"error": error, "names": names, "ranks": ranks})
+
+    @property
+    def here(self) -> str:
+        """This machine, in words."""
+        return self._whose(self.me)
+
+    def places(self) -> str:
+        """Which ranks are on which machine, in words, for errors that speak of ranks."""
+        found, first = [], 0
+        for number, ranks in sorted(self._ranks.items()):
+            last = first + ranks - 1
+            found.append(f"{first}{f' to {last}' if ranks > 1 else ''} on {self._whose(number)}")
+            first = last + 1
+        return f"Ranks {', '.join(found)}" if found else ""
 
     # -- while it runs -----------------------------------------------------------------------------------------------------
 

@@ -30,11 +30,16 @@ def main() -> None:
     _hand_over(os.environ.pop("ONECARD_BOARD"))
     sys.excepthook = record.exception
     sys.argv[:] = [name, *sys.argv[3:]]
+    explained = os.environ.pop("ONECARD_EXPLAIN", "") and os.environ["RANK"] == "0"
     try:
         if job := os.environ.pop("ONECARD_AUTO", ""):  # a program for one card: what it is to see is made ahead of it
             from onecard.auto.rank import begin
 
             begin(job)
+        if explained:
+            from onecard.reports import told
+
+            told.begin()
         if kind == "module":
             import runpy
 

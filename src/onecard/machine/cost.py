@@ -171,6 +171,21 @@ class Machine:
             return Link(self.latency * (1 + hosts // 8), far) if hosts > 1 else None
         return Link(*self.kernels.line(kind, self.bandwidth, far, count, hosts))
 
+    def far(self, sent: int, mesh: ProcessMesh, axis: int, kind: str) -> int:
+        """How many of the bytes that a rank sends along an axis leave its host, where all ranks send alike.
+
+        Two levels send each byte once between hosts; what goes from each rank to each other goes as it is.
+
+        Example:
+            >>> mesh = ProcessMesh([0, 1, 2, 3], ["dp"])
+            >>> [Machine(per_host=2).far(96, mesh, 0, kind) for kind in ("all_reduce", "all_to_all")]
+            [32, 64]
+        """
+        ranks, hosts = mesh.shape[axis], self.hosts_along(mesh, axis)
+        if hosts < 2 or not sent:
+            return 0
+        return sent * (ranks - ranks // hosts if kind == "all_to_all" else hosts - 1) // (ranks - 1)
+
     def is_far(self, rank: int, other: int) -> bool:
         """Whether two ranks are on different hosts, as far as ``per_host`` tells them apart."""
         return self.per_host > 0 and rank // self.per_host != other // self.per_host

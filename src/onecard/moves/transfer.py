@@ -80,6 +80,11 @@ class Transfer:
         """Bytes that one rank sends."""
         return sum(volume(p.box) for p in self.pieces if p.sender == rank != p.receiver) * self.itemsize
 
+    def far_by(self, rank: int, machine: Machine) -> int:
+        """Those that go to another host, as far as the machine tells hosts apart."""
+        far = [p for p in self.pieces if p.sender == rank and machine.is_far(rank, p.receiver)]
+        return sum(volume(p.box) for p in far) * self.itemsize
+
     @property
     def seconds(self) -> float:
         """Expected time: that of the rank that takes longest to send."""

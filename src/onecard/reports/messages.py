@@ -114,15 +114,8 @@ def _cells(message: Message) -> list[str]:
 
 
 def _between_hosts(message: Message) -> int:
-    """Two levels send each byte once between hosts; what goes from each rank to each other goes as it is."""
     step = message.step
-    if step.axis < 0 or not step.bytes:
-        return 0
-    ranks, hosts = step.source.mesh.shape[step.axis], machine.here.hosts_along(step.source.mesh, step.axis)
-    if hosts < 2:
-        return 0
-    there = ranks - ranks // hosts if step.kind == "all_to_all" else hosts - 1
-    return step.bytes * there // (ranks - 1)
+    return machine.here.far(step.bytes, step.source.mesh, step.axis, step.kind) if step.axis >= 0 else 0
 
 
 def why(message: Message) -> str:

@@ -28,7 +28,8 @@ class Sent:
 
     Attributes:
         phase, module, line: where the program is; operator: what needs it; tensor: of which of its operands.
-        collective, axis: what is sent along which mesh axis, or group of ranks; bytes: from this rank; seconds: on the machine.
+        collective, axis: what is sent along which mesh axis, or group of ranks; bytes: from this rank; far: those of them that
+            leave the host; seconds: on the machine.
         source, target: the layouts, where onecard sends it; why: the rule's reason; implicit: whether nobody asked for it.
     """
 
@@ -40,6 +41,7 @@ class Sent:
     collective: str
     axis: str
     bytes: int
+    far: int
     seconds: float
     source: str
     target: str
@@ -118,6 +120,8 @@ class StepMessages:
                 f"{sent.bytes * times:,}", seconds_in_words(sent.seconds * times), sent.why,
             )  # fmt: skip
         total = ", ".join(f"{bytes_in_words(count)} along {axis!r}" for axis, count in self.by_axis.items())
+        far = sum(sent.far for sent in self.messages)
+        total += f", {bytes_in_words(far)} of it to other hosts" if far else ""
         count = f"{len(self.messages)} message{'s' * (len(self.messages) > 1)}"
         head = f"a step of {of} on {self.machine or 'a machine'}: {count}, {total}"
         return Group(head, made)
@@ -161,6 +165,7 @@ def step_messages(step: Step, cost: Cost, asked: Mapping[str, Message], rank: in
                 kind_of(node).removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single"),
                 axis_of(node),
                 priced.sent,
+                priced.far,
                 priced.seconds,
                 source,
                 target,

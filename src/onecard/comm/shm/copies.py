@@ -15,6 +15,11 @@ from onecard.comm.shm.signature import Signature
 from onecard.comm.shm.work import Body
 
 
+def root_of(options: Any) -> int:
+    """The rank that has, or gets, what the others do not."""
+    return options if isinstance(options, int) else options.rootRank
+
+
 class Copies(Collectives):
     """broadcast, all_gather, gather, scatter, all_to_all and their variants."""
 
@@ -23,12 +28,13 @@ class Copies(Collectives):
         (tensor,) = given if isinstance(given, list | tuple) else (given,)
         if not tensors.here(tensor):
             return self._elsewhere(tensor).broadcast(given, opts)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        return self._start(self._from(root_of(opts), tensor), [tensor], opts)
+
+    def _from(self, root: int, tensor: Tensor) -> Body:
         sizes = [tensor.nbytes if rank == root else 0 for rank in range(self.size())]
         signature = self._sign("broadcast", tensor.numel(), tensor, root=root)
         sender = root == self._channel.rank
-        body = self._gathering(signature, tensor if sender else None, [tensor] * self.size(), sizes)
-        return self._start(body, [tensor], opts)
+        return self._gathering(signature, tensor if sender else None, [tensor] * self.size(), sizes)
 
     def _gathering(
         self, signature: Signature, source: Tensor | None, targets: list[Tensor] | None, sizes: Sequence[int]
@@ -107,7 +113,7 @@ class Copies(Collectives):
         (source,) = inputs if isinstance(inputs, list | tuple) else (inputs,)
         if not tensors.here(source):
             return self._elsewhere(source).gather(outputs, inputs, opts, *rest)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = root_of(opts)
         targets = None
         if root == self._channel.rank:
             targets = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
@@ -121,7 +127,7 @@ class Copies(Collectives):
         output = outputs[0] if isinstance(outputs, list | tuple) else outputs
         if not tensors.here(output):
             return self._elsewhere(output).scatter(outputs, inputs, opts, *rest)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = root_of(opts)
         parts: list[Tensor] = []
         if root == self._channel.rank:
             parts = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs)

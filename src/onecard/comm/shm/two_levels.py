@@ -4,7 +4,9 @@ A sum is three steps. The ranks of a host add what they have, and each gets its 
 their parts by Gloo; the ranks of a host give each other the parts. P bytes over 2 hosts take 1.0 P from each host, however many
 ranks it has; a ring over all n ranks takes 2 (n - 1) / n P.
 
-What moves as it is in any case (broadcast, all-to-all, sends) goes by a group of Gloo over all ranks.
+A broadcast goes to one rank of each host, and from there to the others; an all-gather crosses once for each host.
+
+Gather, scatter, all-to-all and sends go by a group of Gloo over all ranks: each byte is for one rank, and crosses once as it is.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -24,6 +26,7 @@ from onecard._torch.names import AllgatherOptions
 from onecard.comm.base import own
 from onecard.comm.shm import tensors
 from onecard.comm.shm.base import SUM, in_turn, name_of
+from onecard.comm.shm.copies import root_of
 from onecard.comm.shm.group import ShmGroup
 from onecard.comm.shm.other_devices import OtherDevices
 from onecard.comm.shm.work import Body
@@ -172,6 +175,42 @@ class HostsGroup(OtherDevices):
 
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
 
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Every rank gets a list of all ranks' tensors."""
+        (source,) = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        targets = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
+        if not tensors.here(source, *targets) or {t.nbytes for t in targets} != {source.nbytes} or not source.nbytes:
+            return self._flat_call("allgather", [targets], [source], opts)
+        whole = source.new_empty((len(targets), source.numel()))
+
+        def fill(_: float) -> None:
+            for target, part in zip(targets, whole, strict=True):
+                tensors.fill(target, part.view(target.shape))
+
+        return self._inside._start(in_turn([self._joining(whole, source), fill]), targets, opts)
+
+    def broadcast(self, given: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Fills a tensor with that of the root."""
+        (tensor,) = given if isinstance(given, list | tuple) else (given,)
+        if not tensors.here(tensor) or not tensor.numel():
+            return self._flat_call("broadcast", [tensor], opts)
+        root = root_of(opts)
+        host = next(number for number, ranks in enumerate(self._grid) if root in ranks)
+        place, dense = self._grid[host].index(root), tensors.dense(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = host, 0
+
+        def cross(deadline: float) -> None:
+            if root == self.rank() and dense is not tensor:
+                tensors.fill(dense, tensor)
+            if self._inside.rank() == place:
+                self._await(self._line.broadcast([dense.detach().view(-1).view(torch.uint8)], options), deadline)
+
+        steps: list[Body] = [cross, self._inside._from(place, dense)]
+        if dense is not tensor:
+            steps.append(lambda _: tensors.fill(tensor, dense))
+        return self._inside._start(in_turn(steps), [tensor], opts)
+
     def _takes(self, tensor: Tensor, op: Any) -> bool:
         """Whether a reduction of such a tensor goes by two levels: the same on all ranks."""
         here = tensors.here(tensor) and tensor.layout is torch.strided
@@ -219,8 +258,7 @@ class HostsGroup(OtherDevices):
             return getattr(self._elsewhere(first), name)(*args, **more)
         return getattr(self._whole, name)(*(a for a in args if a is not None), **more)
 
-    broadcast, reduce = _flat("broadcast"), _flat("reduce")
-    allgather, allgather_coalesced = _flat("allgather"), _flat("allgather_coalesced")
+    reduce, allgather_coalesced = _flat("reduce"), _flat("allgather_coalesced")
     gather, scatter, reduce_scatter = _flat("gather"), _flat("scatter"), _flat("reduce_scatter")
     alltoall, alltoall_base = _flat("alltoall"), _flat("alltoall_base")
     all_to_all_single = _flat("alltoall_base")

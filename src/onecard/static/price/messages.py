@@ -92,6 +92,19 @@ def sent_by(node: fx.Node) -> int:
     return sent(name_of(str(kind)), size, count)
 
 
+def far_by(node: fx.Node, machine: Machine) -> int:
+    """Those bytes that leave the host, as far as the machine says which ranks share one."""
+    if not machine.per_host:
+        return 0
+    if node.target is _TRANSFER:
+        return int(_transfer_of(node)[0].far_by(rank_of(node), machine))
+    if node.target in (*_SENDS, *_RECEIVES):
+        given: Any = node.args
+        return sent_by(node) if machine.is_far(rank_of(node), given[3][given[1]]) else 0
+    _, _, kind, _, line = node.args
+    return machine.far(sent_by(node), line.mesh, line.axis, name_of(str(kind)))  # type: ignore[union-attr]
+
+
 def seconds_of(node: fx.Node, machine: Machine) -> float:
     """Seconds of a message: latency and bandwidth of what it goes over, or what was measured."""
     if node.target is _TRANSFER:

@@ -21,6 +21,7 @@ from onecard.static.price import by_kernels, families
 from onecard.static.price.live import Live, is_name, size_of
 from onecard.static.price.messages import (
     axis_of,
+    far_by,
     is_left,
     is_message,
     is_started,
@@ -41,7 +42,7 @@ class NodeCost:
     Attributes:
         name, phase, module, line: of the node; ``operator``: what it calls.
         products: multiply-adds; ``touched``: bytes that it reads and writes.
-        sent: bytes that it sends, along ``axis``.
+        sent: bytes that it sends, along ``axis``; ``far``: those of them that leave the host, where ``Machine.per_host`` tells.
         seconds: that it takes; ``start``: when it starts, from the beginning of the step; ``then``: when the program
             goes on, which does not wait for a message that was started.
         alive: bytes that are alive after it, inputs included.
@@ -55,6 +56,7 @@ class NodeCost:
     products: int
     touched: int
     sent: int
+    far: int
     axis: str
     seconds: float
     start: float
@@ -101,6 +103,11 @@ class Cost:
         return 2 * self.products
 
     @property
+    def between_hosts(self) -> int:
+        """Bytes sent that leave the host, as in ``explain``; 0 where the machine does not tell hosts apart."""
+        return sum(n.far for n in self.nodes)
+
+    @property
     def touched(self) -> int:
         """Bytes that all nodes read and write."""
         return sum(n.touched for n in self.nodes)
@@ -122,6 +129,7 @@ class Cost:
                 "flops": n.flops,
                 "bytes": n.touched,
                 "sent": n.sent,
+                "to other hosts": n.far,
             }
             told = {key: value for key, value in told.items() if value}
             found.append(Event(rank, stream, n.start, n.start + n.seconds, n.sent, n.operator, n.phase, told=told))
@@ -136,6 +144,7 @@ class Cost:
 
     def __str__(self) -> str:
         sent = ", ".join(f"{count:,} along {axis!r}" for axis, count in self.sent.items()) or "none"
+        sent += f" ({self.between_hosts:,} of them to other hosts)" if self.between_hosts else ""
         return (
             f"{self.flops:,} floating-point operations, {self.seconds * 1e3:.3f} ms, bytes sent: {sent}; peak memory "
             f"{self.peak:,} bytes ({self.inputs:,} of them inputs) at {self.peak_at}"
@@ -156,12 +165,13 @@ def cost(recording: Step, machine: Machine = MACHINE) -> Cost:
     nodes = []
     for node in recording.nodes():
         sent, done = (sent_by(node), Work(0, 0)) if is_message(node) else (0, work(node))
+        far = far_by(node, machine) if sent else 0
         taken = seconds_of(node, machine) if is_message(node) else operator_seconds(node, machine, done)
         start, seconds = clock.run(node, taken)
         nodes.append(
             NodeCost(
                 node.name, called(node), node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("line", ""),
-                int(done.macs), int(done.accessed), sent, axis_of(node), seconds, start, clock.now, live.after[node],
+                int(done.macs), int(done.accessed), sent, far, axis_of(node), seconds, start, clock.now, live.after[node],
             )
         )  # fmt: skip
     return Cost(
