@@ -260,6 +260,21 @@ class Pipeline(At):
         return _one_name({name: value for each in every for name, value in each.items()})
 
 
+class Planned(At):
+    """``oc.parallelize``: a plan on a plain model in place; batches are whole on every rank."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.plan = oc.Plan(per_host=0, parameters="float32", compute="float32", **fields)
+
+    def wrap(self, net: nn.Module, *makers: Maker, given: int | None = None) -> list[Any]:
+        made = [make(net) for make in makers]
+        oc.parallelize(net, made[:given], plan=self.plan)
+        return [net, *made]
+
+
+_COLUMN, _ROW = "tp: Shard(0)", "tp: Shard(1)"
+CUT = (("first*", _COLUMN), ("blocks.*.0.*", _COLUMN), ("blocks.*.2.weight", _ROW), ("head.weight", _COLUMN))
+
 ONE_CARD = At()
 LEVELS: dict[str, Callable[[], At]] = {
     "ZeRO 1": lambda: Marks(oc.ShardingStage1),
@@ -280,6 +295,10 @@ LEVELS: dict[str, Callable[[], At]] = {
     "pp 1F1B": lambda: Pipeline("1F1B"),
     "pp VPP": lambda: Pipeline("VPP", 2),
     "pp ZBH1": lambda: Pipeline("ZBH1"),
+    "plan dp": lambda: Planned(dp=2),
+    "plan ZeRO 1": lambda: Planned(dp=2, zero=1),
+    "plan ZeRO 3": lambda: Planned(dp=2, zero=3),
+    "plan tp": lambda: Planned(tp=2, placements=CUT),
     "p_g_os kept": lambda: Level("p_g_os", overlap=True, reshard_after_forward=False, offload=True),
 }
 
@@ -308,6 +327,7 @@ REFUSED: dict[tuple[str, str], str] = {
 """(habit, level): words that the refusal has. Every other cell is right."""
 STAGES = ("stages", "stages 1F1B", "stages F-then-B")
 PIPELINES = ("pp 1F1B", "pp VPP", "pp ZBH1")
+PLANS = tuple(level for level in LEVELS if level.startswith("plan "))
 _TWO_MESHES, _TIED = "operands live on two meshes|is not in ProcessMesh", "is one parameter with '2.weight'"
 REFUSED |= {
     **{("ignored_labels", level): "the loss divides by a number that is computed from" for level in STAGES[1:]},
@@ -326,6 +346,7 @@ REFUSED |= {
     },
     **{("gradient_penalty", level): "requires a gradient, which no one would get" for level in PIPELINES},
 }
+REFUSED["low_rank", "plan tp"] = "the plan's placements name 'head.weight', and Net has no such parameter"
 _OWN_LAYERS = {
     "own_clipping": "a rank has its stage's gradients alone: clip_grad_norm_, or fleet.grad_norm, which go over all",
     "gradients_logged": "one rank has the first layer; where the other asks for its gradient there is none",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from amounts import amount, cells
-from habits_levels import HABITS, LEVELS, PIPELINES, RECORDED, STAGES, check, in_steps
+from habits_levels import HABITS, LEVELS, PIPELINES, PLANS, RECORDED, STAGES, check, in_steps
 from torch import nn
 
 from onecard import fleet
@@ -20,7 +20,7 @@ from onecard.train.zero.blocks import Piece
 from onecard.train.zero.zero import ShardedUpdate
 
 MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO") and level not in RECORDED)
-BY_HAND = tuple(level for level in LEVELS if level not in (*MARKS, *RECORDED, *STAGES, *PIPELINES))
+BY_HAND = tuple(level for level in LEVELS if level not in (*MARKS, *RECORDED, *STAGES, *PIPELINES, *PLANS))
 
 
 def column(chosen: list[tuple[str, str]], plant: Callable[[], None] | None = None) -> dict[str, str]:
@@ -39,7 +39,9 @@ def all_right(levels: tuple[str, ...], habits: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "levels", [MARKS, BY_HAND, STAGES, PIPELINES], ids=["marks", "by hand", "stages by marks", "pipelines"]
+    "levels",
+    [MARKS, BY_HAND, STAGES, PIPELINES, PLANS],
+    ids=["marks", "by hand", "stages by marks", "pipelines", "plans"],
 )
 def test_every_cell_is_one_card(levels: tuple[str, ...]) -> None:
     all_right(levels, tuple(HABITS))
