@@ -112,6 +112,29 @@ def test_what_is_made_of_the_batch_around_the_model():
     assert oc.plan(step, world=2, machine=SLOW, batch=given).best.world == 2
 
 
+class Asks(nn.Module):
+    """As a library's model does that warns of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if 0 in x[:, [-1, 0]] and not torch.equal(x, x):
+            raise ValueError("padding")
+        return self.table(x)
+
+
+def test_what_a_model_reads_of_its_inputs_is_guessed():
+    net, batch = Asks(), torch.randint(1, 5, (4, 3))
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+
+    found = oc.plan(step, world=2, machine=SLOW, batch=batch)
+    assert str(found) == str(oc.plan(net, world=2, machine=SLOW, batch=batch, loss=lambda m, x: m(x).square().mean()))
+
+
 def _twice(x: Tensor, net: nn.Module) -> None:
     net(x).sum().backward()
     net(x).sum().backward()

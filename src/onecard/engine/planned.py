@@ -27,12 +27,15 @@ from onecard.planning.step_parts import StepParts, parts_of_step
 from onecard.static import api
 from onecard.static.recording import Recording
 
+_OWN: dict[str, Any] = dict.fromkeys(("parameters", "compute", "gradients", "states"), "float32")
+"""Dtypes are the step's own, as for ``parallelize``: a plan that computes in another would train another program."""
+
 
 class PlannedStep:
     """What ``to_static(step, plan=)`` returns: called like the step, with whole batches on every rank.
 
     The first call looks at the step without doing it, lays its model and optimizers out in place as the plan says, and begins to
-    record it: in stages, in microbatches, with what backward computes again.
+    record it: in stages, in microbatches, with what backward computes again. Dtypes are the step's own.
 
     Args:
         fn: forward, one ``backward()`` of a loss, the optimizers; plan: how; None: the best one for the first call's batch,
@@ -66,7 +69,7 @@ class PlannedStep:
             self.plan = _found(parts)
         del parts
         gc.collect()  # graphs of what was looked at hold the parameters, in cycles; then they could not be swapped
-        plan, at = replace(self.plan, stages=(), recompute_blocks=0), starts_of(self.plan, model)
+        plan, at = replace(self.plan, stages=(), recompute_blocks=0, **_OWN), starts_of(self.plan, model)
         strategy = Strategy.of_plan(plan)
         applied = Applied(replace(plan, recompute="none"), beside=("pp", "microbatches"))
         strategy.pipeline.at = tuple(at)
@@ -123,6 +126,7 @@ def planned(fn: Callable[..., Any], plan: Plan | str | Path, options: dict[str, 
             "to_static(layer, plan=): a plan is of a step, a function of its batch; of a layer: Engine(layer, loss, optimizer, "
             "strategy=Strategy.of_plan(plan))"
         )
+    fn = fn.fn if isinstance(fn, api.Static) else fn
     said = [name for name in ("k_steps", "stages") if name in options]
     if said:
         raise EngineError(

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from onecard._torch import fakes
 from onecard._torch.names import TorchDispatchMode, no_fakes, tree_leaves, tree_map
 from onecard.comm.base import own, record
+from onecard.static.guards.reads import stand_in
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
@@ -93,18 +94,6 @@ class Values(TorchDispatchMode):
 def holds_others(kind: type) -> bool:
     """Whether tensors of a class are made of others, which are what runs: distributed ones, torch's too."""
     return issubclass(kind, DistTensor) or hasattr(kind, "__tensor_flatten__") or own.is_under_way(kind)
-
-
-def stand_in(dtype: torch.dtype) -> Any:
-    """What Python is given in place of a number that is not computed.
-
-    Example:
-        >>> stand_in(torch.float32), stand_in(torch.int64), stand_in(torch.bool)
-        (1.0, 1, False)
-    """
-    if dtype == torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> bool:

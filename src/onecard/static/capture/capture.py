@@ -55,6 +55,7 @@ class Capture:
         self.before, self.phases = Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask)
         self._replayed = replayed
+        self.recorder.guesses = not replayed
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
         self._outer: list[tuple[dict[str, Any], str, Any, Any]] = []  # numbers of optimizers that the step reads itself

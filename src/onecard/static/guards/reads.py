@@ -29,6 +29,23 @@ VALUES: dict[Any, Callable[..., Any]] = {
 """Operators that give Python values, and what reads them in a graph."""
 
 
+def stand_in(dtype: torch.dtype) -> Any:
+    """What Python is given in place of a number that is not computed.
+
+    Example:
+        >>> stand_in(torch.float32), stand_in(torch.int64), stand_in(torch.bool)
+        (1.0, 1, False)
+    """
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
+
+
+def guessed(func: Any, args: Sequence[Any]) -> Any:
+    """What an operator that gives a Python value is taken to give where no data is."""
+    return stand_in(args[0].dtype) if func is aten._local_scalar_dense.default else True
+
+
 def sized_by_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether values decide how large an operator's result is, and not shapes alone."""
     if func is aten.index.Tensor:
