@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from amounts import PROOF
-from fuzz.plans import CLOSE, compared, program_of, trained
+from amounts import PROOF, patience
+from fuzz.plans import CLOSE, chosen, compared, drawn, each_under, program_of, trained
 from model_programs import library
 from plan_programs import small
 
 import onecard as oc
 from onecard.auto.apply import PLAIN
-from onecard.machine.cost import Machine
 from onecard.testing import run_ranks
 
-SLOW = Machine(latency=1e-9, bandwidth=1e12, memory=1e10, flops=1e9)
 NAMES = sorted(small())
-
-
-def _found(name: str, ranks: int, **fixed: int) -> oc.Plan:
-    """The best plan of a program, on a machine on which it is worth while to divide even small layers."""
-    program = program_of(name)
-    torch.manual_seed(0)
-    model = program.build()
-    given = {**PLAIN, **fixed}
-    return oc.plan(model, world=ranks, machine=SLOW, batch=program.batch(), loss=program.loss, fixed=given).best
 
 
 def _under_found(names: list[str], ranks: int) -> list[tuple[str, str, float]]:
@@ -32,9 +20,9 @@ def _under_found(names: list[str], ranks: int) -> list[tuple[str, str, float]]:
     said = []
     for name in names:
         wanted = trained(program_of(name), None)
-        plans = [_found(name, ranks)]
+        plans = [chosen(name, ranks, **PLAIN)]
         try:
-            plans.append(_found(name, ranks, tp=ranks))
+            plans.append(chosen(name, ranks, **PLAIN, tp=ranks))
         except oc.errors.PlanError:  # nothing of it can be divided
             said.append((name, "no tp", 0.0))
         for plan in plans:
@@ -53,22 +41,32 @@ def test_under_the_plan_that_was_found(ranks):
     assert len({name for name, how, _ in said[0] if how == "tp"}) >= len(names) - 2
 
 
-@pytest.mark.parametrize("name", sorted(library()) if PROOF else ["GPT2LMHeadModel"])
-def test_models_of_a_library(name):
-    """Under random plans; and, as the search takes longest, in the proof alone under the plans that were found."""
-    said = run_ranks(compared, 2, range(5 if PROOF else 2), 2, "", name, timeout=300.0)[0]
-    assert [line for line in said if line.startswith("wrong")] == [] and "right" in said, said
-    for found in run_ranks(_under_found, 2, [name], 2, timeout=600.0) if PROOF else ():
-        assert found and [cell for cell in found if cell[2] > CLOSE] == []
+def _plans(name: str, ranks: int) -> list[oc.Plan]:
+    """Those that are chosen: of all, along tp, as a pipeline; and five random ones."""
+    fixed: list[dict[str, int]] = [{**PLAIN}, {**PLAIN, "tp": 2}, {"pp": 2}]
+    return [*(chosen(name, ranks, **one) for one in fixed), *(drawn(seed, ranks, name)[1] for seed in range(5))]
+
+
+@pytest.mark.parametrize("ranks", [2, 4] if PROOF else [2])
+@pytest.mark.parametrize("name", sorted(library()) if PROOF else ["ElectraForMaskedLM"])
+def test_models_of_a_library(name, ranks):
+    """Unmodified. A share: a pipeline that is chosen, and a plan that is drawn; in the proof all."""
+    plans = _plans(name, ranks) if PROOF else [chosen(name, 2, pp=2, microbatches=4), drawn(0, 2, name)[1]]
+    for said in run_ranks(each_under, ranks, name, plans, timeout=patience(200.0)):
+        cut = [plan.pp > 1 for plan in plans]  # what a model reads of its inputs is not there when stages are cut
+        refused = ["depends on data" in words and pipeline for words, pipeline in zip(said, cut, strict=True)]
+        assert [words for words, no in zip(said, refused, strict=True) if words != "right" and not no] == []
+        assert name.startswith("Deberta") or not any(refused)
 
 
 def test_under_random_plans():
-    seeds, ranks = range(200 if PROOF else 12), 2
+    seeds, ranks = range(200 if PROOF else 8), 2
     said = []
     for at in range(0, len(seeds), 20):
         part = seeds[at : at + 20]
-        said += run_ranks(compared, ranks, part, ranks, timeout=30.0 * len(part))[0]
-    assert [line for line in said if line != "right"] == []
+        said += run_ranks(compared, ranks, part, ranks, timeout=patience(30.0 * len(part)))[0]
+    assert [line for line in said if line.startswith("wrong")] == []
+    assert said.count("right") >= 0.9 * len(said), said  # others are refused, with words
 
 
 def test_a_wrong_number_is_seen():
