@@ -1,8 +1,11 @@
 """``python tests/mutate.py --count 60``: faults planted at random in the library, and whether the tests that touch it see them.
 
 A fault is another operator, comparison, constant or branch, or a statement that is left out, in a function of a random module.
-The tree is copied, and one fault at a time is planted in the copy. The tests that run are those that name the module or what it
-defines, the shortest first, each with a time-out. What no test sees is listed: it wants a test, or is no fault.
+The tree is copied, and one fault at a time is planted in the copy, with a mark beside it that says whether a test came by. The
+tests that run are those that name the module or what it defines, the shortest first. Each file has run without a fault before:
+tests that fail then are left out, and a file has three times as long as it took. What does not end is seen only if the same
+file ends again without the fault. The rest is listed: "MISSED", tests came by and saw nothing: it wants a test, or is no fault;
+"not reached", none of these tests came by.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +59,8 @@ def _sites(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield from _sites(child)
 
 
-def planted(text: str, number: int) -> tuple[str, str]:
-    """The module with its ``number``-th fault, and what it is.
+def planted(text: str, number: int, mark: Path) -> tuple[str, str]:
+    """The module with its ``number``-th fault, beside which the file ``mark`` is made, and what it is.
 
     Raises:
         IndexError: there are not so many.
@@ -61,6 +68,7 @@ def planted(text: str, number: int) -> tuple[str, str]:
     tree = ast.parse(text)
     node, kind = [*sites(tree)][number]
     line, before = node.lineno, ast.unparse(node).partition("\n")[0]
+    _marked(tree, node, mark)
     if isinstance(node, ast.BinOp | ast.BoolOp):
         node.op = SWAPS[type(node.op)]()
     elif isinstance(node, ast.Compare):
@@ -72,7 +80,17 @@ def planted(text: str, number: int) -> tuple[str, str]:
     elif isinstance(node, ast.Expr):
         node.value = ast.Constant(None)
     after = ast.unparse(ast.fix_missing_locations(node)).partition("\n")[0]
-    return ast.unparse(tree), f"line {line}, {kind}: {before} -> {after}"
+    return ast.unparse(ast.fix_missing_locations(tree)), f"line {line}, {kind}: {before} -> {after}"
+
+
+def _marked(tree: ast.Module, node: ast.AST, mark: Path) -> None:
+    """Ahead of the statement with a node: it makes a file."""
+    note = ast.parse(f"__import__('os').close(__import__('os').open({str(mark)!r}, 65))").body[0]
+    lists = [x for each in ast.walk(tree) for _, x in ast.iter_fields(each) if isinstance(x, list)]
+    within = [(x, i) for x in lists for i, s in enumerate(x) if isinstance(s, ast.stmt) and node in ast.walk(s)]
+    # The innermost one is the one of which the fewest nodes are a part.
+    body, at = min(within, key=lambda found: sum(1 for _ in ast.walk(found[0][found[1]])))
+    body.insert(at, note)
 
 
 def tests_of(module: Path) -> list[Path]:
@@ -88,26 +106,63 @@ def tests_of(module: Path) -> list[Path]:
     return [module, *sorted(found, key=size), *sorted(near, key=size)]
 
 
-def caught(copy: Path, module: Path, seconds: float, most: int) -> str:
-    """Which test sees the fault that is planted in the copy; "" for none."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy / "src"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
-    for path in tests_of(module)[:most]:
-        name = str(path.relative_to(ROOT))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
-        try:
-            done = subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, timeout=seconds, start_new_session=True
-            )
-        except subprocess.TimeoutExpired:
-            return f"{name}: no end within {seconds:g} s"
-        if done.returncode not in (0, 5):  # 5: no tests in it
-            return name
-    return ""
+@dataclass
+class Tried:
+    """The copy of the tree, and how each file of tests does there without a fault: how long it takes, and what fails."""
+
+    copy: Path
+    most: float
+    known: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
+
+    def run(self, name: str, seconds: float, without: list[str], *more: str) -> tuple[str, str]:
+        """Run a file of tests: "passes", "fails" or "no end", and what it says."""
+        environment = {**os.environ, "PYTHONPATH": str(self.copy / "src"), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = ""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *more, name]
+        command += [word for test in without for word in ("--deselect", test)]
+        with subprocess.Popen(
+            command, cwd=self.copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as running:  # fmt: skip
+            try:
+                said, _ = running.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(running.pid, signal.SIGKILL)
+                return "no end", ""
+        return ("passes" if running.returncode in (0, 5) else "fails"), said  # 5: no tests in it
+
+    def without_fault(self, name: str) -> tuple[float, list[str]]:
+        """How long a file takes and which of its tests fail; no end: ``most`` seconds, and it is left out."""
+        if name not in self.known:
+            began = time.monotonic()
+            ended, said = self.run(name, self.most, [])
+            failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+            self.known[name] = time.monotonic() - began, ["all"] if ended == "no end" else failing
+        return self.known[name]
+
+    def seen_by(self, module: Path, changed: str, mark: Path, files: int) -> tuple[str, str]:
+        """ "caught", "MISSED" or "not reached", and the test that saw it."""
+        place, ran = self.copy / module.relative_to(ROOT), 0
+        whole = place.read_text()
+        for path in tests_of(module)[: 3 * files]:
+            name = str(path.relative_to(ROOT))
+            took, failing = self.without_fault(name)
+            if failing == ["all"]:
+                continue
+            reached = mark.exists()
+            place.write_text(changed)
+            try:
+                ended, said = self.run(name, 3 * took + 30, failing, "-x")
+            finally:
+                place.write_text(whole)
+            if ended == "fails":
+                return "caught", ", ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)[:1]) or name
+            if ended == "no end" and self.run(name, 3 * took + 30, failing)[0] == "passes":
+                return "caught", f"{name}: does not end"
+            ran += mark.exists() or reached
+            if ran >= files:
+                break
+        return ("MISSED" if mark.exists() else "not reached"), ""
 
 
 def main() -> int:
@@ -115,27 +170,28 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--room", default="", help="one folder or file of src/onecard")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for each file of tests; longer is seen, too")
-    parser.add_argument("--files", type=int, default=6, help="of tests for a fault, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="a file of tests that takes longer without a fault is left out"
+    )
+    parser.add_argument("--files", type=int, default=6, help="of tests that come by, for a fault, at most")
     asked = parser.parse_args()
-    draw, missed = random.Random(asked.seed), 0
+    draw, counts = random.Random(asked.seed), Counter[str]()
     modules = [p for p in sorted((ROOT / "src" / "onecard").rglob("*.py")) if asked.room in str(p)]
     modules = [p for p in modules if any(sites(ast.parse(p.read_text()))) and "samples" not in p.parts]
     rooms = sorted({p.relative_to(ROOT / "src" / "onecard").parts[0] for p in modules})
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "logs"))
+        tried, mark = Tried(Path(folder) / "tree", asked.seconds), Path(folder) / "reached"
+        shutil.copytree(ROOT, tried.copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "logs"))
         for number in range(asked.count):
             room = rooms[number % len(rooms)]
             module = draw.choice([p for p in modules if p.relative_to(ROOT / "src" / "onecard").parts[0] == room])
-            text, place = module.read_text(), module.relative_to(ROOT)
-            changed, what = planted(text, draw.randrange(len([*sites(ast.parse(text))])))
-            (copy / place).write_text(changed)
-            by = caught(copy, module, asked.seconds, asked.files)
-            (copy / place).write_text(text)
-            missed += not by
-            print(f"{'caught' if by else 'MISSED'} {place}: {what}{f' ({by})' if by else ''}", flush=True)
-    print(f"{asked.count - missed} of {asked.count} faults are seen")
+            text = (tried.copy / module.relative_to(ROOT)).read_text()
+            changed, what = planted(text, draw.randrange(len([*sites(ast.parse(text))])), mark)
+            mark.unlink(missing_ok=True)
+            found, by = tried.seen_by(module, changed, mark, asked.files)
+            counts[found] += 1
+            print(f"{found} {module.relative_to(ROOT)}: {what}{f' ({by})' if by else ''}", flush=True)
+    print(", ".join(f"{counts[kind]} {kind}" for kind in ("caught", "MISSED", "not reached")))
     return 0
 
 
