@@ -1,6 +1,6 @@
 """Plans that are found: how long the search takes, beside published configurations, and beside all plans, measured.
 
-python benchmarks/plans.py            # on paper: LLaMA on H100, minutes
+python benchmarks/plans.py            # on paper: LLaMA and DeepSeek-V3 on H100, minutes; --only DeepSeek
 python benchmarks/plans.py --truth    # eight programs on ranks of this machine: every plan of a reduced space, measured
 """
 
@@ -44,33 +44,43 @@ PUBLISHED = {
     "LLaMA-405B on 16,384 (Llama 3)": (
         "llama3-405b", oc.Plan(dp=128, tp=8, pp=16, microbatches=16, zero=2, sequence_parallel=True, virtual=4),
     ),
+    # DeepSeek-AI, 2024 (arXiv 2412.19437), sections 3.2 and 4.2: DualPipe, whose V has half as many ranks for the same stages.
+    "DeepSeek-V3 on 2,048 (DeepSeek)": (
+        "deepseek-v3", oc.Plan(dp=128, pp=16, ep=64, microbatch=1, microbatches=120, zero=1, schedule="DualPipeV", virtual=2,
+                               compute="float8_e4m3fn", recompute="operators"),
+    ),
 }  # fmt: skip
 
 
-def on_paper() -> None:
-    """The plans that are found for published jobs, and what both take under the price."""
+def on_paper(only: str = "") -> None:
+    """The plans that are found for published jobs, and what both take under the price. Seconds are those of the processor."""
     machine = replace(Machine.preset("H100"), capacity=95 * 10**9)  # torchtitan's H100 have 96 GB
-    spent = [0.0]
+    spent, count = [0.0], [0]
     whole = subjects.record_decoder
 
     def timed(*given: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         made = whole(*given)
-        spent[0] += time.perf_counter() - began
+        spent[0] += time.process_time() - began
+        count[0] += 1
         return made
 
     subjects.record_decoder = timed  # type: ignore[attr-defined]
-    for name, (model, plan) in PUBLISHED.items():
+    for name, (model, plan) in ((name, job) for name, job in PUBLISHED.items() if only in name):
         sizes = known_model(model)
         published = oc.price(sizes, plan, machine)
-        spent[0], began = 0.0, time.perf_counter()
+        spent[0], count[0], began = 0.0, 0, time.process_time()
         fixed = {field: getattr(plan, field) for field in PRECISION}
         limit = max(machine.capacity, published.peak)  # what was published ran, whatever the price says
         found = oc.plan(sizes, world=plan.world, machine=machine, batch=plan.batch, fixed=fixed, memory=limit)
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"\n{name}: found in {took - spent[0]:.1f} s + {spent[0]:.1f} s of recordings, {most:.2f} GiB resident")
+        print(
+            f"\n{name}: found in {took - spent[0]:.1f} s + {spent[0]:.1f} s of {count[0]} recordings, {most:.2f} GiB resident"
+        )
         print(f"  published: {published.seconds:.3f} s, {published.peak / 2**30:.1f} GiB: {_short(plan)}")
+        memory = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in found.cost.ranks[0].memory.items())
+        print(f"  the first rank's GiB: {memory}")
         print(f"  found: {found.cost.seconds / published.seconds:.3f} of that, {found}")
 
 
@@ -170,13 +180,14 @@ def main() -> None:
     """Both parts, as asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", action="store_true")
+    parser.add_argument("--only", default="", help="part of a published job's name")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if given.truth:
         in_truth(given.ranks)
     else:
-        on_paper()
+        on_paper(given.only)
 
 
 if __name__ == "__main__":

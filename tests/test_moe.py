@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import onecard as oc
 from onecard import fleet
 from onecard.fleet.experts import batch as batches
+from onecard.fleet.experts import exchange
 from onecard.fleet.experts import layer as layers
 from onecard.fleet.gradients import holders
 from onecard.testing import run_ranks
@@ -300,6 +301,18 @@ def there_and_back() -> None:
     close(back, 2 * x)
     (back * x.detach()).sum().backward()
     close(x.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize("blocks", [[[2, 2, 2], [2, 2, 2]], [[0, 0], [0, 0]], [[1, 3], [2, 0]], [[4, 4]], [[3], [3]]])
+def test_blocks_that_are_alike_change_their_order_as_others_do(blocks: list[list[int]]) -> None:
+    names = [(i, j) for i, row in enumerate(blocks) for j, count in enumerate(row) for _ in range(count)]
+    rows = torch.tensor(names, dtype=torch.float32).reshape(-1, 2).requires_grad_()
+    turned = exchange._turned(rows, blocks)
+    assert turned.tolist() == sorted(turned.tolist(), key=lambda name: (name[1], name[0])), (
+        "by their second number first"
+    )
+    turned.sum().backward()
+    assert bool((rows.grad == 1).all())
 
 
 def test_rows_go_to_the_ranks_of_their_experts_and_back() -> None:

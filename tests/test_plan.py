@@ -261,6 +261,12 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "MixtralConfig": {"num_key_value_heads": 2, "intermediate_size": 352, "num_local_experts": 4},
     "Qwen3MoeConfig": {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2,
                        "moe_intermediate_size": 96},
+    "DeepseekV3Config": {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                         "moe_intermediate_size": 96, "intermediate_size": 352, "first_k_dense_replace": 1},
+    "DeepseekV2Config": {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+                         "moe_intermediate_size": 96, "intermediate_size": 352, "first_k_dense_replace": 1},
 }  # fmt: skip
 
 
@@ -287,7 +293,7 @@ def test_sizes_of_hugging_face_models_count_their_parameters(name: str) -> None:
     [
         ({"model_type": "t5"}, "model_type 't5' is not known here; known are llama"),
         ({"model_type": None}, "the key 'model_type' is missing"),
-        ({"model_type": "deepseek_v3"}, "has latent attention"),
+        ({"model_type": "deepseek_v3", "v_head_dim": 64}, "v_head_dim is 64, qk_nope_head_dim 128; other than equal"),
         ({"hidden_size": "4096"}, "hidden_size is '4096', a string; want a whole number; write 4096"),
         ({"num_hidden_layers": None}, "the key 'num_hidden_layers' is missing"),
         ({"num_attention_heads": 7}, "heads=7: hidden=4096 is no multiple"),

@@ -25,6 +25,7 @@ LLAMA = Transformer(
     layers=2, hidden=16, heads=4, kv_heads=2, head_dim=6, ffn=24, gated=True, norm="rms", positions="rotary", bias=False,
     vocab=24, sequence=8,
 )  # fmt: skip
+LATENT = replace(LLAMA, kv_heads=0, kv_latent=10, q_latent=6, rope_dim=4)
 AGAIN = ("none", "selective", "operators", "full")
 OTHERS = replace(LLAMA, qkv_bias=True, qk_norm=True, embedding_norm=True, positions="learned", rows=11)
 
@@ -50,7 +51,7 @@ def one_card(sizes: Transformer, again: Any = "none") -> tuple[Tensor, dict[str,
 
 def ways() -> list[str]:
     found = []
-    for sizes in (GPT, LLAMA, OTHERS):
+    for sizes in (GPT, LLAMA, OTHERS, LATENT):
         for again, parallel in product(AGAIN, (False, True)):
             # Gate and up are one weight, or two, whose first values are others.
             expected, gradients = one_card(sizes, "operators" if again == "operators" else "none")
@@ -70,7 +71,7 @@ def ways() -> list[str]:
 
 
 def test_losses_and_gradients_are_one_cards() -> None:
-    assert run_ranks(ways, 2)[0] == [f"{a} {p}" for a in AGAIN for p in (False, True)] * 3
+    assert run_ranks(ways, 2)[0] == [f"{a} {p}" for a in AGAIN for p in (False, True)] * 4
 
 
 def cut_in_time() -> float:

@@ -9,7 +9,11 @@ import pytest
 
 import onecard as oc
 from onecard.errors import PlanError
-from onecard.planning.record import recorded
+from onecard.planning.known_models import known_model
+from onecard.planning.pieces import Pieces
+from onecard.planning.record import record_decoder, recorded
+from onecard.planning.search.rows import of_ranks_of_experts
+from onecard.planning.search.subject import subject_of
 from onecard.planning.state import TrainingState
 
 H100 = oc.Machine.preset("H100")
@@ -29,6 +33,23 @@ def test_a_mixture_does_the_operations_that_its_sizes_say() -> None:
     for how in ({}, {"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}):
         cost = priced(**how)
         assert cost.model_flops == cost.tokens * SIZES.flops_per_token, how
+
+
+def test_latent_attention_and_blocks_without_experts() -> None:
+    assert round(known_model("deepseek-v3").parameters / 1e9, 2) == 671.03  # arXiv 2412.19437: 671B
+    latent = replace(SIZES, kv_latent=24, q_latent=40, rope_dim=8, head_dim=16, dense_layers=2, ffn=128, layers=6)
+    for how in ({"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}):
+        cost = priced(latent, **how)
+        # Values are as wide as keys for the kernel.
+        wide = 6 * latent.layers * latent.heads * latent.rope_dim * latent.sequence
+        assert cost.model_flops == cost.tokens * (latent.flops_per_token + wide), how
+    for part, words in (
+        ({"rope_dim": 3}, "even number"),
+        ({"kv_latent": 0}, "give kv_latent too"),
+        ({"dense_layers": 6}, "fewer"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            replace(latent, **part)
 
 
 def test_only_tokens_travel_along_ep() -> None:
@@ -83,3 +104,28 @@ def test_a_search_finds_ep_where_memory_is_short() -> None:
     fixed = {"tp": 1, "pp": 1, "zero": 0, "microbatch": 1, "recompute": "none"}
     tight = oc.plan(wide, world=4, machine=H100, batch=4, memory=int(least * 1.05), fixed=fixed)
     assert tight.best.ep == 4
+
+
+@pytest.mark.parametrize("how", [{}, {"tp": 2, "sequence_parallel": True, "recompute": "full"}])
+def test_a_recording_over_any_ranks_of_experts_from_two(how: dict[str, Any]) -> None:
+    sizes = replace(SIZES, experts=16)
+    few, many, real = (record_decoder(sizes, oc.Plan(dp=n, ep=n, microbatch=2, **how)) for n in (2, 4, 8))
+    made = of_ranks_of_experts(few.pieces.recording, many.pieces.recording, (2, 4), 8)
+    assert made is not None
+    assert Pieces(made, few.folded).costs(H100) == Pieces(real.pieces.recording, few.folded).costs(H100)
+    # Control: taken for those of other numbers of ranks, they give something else, or nothing.
+    wrong = of_ranks_of_experts(few.pieces.recording, many.pieces.recording, (2, 8), 8)
+    assert wrong is None or Pieces(wrong, few.folded).costs(H100) != real.costs(H100)
+    assert of_ranks_of_experts(few.pieces.recording, real.pieces.recording, (2, 4), 8) is None
+
+
+def test_recordings_of_a_search_are_few_whatever_ep_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "onecard.planning.search.subject.record_decoder",
+        lambda *given: seen.append(given[1].ep) or record_decoder(*given),
+    )
+    subject = subject_of(replace(SIZES, experts=32, hidden=128), 64, None, {})
+    for ep in (4, 8, 16):
+        subject.pieces(oc.Plan(dp=ep, ep=ep, microbatch=2), H100)
+    assert sorted(seen) == [2, 4]

@@ -17,6 +17,7 @@ from onecard.fleet.layers import context, sequence
 from onecard.fleet.layers.linear import ColumnParallelLinear
 from onecard.fleet.layers.transformer import NORMS, ParallelTransformerLayer, rotary_turns
 from onecard.fleet.layers.vocabulary import ParallelCrossEntropy, VocabParallelEmbedding
+from onecard.planning.latent import LatentLayer, LatentMixtureLayer
 from onecard.planning.mixture import MixtureLayer
 from onecard.planning.plan import Plan
 from onecard.planning.transformer import Transformer
@@ -72,10 +73,16 @@ class Decoder(nn.Module):
         )
         self.embedding_norm = NORMS[sizes.norm](sizes.hidden, eps=1e-5, **where) if sizes.embedding_norm else None
         width = sizes.head_dim or sizes.hidden // sizes.heads
-        turns = rotary_turns(self._places(sizes.sequence, device), width) if sizes.positions == "rotary" else None
+        turns = (
+            rotary_turns(self._places(sizes.sequence, device), sizes.rope_dim or width)
+            if sizes.positions == "rotary"
+            else None
+        )
         self.register_buffer("turns", turns, persistent=False)
         again = _again(sizes.layers, plan)
-        self.blocks = nn.ModuleList(self._block(sizes, width, again[i], cut) for i in range(sizes.layers))
+        self.blocks = nn.ModuleList(
+            self._block(sizes, width, again[i], cut, i < sizes.dense_layers) for i in range(sizes.layers)
+        )
         self.norm = NORMS[sizes.norm](sizes.hidden, eps=1e-5, **where)
         head = sequence.ColumnSequenceParallelLinear if self.sequence_parallel else ColumnParallelLinear
         self.head = head(sizes.hidden, sizes.vocab, has_bias=False, gather_output=False, **cut)
@@ -87,9 +94,16 @@ class Decoder(nn.Module):
                 for p in module.parameters():
                     sequence.mark_as_sequence_parallel_parameter(p, mp)
 
-    def _block(self, sizes: Transformer, width: int, again: Any, cut: dict[str, Any]) -> ParallelTransformerLayer:
-        kind = partial(MixtureLayer, sizes) if sizes.experts else ParallelTransformerLayer
-        return kind(
+    def _block(
+        self, sizes: Transformer, width: int, again: Any, cut: dict[str, Any], dense: bool
+    ) -> ParallelTransformerLayer:
+        mixed = bool(sizes.experts) and not dense
+        kind: Any = ParallelTransformerLayer
+        if sizes.kv_latent:
+            kind = partial(LatentMixtureLayer if mixed else LatentLayer, sizes)
+        elif mixed:
+            kind = partial(MixtureLayer, sizes)
+        made: ParallelTransformerLayer = kind(
             sizes.hidden,
             sizes.heads,
             sizes.kv_heads or None,
@@ -108,6 +122,7 @@ class Decoder(nn.Module):
             sep_group=self.sep,
             **cut,
         )
+        return made
 
     def _places(self, time: int, device: Any) -> Tensor:
         """The positions of this rank's part of the sequence."""

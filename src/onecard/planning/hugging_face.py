@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
     "bloom": _BLOOM,
+    "deepseek_v2": _LLAMA,
+    "deepseek_v3": _LLAMA,
 }
 # A size, and under which names it may stand.
 _NAMES = {
@@ -35,7 +37,7 @@ _NAMES = {
     "positions": ("max_position_embeddings", "n_positions", "seq_length"),
     "ffn": ("intermediate_size", "n_inner"),
 }
-_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"head_dim": 128},
@@ -66,14 +68,30 @@ def sizes_of(found: Located, sequence: int = 0) -> dict[str, Any]:
             )
         sizes["rows"] = known
     sizes["ffn"] = config.size("ffn", 0)
-    sizes["kv_heads"] = config.whole("num_key_value_heads", 0)
-    sizes["head_dim"] = config.whole("head_dim", _DEFAULTS.get(family, {}).get("head_dim", 0))
+    sizes |= _latent(config) if family in _LATENT else _heads(config, family)
     sizes["tied"] = config.flag("tie_word_embeddings", _DEFAULTS.get(family, {}).get("tie", False))
     if family == "llama" and config.flag("attention_bias", False) != config.flag("mlp_bias", False):
         raise PlanError(f"{found.where(('attention_bias',))}: biases of attention or MLP alone are not known here")
     if family == "llama":
         sizes["bias"] = config.flag("attention_bias", False)
     return sizes | _experts(config, family) | {"dropout": config.dropout()}
+
+
+def _heads(config: _Config, family: str) -> dict[str, Any]:
+    width = config.whole("head_dim", _DEFAULTS.get(family, {}).get("head_dim", 0))
+    return {"kv_heads": config.whole("num_key_value_heads", 0), "head_dim": width}
+
+
+def _latent(config: _Config) -> dict[str, Any]:
+    """Of latent attention. Here values are as wide as what of a key does not turn."""
+    nope, value = config.whole("qk_nope_head_dim", 128), config.whole("v_head_dim", 128)
+    if nope != value:
+        where = config.found.where(("v_head_dim",))
+        raise PlanError(f"{where}: v_head_dim is {value}, qk_nope_head_dim {nope}; other than equal is not known here")
+    return {
+        "head_dim": nope, "rope_dim": config.whole("qk_rope_head_dim", 64), "kv_latent": config.whole("kv_lora_rank", 512),
+        "q_latent": config.whole("q_lora_rank", 0),
+    }  # fmt: skip
 
 
 def _experts(config: _Config, family: str) -> dict[str, Any]:
@@ -89,6 +107,13 @@ def _experts(config: _Config, family: str) -> dict[str, Any]:
             "top_k": config.whole("num_experts_per_tok", 8),
         }
         return sizes | {"expert_ffn": config.whole("moe_intermediate_size", 768)}
+    if family in _LATENT:
+        units = config.whole("moe_intermediate_size", 2048)
+        return {
+            "experts": config.whole("n_routed_experts", 256), "top_k": config.whole("num_experts_per_tok", 8),
+            "expert_ffn": units, "shared_ffn": units * config.whole("n_shared_experts", 1),
+            "dense_layers": config.whole("first_k_dense_replace", 3),
+        }  # fmt: skip
     return {}
 
 
@@ -107,9 +132,6 @@ class _Config:
         known = ", ".join(FAMILIES)
         if said is None:
             raise PlanError(f"{self.found.where()}: the key 'model_type' is missing; known are {known}")
-        if said in _LATENT:
-            raise PlanError(f"{self.found.where(('model_type',))}: model_type {said!r} has latent attention, of which nothing is"
-                            f" known here; known are {known}")  # fmt: skip
         if not isinstance(said, str) or said not in FAMILIES:
             raise PlanError(
                 f"{self.found.where(('model_type',))}: model_type {said!r} is not known here; known are {known}"

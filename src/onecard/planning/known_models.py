@@ -45,6 +45,25 @@ MODELS: dict[str, Transformer] = {
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
     # Jiang et al., 2023 (arXiv 2310.06825), table 1.
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
+    # DeepSeek-AI, 2024 (arXiv 2412.19437), section 4.2, without the module that predicts a second token.
+    "deepseek-v3": _llama(
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        4096,
+        head_dim=128,
+        kv_latent=512,
+        q_latent=1536,
+        rope_dim=64,
+        experts=256,
+        top_k=8,
+        expert_ffn=2048,
+        shared_ffn=2048,
+        dense_layers=3,
+    ),
 }
 
 

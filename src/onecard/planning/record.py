@@ -127,14 +127,22 @@ def _is_fleets(model: Model, plan: Plan) -> bool:
 
 def record_decoder(sizes: Transformer, plan: Plan) -> RecordedModel:
     """A decoder's forward and backward under a plan; not kept."""
-    few = min(sizes.layers, 3)
-    folded = [Folded("blocks", (1, sizes.layers - 2, 1) if sizes.layers > 3 else (1,) * few)]
+    alike = _alike(sizes)
+    folded = [Folded("blocks", alike)]
     with pretend(plan.ep * plan.tp * plan.cp, fake=True):
         _begin_fleet(plan)
-        model = build(replace(sizes, layers=few), plan)
+        model = build(replace(sizes, layers=len(alike), dense_layers=min(sizes.dense_layers, 1)), plan)
         tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
         recording = _record(model, (tokens, tokens), None, plan)
         return RecordedModel(Pieces(recording, folded), sizes.sequence, tuple(folded))
+
+
+def _alike(sizes: Transformer) -> tuple[int, ...]:
+    """For how many each block stands that is recorded: the first one, one between two others, the last; of a mixture that begins
+    with blocks without experts one of these is the first."""
+    first = max(1, sizes.dense_layers)
+    rest = sizes.layers - first
+    return (first, rest - 1, 1) if rest > 1 else (first, *[1] * rest)
 
 
 def _begin_fleet(plan: Plan) -> None:

@@ -31,6 +31,10 @@ class Transformer:
         rows: of learned positions; as many as the sequence has tokens if 0.
         qkv_bias: queries, keys and values have a bias where other layers have none; qk_norm: norms of queries and keys, by head.
         embedding_norm: a norm behind the embedding.
+        kv_latent, q_latent, rope_dim: of latent attention, as DeepSeek has it; 0 if there is none. Keys and values come from
+            ``kv_latent`` numbers of a token, queries from ``q_latent`` (0: from all of it); ``rope_dim`` features of a head turn,
+            ``head_dim`` others do not, and as many are a value's.
+        dense_layers: blocks at the beginning that have an MLP in the place of experts.
 
     Raises:
         PlanError: a field that cannot be, by its name.
@@ -67,11 +71,16 @@ class Transformer:
     qkv_bias: bool = False
     qk_norm: bool = False
     embedding_norm: bool = False
+    kv_latent: int = 0
+    q_latent: int = 0
+    rope_dim: int = 0
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         want = Fields(self)
         want.whole("layers", "hidden", "heads", "vocab", "sequence")
         want.whole("kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn", "shared_ffn", "rows", least=0)
+        want.whole("kv_latent", "q_latent", "rope_dim", "dense_layers", least=0)
         want.yes_or_no("gated", "tied", "bias", "qkv_bias", "qk_norm", "embedding_norm")
         want.one_of("norm", ("layer", "rms"))
         want.one_of("positions", ("learned", "rotary", "none"))
@@ -95,6 +104,23 @@ class Transformer:
         if not self.experts and (self.top_k or self.expert_ffn or self.shared_ffn):
             name = next(name for name in ("top_k", "expert_ffn", "shared_ffn") if getattr(self, name))
             raise want.stop(name, "there are no experts; give experts too")
+        if self.dense_layers and not (self.experts and self.dense_layers < self.layers):
+            raise want.stop("dense_layers", "blocks before those with experts: fewer than layers, and give experts too")
+        self._check_latent(want)
+
+    def _check_latent(self, want: Fields) -> None:
+        if not self.kv_latent:
+            for name in ("q_latent", "rope_dim"):
+                if getattr(self, name):
+                    raise want.stop(name, "of latent attention; give kv_latent too")
+            return
+        if not self.rope_dim or self.rope_dim % 2:
+            raise want.stop("rope_dim", "latent attention has an even number of features that turn, 2 or more")
+        if self.attention != "flash" or self.positions != "rotary" or self.key_heads != self.heads:
+            raise want.stop(
+                "kv_latent",
+                'latent attention wants attention="flash", positions="rotary", and as many key heads as heads',
+            )
 
     @property
     def key_heads(self) -> int:
@@ -116,14 +142,17 @@ class Transformer:
         """How many there are, with biases, norms and positions; a tied head counts once."""
         embedding = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = (self.rows or self.sequence) * self.hidden if self.positions == "learned" else 0
-        return embedding + positions + self.layers * self.block_parameters + (1 + self.embedding_norm) * self._norm
+        blocks = self.layers * self.block_parameters + self.dense_layers * (
+            self._mlp(self.inner) - self._mlp_parameters
+        )
+        return embedding + positions + blocks + (1 + self.embedding_norm) * self._norm
 
     @property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """Of one block; of those with experts, where some have none."""
         queries, keys = self.heads * self.per_head, self.key_heads * self.per_head
         biases = (queries + 2 * keys) * (self.bias or self.qkv_bias) + self.hidden * self.bias
-        norms = 2 * self._norm + (2 * self.per_head if self.qk_norm else 0)
+        norms = 2 * self._norm + (2 * self.per_head if self.qk_norm else 0) + self.q_latent + self.kv_latent
         return self._attention_matrices + biases + norms + self._mlp_parameters
 
     @property
@@ -139,13 +168,21 @@ class Transformer:
             >>> f"{gpt3.flops_per_token:.4e}"
             '1.0764e+12'
         """
-        scores = 2 * self.heads * self.per_head * self.sequence
-        mlps = [self.top_k * self.expert_ffn + self.shared_ffn] if self.experts else [self.inner]
-        mlp = sum((3 if self.gated else 2) * self.hidden * units for units in mlps) + self.hidden * self.experts
-        return 6 * (self.layers * (self._attention_matrices + scores + mlp) + self.vocab * self.hidden)
+        scores = self.heads * (2 * self.per_head + self.rope_dim) * self.sequence
+        matrices = (3 if self.gated else 2) * self.hidden
+        mlp = matrices * self.inner
+        mixture = matrices * (self.top_k * self.expert_ffn + self.shared_ffn) + self.hidden * self.experts
+        dense = self.dense_layers if self.experts else self.layers
+        blocks = self.layers * (self._attention_matrices + scores) + dense * mlp + (self.layers - dense) * mixture
+        return 6 * (blocks + self.vocab * self.hidden)
 
     @property
     def _attention_matrices(self) -> int:
+        if self.kv_latent:
+            queries = (self.q_latent or self.hidden) * self.heads * (self.per_head + self.rope_dim)
+            keys = self.kv_latent * self.heads * 2 * self.per_head
+            down = self.hidden * (self.q_latent + self.kv_latent + self.rope_dim)
+            return down + queries + keys + self.heads * self.per_head * self.hidden
         return 2 * self.hidden * (self.heads + self.key_heads) * self.per_head
 
     @property
@@ -154,18 +191,19 @@ class Transformer:
 
     @property
     def _mlp_parameters(self) -> int:
-        def mlp(units: int) -> int:
-            into = 2 if self.gated else 1
-            return (into + 1) * self.hidden * units + (into * units + self.hidden) * self.bias
-
         if not self.experts:
-            return mlp(self.inner)
-        shared = mlp(self.shared_ffn) if self.shared_ffn else 0
-        return self.experts * mlp(self.expert_ffn) + shared + self.hidden * self.experts
+            return self._mlp(self.inner)
+        shared = self._mlp(self.shared_ffn) if self.shared_ffn else 0
+        return self.experts * self._mlp(self.expert_ffn) + shared + self.hidden * self.experts
+
+    def _mlp(self, units: int) -> int:
+        into = 2 if self.gated else 1
+        return (into + 1) * self.hidden * units + (into * units + self.hidden) * self.bias
 
     @staticmethod
     def from_config(config: Mapping[str, Any], sequence: int = 0, where: str = "config") -> Transformer:
-        """The sizes that a Hugging Face ``config.json`` says: of Llama, Mistral, Qwen2 and 3, GPT-2, GPT-NeoX, BLOOM, Mixtral.
+        """The sizes that a Hugging Face ``config.json`` says: of Llama, Mistral, Qwen2 and 3, GPT-2, GPT-NeoX, BLOOM, Mixtral,
+        DeepSeek-V2 and V3.
 
         Args:
             config: what ``json.loads`` gives of it.

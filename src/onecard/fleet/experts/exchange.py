@@ -115,7 +115,11 @@ def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
     outer, inner = len(blocks), len(blocks[0]) if blocks else 0
     if outer < 2 or inner < 2:
         return rows
-    parts = rows.split([n for row in blocks for n in row])
+    sizes = [n for row in blocks for n in row]
+    if len({*sizes}) == 1:
+        each = rows.unflatten(0, (outer, inner, sizes[0]))
+        return each.transpose(0, 1).reshape(rows.shape)
+    parts = rows.split(sizes)
     return torch.cat([parts[i * inner + j] for j in range(inner) for i in range(outer)])
 
 

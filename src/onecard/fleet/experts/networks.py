@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecard.comm.base.state import faked
 from onecard.comm.issue.ranks import Ranks, as_ranks, of_ranks
 from onecard.comm.world import world
 from onecard.errors import FleetError
@@ -163,7 +164,7 @@ def _drawn(what: Shard, device: Any, dtype: Any) -> nn.Parameter:
     if what.also is not None:
         shape[what.also[0]] = what.also[2]
     made = torch.empty(shape, device=device, dtype=dtype)
-    if made.is_meta:
+    if made.is_meta or faked.here:
         return nn.Parameter(made)
     law = KaimingUniform(math.sqrt(5)).law(torch.Size(what.shape[:0:-1]))  # (out, in), as torch has it
     with torch.no_grad():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard import random
-from onecard.comm.base.state import Kept
+from onecard.comm.base.state import Kept, faked
 from onecard.errors import FleetError
 from onecard.train.shard import Shard
 
@@ -191,7 +191,7 @@ def make(what: Shard, attr: ParamAttr, default: Fill, device: Any = None, dtype:
     local = torch.empty(shape, device=device, dtype=dtype)
     parameter = nn.Parameter(local, requires_grad=attr.trainable)
     fill = attr.initializer if attr.initializer is not None else default
-    if local.is_meta:
+    if local.is_meta or (faked.here and not isinstance(fill, Assign)):
         return parameter
     with torch.no_grad():
         if isinstance(fill, Assign):

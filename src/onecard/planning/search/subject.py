@@ -20,7 +20,7 @@ from onecard.planning.placements import DATA
 from onecard.planning.plan import Plan, Recompute
 from onecard.planning.record import Loss, RecordedModel, part_of, parts_of, record_decoder, recorded, without_data
 from onecard.planning.search.placing import placements_for
-from onecard.planning.search.rows import FROM, of_rows
+from onecard.planning.search.rows import FROM, of_ranks_of_experts, of_rows
 from onecard.planning.transformer import Transformer
 from onecard.tensor import DistTensor
 
@@ -56,11 +56,16 @@ class Subject:
         return 0
 
     def microbatches(self, dp: int, pp: int) -> list[int]:
-        """Rows of a rank's microbatch: its rows in 1, 2, 4, ... parts, the largest first; none if dp does not divide them."""
+        """Rows of a rank's microbatch: all its rows, half of them, ..., one, the largest first; none if dp does not divide them.
+
+        Odd numbers are divided by the smallest number that does: 30, 15, 5, 1.
+        """
         if self.rows % dp:
             return []
-        rows = self.rows // dp
-        return [rows // 2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
+        found = [self.rows // dp]
+        while found[-1] > 1:
+            found.append(found[-1] // next(n for n in range(2, found[-1] + 1) if found[-1] % n == 0))
+        return found
 
     def can(self, plan: Plan) -> str:
         """Why a plan cannot be; "" if it can."""
@@ -136,8 +141,19 @@ class OfSizes(Subject):
     def _whole(self, plan: Plan) -> RecordedModel:
         key = self.key(plan)
         if key not in self.known:
-            self.known[key] = record_decoder(self.sizes, plan)
+            self.known[key] = self._of_other_ranks(plan) or record_decoder(self.sizes, plan)
         return self.known[key]
+
+    def _of_other_ranks(self, plan: Plan) -> RecordedModel | None:
+        """Where ep divides experts, but not down to one on each rank: made of the recordings of two smaller ep."""
+        experts = self.sizes.experts
+        among = [n for n in range(2, experts) if experts % n == 0]
+        if plan.ep not in among[2:]:
+            return None
+        numbers = among[0], among[1]
+        few = [self._whole(replace(plan, dp=n, ep=n)) for n in numbers]
+        made = of_ranks_of_experts(few[0].pieces.recording, few[1].pieces.recording, numbers, plan.ep)
+        return made and RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
 
 
 @dataclass(eq=False, kw_only=True)
