@@ -69,6 +69,7 @@ from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
 from onecard.static import Recording, Static, load_recording, record
 from onecard.tensor import (
+    CostlyExpertsWarning,
     DistTensor,
     GatheredOperatorWarning,
     deferred_init,
@@ -101,7 +102,8 @@ from onecard.train import modules as _modules  # noqa: F401 - takes over nn.LSTM
 
 __all__ = [
     "Accuracy", "DistModel", "Engine", "InputSpec", "Strategy",
-    "Coverage", "DistTensor", "DistributedBatchSampler", "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
+    "CostlyExpertsWarning", "Coverage", "DistTensor", "DistributedBatchSampler",
+    "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
     "Partial", "PieceCost", "Plan", "RankCost", "price", "plan", "Plans", "Choice",
     "Divergence", "Proof", "prove",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",

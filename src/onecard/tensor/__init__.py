@@ -9,6 +9,7 @@ from onecard.tensor.deferred.init import deferred_init
 from onecard.tensor.dispatch import composite as _composite  # noqa: F401
 from onecard.tensor.dispatch import foreach as _foreach  # noqa: F401
 from onecard.tensor.dispatch import scalar as _scalar  # noqa: F401
+from onecard.tensor.dispatch.costly import CostlyExpertsWarning
 from onecard.tensor.dispatch.fallback import GatheredOperatorWarning
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators import attention as _attention  # noqa: F401
@@ -22,6 +23,7 @@ from onecard.tensor.rows import choose as _choose  # noqa: F401
 from onecard.tensor.rows import grouped as _grouped  # noqa: F401
 
 __all__ = [
-    "DistTensor", "GatheredOperatorWarning", "deferred_init", "from_dtensor", "from_local", "manual_seed", "one_card_random",
+    "CostlyExpertsWarning", "DistTensor",
+    "GatheredOperatorWarning", "deferred_init", "from_dtensor", "from_local", "manual_seed", "one_card_random",
     "rand", "randint", "randn", "randperm", "reshard", "shard_tensor", "to_dtensor", "unshard",
 ]  # fmt: skip

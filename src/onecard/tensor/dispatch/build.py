@@ -25,7 +25,7 @@ from onecard.rules.registry import Row, find
 from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import memory
 from onecard.tensor.buckets import reduce_first
-from onecard.tensor.dispatch import fallback
+from onecard.tensor.dispatch import costly, fallback
 from onecard.tensor.dispatch.program import Move, Program, Rechecked, Replacement, Rewritten, own_result, placed
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap, wrap_view
 from onecard.tensor.spec import OWN, Spec
@@ -105,6 +105,10 @@ def _program(case: _Case, decision: Decision, aliases: tuple[Path | None, ...], 
     specs = tuple(Spec.like(layout, t, case.device) for layout, t in zip(decision.results, call.results, strict=True))
     here = not specs or specs[0].here
     moves = _moves(case, decision)
+    if moves:
+        costly.look(
+            call.schema.functional, case.values, [(call.paths.index(path), target) for path, target, _ in moves]
+        )
     run, replaced, own = _on_this_rank(case, decision)
     # Where the operand is only reduced, that happens in place, and the view is one of it.
     copies = call.schema.views and (own or any(case.layouts[0].reduced() is not target for _, target, _ in moves))

@@ -21,6 +21,7 @@ from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
+from onecard.tensor.dispatch import costly
 from onecard.tensor.dispatch.build import at_path, meta_of
 from onecard.tensor.dispatch.entry import freeze
 from onecard.tensor.dist_tensor import wrap
@@ -202,6 +203,8 @@ def _operands(how: ByRows, values: Sequence[Any], owners: Owners) -> list[tuple[
         if dim is None and isinstance(value, Rows):
             return None
         operator = how.call.schema.name
+        if dim is None:
+            costly.for_rows(value, owners.axes, operator, owners.size)
         one = (
             whole_of(value, owners.axes, operator, name) if dim is None else as_rows(value, dim, owners, operator, name)
         )

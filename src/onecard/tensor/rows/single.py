@@ -22,6 +22,7 @@ from onecard.rules.call import Call, schema_of
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
+from onecard.tensor.dispatch import costly
 from onecard.tensor.dispatch.build import at_path, build, meta_of
 from onecard.tensor.dispatch.entries import program
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -68,6 +69,12 @@ class _Select:
         return self.ordinary(args, kwargs)
 
 
+def _several_axes(x: Any) -> bool:
+    """Whether a stack of experts lies on a mesh of several axes, where one of them is sent to all."""
+    cut = any(x.mesh.shape[a] > 1 for a in axes_of(x._spec.layout.dims[0]))
+    return cut and bool(getattr(x, "_is_param", False))
+
+
 @program(aten.select.int)
 def _decide(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, *rest = args
@@ -79,6 +86,8 @@ def _decide(func: Any, args: Any, kwargs: Any) -> Any:
     lone = sum(size > 1 for size in layout.mesh.shape) == 1
     divided = lone and not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
     here = x._spec.here and not layout.pending and not layout.merged
+    if not (divided and here) and _several_axes(x):
+        costly.expert(x)
     return _Select(func) if divided and here else build(func, args, kwargs)
 
 
