@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from onecard.comm.world import world
 from onecard.engine.strategy import Strategy
 from onecard.pipeline.cut.stages import Stages
 from onecard.place.mesh import ProcessMesh
@@ -56,13 +57,18 @@ def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> d
 
 
 def pipeline_degree(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> int:
-    """How many ranks are one behind the other; 1 without a pipeline."""
-    if not strategy.pipeline.enable:
+    """How many ranks are one behind the other; 1 without a pipeline, and where one card stands for all ranks."""
+    if not strategy.pipeline.enable or world.alone.here:
         return 1
     if strategy.pipeline.degree != -1:
         return strategy.pipeline.degree
     axis = axis_of(mesh)
     return ranks if axis is None or mesh is None else mesh.shape[mesh.axis(axis)]
+
+
+def sharding_degree(strategy: Strategy) -> int:
+    """Over how many ranks ZeRO divides, -1: all; 1 where one card stands for all ranks."""
+    return 1 if world.alone.here else strategy.sharding.degree
 
 
 def axis_of(mesh: ProcessMesh | None) -> str | None:

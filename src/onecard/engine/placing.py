@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from onecard.comm.world import world
-from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, stage_of
+from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, sharding_degree, stage_of
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError, StrategyError
 from onecard.place.mesh import ProcessMesh
@@ -102,7 +102,7 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
 def _mesh_of(strategy: Strategy, ranks: int, stages: int) -> ProcessMesh:
     """Of all ranks, for a model without marks."""
     left = ranks // stages
-    degree = strategy.sharding.degree if strategy.sharding.enable else -1
+    degree = sharding_degree(strategy) if strategy.sharding.enable else -1
     degree = left if degree == -1 else degree
     if left % degree:
         works = ", ".join(str(n) for n in range(1, left + 1) if left % n == 0)
@@ -158,7 +158,7 @@ def _numbers(axes: Any) -> list[int]:
 
 def _divided(strategy: Strategy, place: Place) -> str:
     """The axis along which ZeRO divides."""
-    mesh, degree = place.mesh, strategy.sharding.degree
+    mesh, degree = place.mesh, sharding_degree(strategy)
     sizes = {name: mesh.shape[mesh.axis(name)] for name in place.axes}
     if not sizes:
         raise StrategyError(

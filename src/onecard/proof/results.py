@@ -119,17 +119,17 @@ def _owners(
 ) -> Owners:
     """Whose part each rank's parameter is on one card: by name, else by its first value.
 
-    Stages have names of their own: of several with the same first value the one that follows what came before is meant.
+    Stages have names of their own: of several with the same first value, that which follows what came before is meant.
     """
     found: Owners = {}
     alone = {name: values[0].local for name, values in theirs.get(("initial", 0), {}).items()}
     listed = [*alone]
     for rank, watched in enumerate(ranks):
-        last = -1
+        last, named = -1, {held.name for held in watched.held if held.kind == "initial"} == {*alone}
         for held in watched.held:
             if held.kind != "initial" or held.value.spec is not None:
                 continue
-            after, same = last + 1, [held.name] if held.name in alone else []
+            after, same = listed.index(held.name) if named else last + 1, [held.name] if held.name in alone else []
             others = [] if held.sure else [*listed[after + 1 :], *listed[:after]]
             for other in [*(same if held.sure else listed[after : after + 1]), *same, *others]:
                 part = _shard_of(held.value, alone[other], bound) or _part_of(held.value.local, alone[other], bound)

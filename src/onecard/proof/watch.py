@@ -131,6 +131,7 @@ class Watch(recorded.Listener, TorchDispatchMode):
         self.begun = begun
         self.seen, self.keep, self.most, self.count = Watched(), keep, most, count
         self.roots: list[nn.Module] = []
+        self.around: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._stack: list[str] = []
         self._paths: dict[int, str] = {}
@@ -143,7 +144,7 @@ class Watch(recorded.Listener, TorchDispatchMode):
 
     def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
         """A message begins; gives who is to be told of what arrives, where no operator is being served."""
-        if self._off:
+        if self._off or recorded.recorder is not None:
             return None
         self.seen.messages.append(message)
         if self.serving or not self.keep:
@@ -194,7 +195,7 @@ class Watch(recorded.Listener, TorchDispatchMode):
             result = func(*args, **kwargs)
         finally:
             self.serving.pop()
-        if not self._off and self.keep and not schema.views:
+        if not self._off and self.keep and not schema.views and recorded.recorder is None:
             self._off += 1
             try:
                 with _torch.as_it_is():  # a program in float64 has a mode for functions, which what is noted needs not
@@ -219,10 +220,12 @@ class Watch(recorded.Listener, TorchDispatchMode):
         made = _tensors(written or (result,))
         if not made:
             return
+        values = [Value.of(x) for x in made]
+        if any(fakes.is_fake(value.local) for value in values):  # of what is priced, or looked at ahead of a run
+            return
         module, line = self._place()
         told, self._told = tuple(self._told), []
         number, inputs = len(self.seen.entries), self._inputs(args, kwargs, len(made))
-        values = [Value.of(x) for x in made]
         self.seen.entries.append(Entry(number, name, values, self._phase(), module, line, told, draws, inputs))
         self._made.update({_memory(x): (number, i) for i, x in enumerate(made)})
 
@@ -273,13 +276,15 @@ class Watch(recorded.Listener, TorchDispatchMode):
     # -- modules and optimizers ------------------------------------------------------------------------------------------
 
     def module_begins(self, module: nn.Module) -> None:
-        if not self._stack and all(module is not root for root in self.roots):
-            self.roots.append(module)
+        if not self._stack and all(module is not root for root in (*self.roots, *self.around)):
+            known = {id(x) for root in self.roots for x in root.parameters()}
+            own = [x for x in module.parameters() if id(x) not in known]
+            (self.roots if own or not known else self.around).append(module)  # what wraps a model is no other one
             self._paths.update({id(m): name for name, m in module.named_modules()})
             if self.begun is not None:
                 with self.paused(), _torch.as_it_is():
                     self.begun.model(module)
-            self._hold("initial", [module])
+            self._hold("initial", [module] if own or not known else [])
         self._stack.append(self._paths.get(id(module), type(module).__name__))
 
     def module_ends(self) -> None:
@@ -359,7 +364,7 @@ def _named(kind: str, roots: Sequence[nn.Module], all_roots: Sequence[nn.Module]
 def _told_of(call: Callable[..., None]) -> Callable[..., None]:
     def hook(subject: Any, *_: Any) -> None:
         watch = recorded.watcher
-        if watch is not None and not watch._off:
+        if watch is not None and not watch._off and recorded.recorder is None:  # what is recorded has no values
             call(watch, subject)
 
     return hook
