@@ -76,23 +76,50 @@ class Alike(Generic[T]):
 
     def __init__(self, things: Sequence[tuple[str, int, Tensor, T]], bound: float) -> None:
         self.bound, self._things = bound, list(things)
-        by_shape: defaultdict[Hashable, list[tuple[float, int]]] = defaultdict(list)
+        by_size: defaultdict[Hashable, list[tuple[float, int]]] = defaultdict(list)
         for i, (_, _, x, _) in enumerate(self._things):
-            by_shape[_kind(x)].append((print_of(x), i))
-        self._by_shape = {key: _Sorted(found) for key, found in by_shape.items()}
+            by_size[_kind(x)].append((print_of(x), i))
+        self._by_size = {key: _Sorted(found) for key, found in by_size.items()}
         self._by_part: dict[Hashable, _Sorted[tuple[int, Block]]] = {}
+        self._by_rows: dict[tuple[int, ...], _Sorted[int]] = {}
 
     def like(self, x: Tensor, near: int, name: str = "") -> T | None:
         """The thing of this value, the one with this name and next to a place before others."""
         return next(iter(self.all_like(x, near, name)), None)
 
     def all_like(self, x: Tensor, near: int, name: str = "") -> list[T]:
-        """All things of this value, in that order."""
-        known = self._by_shape.get(_kind(x))
+        """All things of these numbers, in that order; those of another shape last: an operator may leave out a view."""
+        known = self._by_size.get(_kind(x))
         if known is None:
             return []
         near_by = known.within(print_of(x), self._slack(x, x))
         found = [i for i in near_by if apart(x, self._things[i][2].reshape(x.shape)) <= self.bound]
+        shape = squeezed(x)
+        found.sort(
+            key=lambda i: (
+                squeezed(self._things[i][2]) != shape,
+                self._things[i][0] != name,
+                abs(self._things[i][1] - near),
+            )
+        )
+        return [self._things[i][3] for i in found]
+
+    def with_rows(self, x: Tensor, near: int, name: str = "") -> list[T]:
+        """The things of a table's rows, in whatever order, the one with this name and next to a place first.
+
+        Example:
+            >>> known = Alike([("index", 0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a")], 1e-9)
+            >>> known.with_rows(torch.tensor([[3.0, 4.0], [1.0, 2.0]]), 0)
+            ['a']
+        """
+        shape = tuple(x.shape)
+        if shape not in self._by_rows:
+            same = [(i, value) for i, (_, _, value, _) in enumerate(self._things) if tuple(value.shape) == shape]
+            marks = [(float(_marks(value).sum()), i) for i, value in same if value.is_floating_point()]
+            self._by_rows[shape] = _Sorted(marks)
+        mine = _marks(x)
+        found = self._by_rows[shape].within(float(mine.sum()), self._slack(x, x) * max(len(x), 1))
+        found = [i for i in found if apart(_sorted(x), _sorted(self._things[i][2])) <= self.bound]
         found.sort(key=lambda i: (self._things[i][0] != name, abs(self._things[i][1] - near)))
         return [self._things[i][3] for i in found]
 
@@ -122,13 +149,23 @@ class Alike(Generic[T]):
         return found
 
 
+def _marks(x: Tensor) -> Tensor:
+    """A number for each row of a table."""
+    return _numbers(x) @ _weights(x.shape[1])
+
+
+def _sorted(x: Tensor) -> Tensor:
+    """A table with its rows in the order of their marks."""
+    return x[_marks(x).argsort()]
+
+
 def squeezed(x: Tensor) -> Shape:
     """Its shape without dims of one: an operator may leave one that another drops."""
     return tuple(size for size in x.shape if size != 1)
 
 
-def _kind(x: Tensor) -> tuple[Shape, bool, bool]:
-    return squeezed(x), x.is_floating_point(), x.is_complex()
+def _kind(x: Tensor) -> tuple[int, bool, bool]:
+    return x.numel(), x.is_floating_point(), x.is_complex()
 
 
 def _starts(part: Shape, whole: Shape) -> list[list[int]] | None:

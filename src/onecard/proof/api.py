@@ -168,8 +168,8 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
     apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
-        case.world, not wrong, exact, len(found.nodes), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
-        time.perf_counter() - began, why,
+        case.world, not wrong, exact, len(found.one), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
+        time.perf_counter() - began, why, alone=found.names_alone(),
     )  # fmt: skip
 
 

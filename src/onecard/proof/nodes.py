@@ -25,6 +25,7 @@ class Node:
         equal: whether it is its partner's value; None: nobody can tell.
         others: partners of further ranks, whose operator of the same kind stands for another one: stages of a pipeline.
         how: in which way it is, where ranks do not say it: "whole", "part", "sum", "mean", ...; among: whose sum.
+        times: so many times the part of its partner's, as gradients are of a mean over a rank's own rows; 0: it is not.
         off: how far it is from its partner, relatively; wrong: whose part is wrong.
     """
 
@@ -45,6 +46,7 @@ class Node:
     equal: bool | None = None
     how: str = ""
     among: tuple[int, ...] = ()
+    times: int = 0
     off: float = 0.0
     wrong: tuple[int, ...] = ()
 
@@ -87,6 +89,11 @@ def nodes_of(ranks: Sequence[Watched], bound: float) -> tuple[list[Node], Places
                     )  # fmt: skip
                 node.entries[rank], node.local[rank] = entry, value.local
                 places[rank, entry.number, i] = node
+    for node in found.values():
+        idle = [rank for rank in node.entries if _idle(ranks[rank], node.entries[rank], node.position)]
+        if 0 < len(idle) < len(node.entries):
+            for rank in idle:
+                del node.entries[rank], node.local[rank]
     made = sorted(found.values(), key=lambda node: node.order)
     for node in made:
         values = {rank: entry.values[node.position] for rank, entry in node.entries.items()}
@@ -99,6 +106,14 @@ def nodes_of(ranks: Sequence[Watched], bound: float) -> tuple[list[Node], Places
 def _key(entry: Entry) -> tuple[Hashable, ...]:
     between = (entry.message.ranks, entry.message.number) if entry.message is not None else ()
     return entry.name, entry.phase, entry.module, entry.line, between
+
+
+def _idle(watched: Watched, entry: Entry, position: int) -> bool:
+    """Whether a plain value was made of a tensor that lies on other ranks: nothing was done here, it is what it was before."""
+    if entry.values[position].spec is not None:
+        return False
+    given = [watched.entries[number].values[i].spec for number, i in entry.inputs[position]]
+    return any(spec is not None and not spec.here for spec in given)
 
 
 def _kind(value: Value) -> Hashable:

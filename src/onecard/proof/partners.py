@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard.proof.alike import Alike, block_in, squeezed
+from onecard.proof.alike import Alike, block_in
 from onecard.proof.explain import explained
-from onecard.proof.nodes import Node, Places, nodes_of
+from onecard.proof.found import Found, equal
+from onecard.proof.nodes import Node, nodes_of
 from onecard.proof.watch import Watched
 from onecard.proof.whole import Whole, apart, scale_of
 
@@ -27,43 +28,6 @@ _JOINED = {
     "min": lambda x: x.amin(0),
     "norm": lambda x: x.norm(dim=0),
 }
-
-
-_COPIES = ("copy", "clone", "_to_copy")
-
-
-@dataclass(slots=True)
-class Found:
-    """The ranks' nodes with their partners.
-
-    Attributes:
-        nodes: of the ranks; one: of one card; places: the node of each rank's entry.
-        groups: ranks that send each other messages.
-    """
-
-    nodes: list[Node]
-    one: list[Node]
-    places: Places
-    groups: tuple[tuple[int, ...], ...] = field(default=())
-
-    @property
-    def divergent(self) -> list[Node]:
-        """Those that are not what they stand for, the first one first."""
-        return [node for node in self.nodes if node.equal is False]
-
-    @property
-    def compared(self) -> int:
-        """How many of one card's values some of the ranks' stand for."""
-        held = {id(partner) for node in self.nodes for partner in node.partners}
-        for node in self.one:  # one that only copies what is held
-            if node.name in _COPIES and any(id(x) in held and _equal(x.value, node.value) for x in node.inputs):
-                held.add(id(node))
-        return len(held)
-
-    @property
-    def share(self) -> float:
-        """Of one card's values those that some of the ranks' stand for."""
-        return self.compared / max(len(self.one), 1)
 
 
 def partners(ranks: Sequence[Watched], one: Watched, bound: float) -> Found:
@@ -133,9 +97,10 @@ class _Search:
         """Whether a node is the value of another one; if so, it is noted in which way."""
         if node.whole is not None:
             held = node.whole
-            if held.value is None or held.odd or squeezed(held.value) != squeezed(partner.value):
+            like = None if held.value is None or held.odd else _in_shape_of(held.value, partner.value)
+            if like is None:
                 return False
-            node.off = apart(held.value, partner.value.reshape(held.value.shape))
+            node.off = apart(*like)
             node.equal = True if node.off <= self.bound else None
             return node.equal is True
         how = self._way(node, partner.value)
@@ -145,7 +110,8 @@ class _Search:
 
     def _way(self, node: Node, value: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """In which way plain tensors of the ranks are a value."""
-        if all(x.shape == value.shape and apart(x, value) <= self.bound for x in node.local.values()):
+        same = all(x.numel() == value.numel() for x in node.local.values())
+        if same and all(apart(x, value.reshape(x.shape)) <= self.bound for x in node.local.values()):
             return "whole", ()
         if all(is_part(x, value, self.bound) for x in node.local.values()):
             return "part", ()
@@ -171,12 +137,14 @@ class _Search:
     def judge(self) -> None:
         """Compare each node with its partner, and find one for those that have none."""
         taken = {id(node.partner) for node in self.found.nodes if node.partner is not None}
-        self.held = {id(node.partner) for node in self.found.nodes if node.equal}
+        self.held = {
+            id(x) for node in self.found.nodes if node.equal for x in node.partners if self._same_kind(node, x)
+        }
         for node in self.found.nodes:
             if node.equal is None:
                 self._judge(node, taken)
             if node.equal:
-                self.held |= {id(partner) for partner in node.partners}
+                self.held |= {id(x) for x in node.partners if self._same_kind(node, x)}
             if node.equal and node.partner is not None:
                 self.near = node.partner.order
 
@@ -190,7 +158,7 @@ class _Search:
         other = next((x for x in stands_for if self.fits(node, x)), None) or self._by_value(node, taken)
         if other is not None:
             node.partner = other
-        elif self._in_groups(node):
+        elif self._in_groups(node) or self._in_order(node):
             return
         elif node.partner is not None:
             self._differs(node, node.partner)
@@ -204,7 +172,7 @@ class _Search:
         """
         if node.whole is not None or len(node.local) < 2:
             return False
-        for groups in self._partitions(tuple(node.local)):
+        for groups in self._partitions(node):
             chosen: list[Node] = []
             for ranks in groups:
                 mine = replace(node, local={rank: node.local[rank] for rank in ranks})
@@ -217,11 +185,26 @@ class _Search:
             node.others = max(node.others, tuple(chosen), key=len)
         return False
 
+    def _in_order(self, node: Node) -> bool:
+        """Whether the ranks' parts one behind the other are a value that another operator has made, their rows in any order."""
+        parts = [node.local[rank] for rank in sorted(node.local)]
+        if node.whole is not None or not parts[0].is_floating_point() or parts[0].dim() != 2 or len(parts) < 2:
+            return False
+        if len({(x.shape[1], x.dtype) for x in parts}) > 1:
+            return False
+        joined = torch.cat(parts)
+        for other in self.values.with_rows(joined, self.near, node.name):
+            if id(other) not in self.held and other.phase == node.phase:
+                node.partner, node.equal, node.how, node.among = other, True, "rows", ()
+                return True
+        return False
+
     def _same_kind(self, node: Node, other: Node) -> bool:
         return (node.name, node.phase, node.position) == (other.name, other.phase, other.position)
 
-    def _partitions(self, ranks: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-        """Ways to part ranks by the groups that send each other messages, large ones first; at last each rank alone."""
+    def _partitions(self, node: Node) -> Iterator[list[tuple[int, ...]]]:
+        """Ways to part ranks by the groups that send each other messages, large ones first; by copies; each rank alone."""
+        ranks = tuple(node.local)
         for size in sorted({len(group) for group in self.found.groups if 1 < len(group) < len(ranks)}, reverse=True):
             parted: list[tuple[int, ...]] = []
             for group in self.found.groups:
@@ -229,7 +212,21 @@ class _Search:
                     parted.append(group)
             if sum(map(len, parted)) == len(ranks):
                 yield parted
+        kept = self._copies(node)
+        if 1 < len(kept) < len(ranks):
+            yield kept
         yield [(rank,) for rank in ranks]
+
+    def _copies(self, node: Node) -> list[tuple[int, ...]]:
+        """Ranks that have the very same value."""
+        found: list[tuple[int, ...]] = []
+        for rank, x in node.local.items():
+            at = next((i for i, ranks in enumerate(found) if equal(node.local[ranks[0]], x)), None)
+            if at is None:
+                found.append((rank,))
+            else:
+                found[at] += (rank,)
+        return found
 
     def _odd(self, node: Node, held: Whole) -> None:
         right = node.partner.value if node.partner is not None else None
@@ -241,8 +238,17 @@ class _Search:
         if node.whole is not None:
             node.wrong = wrong_ranks(node.whole, partner.value, self.bound)
             return
+        node.times = self._times(node, partner.value)
         wrong = tuple(r for r, x in node.local.items() if not is_part(x, partner.value, self.bound))
         node.wrong = wrong or tuple(node.local)
+
+    def _times(self, node: Node, value: Tensor) -> int:
+        """How often each rank's tensor has its part of a value: as often as there are ranks whose means are averaged."""
+        if not all(x.is_floating_point() and x.numel() for x in node.local.values()):
+            return 0
+        sizes = sorted({len(ranks) for ranks in self.found.groups} - {1})
+        fits = (n for n in sizes if all(is_part(x / n, value, self.bound) for x in node.local.values()))
+        return next(fits, 0)
 
     def _perhaps(self, node: Node, stands_for: Sequence[Node]) -> None:
         """A value that is like nothing, of operands that are right: wrong, if a known fault makes it of what it should be."""
@@ -317,8 +323,15 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
     return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and apart(a, b) == 0.0
+def _in_shape_of(held: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A whole tensor and one card's in one shape, where they are the same numbers in order, or one of them is expanded."""
+    if held.numel() == value.numel():
+        return held, value.reshape(held.shape)
+    try:
+        a, b = torch.broadcast_tensors(held, value)
+    except RuntimeError:
+        return None
+    return (a, b) if a.shape in (held.shape, value.shape) else None
 
 
 def is_part(part: Tensor, value: Tensor, bound: float) -> bool:

@@ -73,7 +73,7 @@ class Proof:
 
     Attributes:
         world: how many ranks; equal: the verdict; exact: it was reached in float64, so that rounding plays no part.
-        values: how many values of the ranks there are; share: of them that have a partner on one card.
+        values: how many values one card has; share: of them those that values of the ranks are equal to.
         results: all that the programs leave, with how far they are apart; ``wrong`` of them.
         first: the first value that is not one card's, if there is one.
         rounding: how far results are apart in the program's own precision, and which one; None where that was not run.
@@ -81,6 +81,7 @@ class Proof:
         seconds: that it took; why: what kept it from float64.
         passes: which pass over recordings is at fault, in words, where that was asked.
         widths: which widths were made small, or why none, in words.
+        alone: one card's values that none of the ranks' is equal to: operator, phase, module, line, how many.
     """
 
     world: int
@@ -97,6 +98,12 @@ class Proof:
     why: str = ""
     passes: str = ""
     widths: str = ""
+    alone: tuple[str, ...] = ()
+
+    @property
+    def compared(self) -> int:
+        """How many of one card's values values of the ranks are equal to."""
+        return round(self.values * self.share)
 
     def __bool__(self) -> bool:
         return self.equal
