@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trainer_programs as programs
 from amounts import PROOF
+from test_auto import folders, ran, several
 
 import onecard as oc
 from onecard.integrations import one_card
 from onecard.testing import run_ranks
 
+NUMBER = re.compile(r"\d+\.\d+")
 ZERO = {"zero 1": {"dp": 2, "zero": 1}, **({"dp": {"dp": 2}, "zero 2": {"dp": 2, "zero": 2}} if PROOF else {})}
 BERT = {**ZERO, "zero 3": {"dp": 2, "zero": 3}, "tp": {"tp": 2, "placements": programs.BERT_TP}}
 NET = {**ZERO, "zero 3": {"dp": 2, "zero": 3}, "tp": {"tp": 2, "placements": programs.NET_TP}}
@@ -83,3 +86,23 @@ def test_as_on_one_card(name, libraries, plans, tmp_path, monkeypatch):
         assert_near(found, dict.fromkeys(plans, wanted))
     for label in plans:
         assert written(tmp_path / label) == written(tmp_path / "one")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "howto" / "trainers.md"
+
+
+def test_the_pages_trainer_without_its_two_lines_under_auto(tmp_path):
+    """What `onecard run --auto` makes of a program for one card that leaves its loop to a trainer."""
+    needed("transformers accelerate")
+    section = PAGE.read_text().partition("## transformers' `Trainer`\n")[2]
+    block = section.partition("```diff")[2].partition("\n")[2].partition("```")[0]
+    text = "\n".join(line[2:] for line in block.splitlines() if not line.startswith("+"))
+    assert "onecard" not in text
+    one, other = folders(tmp_path, text, "one", "several")
+    wanted = ran(one, sys.executable, "program.py").splitlines()
+    found = several(other, {"dp": 2, "zero": 1}).splitlines()
+    assert len(wanted) == len(found) > 1
+    for mine, theirs in zip(found, wanted, strict=True):
+        numbers = ([float(n) for n in NUMBER.findall(line)] for line in (mine, theirs))
+        assert next(numbers) == pytest.approx(next(numbers), abs=1.1e-4), (mine, theirs)  # four places are printed
+    assert written(other) - {"program.py"} == {name for name in written(one) if name != "program.py"} != set()
