@@ -13,10 +13,10 @@ from onecard.comm.issue import staged
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.stages import woven
-from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Schedule
 from onecard.static.guards.places import at
 from onecard.static.passes.microbatches import Microbatches
+from onecard.static.passes.once import Once
 
 EVERYWHERE = ("argument", "constant", "number", "generator")
 
@@ -34,9 +34,9 @@ class Cut:
         cut = recording.with_graph(graph)
         self.batch, self.roots, merge = batch, recording.bound.roots, Microbatches(k, True)
         self.whole = merge.merged(recording, batch)
-        parts = Parts(graph, starts(graph))
+        parts = Parts(graph, starts(graph), Once(graph, training=False))
         self.made = merge.merged(cut, batch, late=parts.late)
-        self.weave: Weave = woven(self.made, schedule, tuple(range(len(schedule.ranks))), "pp")
+        self.made, self.weave = woven(self.made, schedule, tuple(range(len(schedule.ranks))), "pp")
 
     def inputs(self) -> list[Any]:
         found = []

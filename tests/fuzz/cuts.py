@@ -20,6 +20,7 @@ import onecard as oc
 from onecard.errors import RecordingError, ScheduleError
 from onecard.pipeline.cut.starts import forward_of
 from onecard.pipeline.schedule.modes import plan
+from onecard.static.passes.once import Once
 
 WIDTH = 6
 MODES = ["F-then-B", "1F1B", "ZBH1", "ZB1P", "VPP", "BFS", "ZBV", "VHalf", "DualPipeV"]
@@ -168,7 +169,7 @@ def drawn(seed: int) -> Cut:
     schedule = plan(mode, ranks)(k)
 
     def starts(graph: Any) -> Any:
-        nodes = forward_of(graph)
+        nodes = forward_of(graph, Once(graph, training=False))
         if len(nodes) < schedule.num_stages:
             raise RecordingError("more stages than nodes")
         at = sorted(draw.sample(range(1, len(nodes)), schedule.num_stages - 1))

@@ -31,6 +31,11 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, _kind())
 
 
+def device_of(x: Tensor) -> torch.device:
+    """A tensor's device; one without data would run an operator to tell, which every mode sees."""
+    return x.fake_device if is_fake(x) else x.device  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=1)
 def _kind() -> type:
     return import_module("torch._subclasses.fake_tensor").FakeTensor
@@ -44,7 +49,7 @@ def as_fake(x: Tensor) -> Tensor:
 
 def stand_in(x: Tensor) -> Tensor:
     """A tensor without data of the same shape, strides, dtype and device, in a mode that makes such."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device_of(x))
 
 
 def known(x: Any) -> Tensor | None:

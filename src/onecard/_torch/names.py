@@ -30,8 +30,6 @@ from torch.utils._pytree import (  # tensors within lists, tuples, dicts
     SUPPORTED_NODES,
     register_pytree_node,
     tree_flatten,
-    tree_leaves,
-    tree_map,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
@@ -40,6 +38,7 @@ from torch.utils._pytree import (  # tensors within lists, tuples, dicts
 from onecard._torch.leaves import gradient as gradient
 from onecard._torch.leaves import set_data as set_data
 from onecard._torch.leaves import set_gradient as set_gradient
+from onecard._torch.nests import tree_leaves, tree_map
 
 __all__ = [
     "SUPPORTED_NODES", "AllgatherOptions", "DispatchKey", "DispatchKeySet", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",

@@ -28,7 +28,7 @@ class _Latent(ParallelTransformerLayer):
     def __init__(self, sizes: Transformer, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.latent, group = sizes, options["mp_group"]
-        where = {"device": options.get("device"), "dtype": options.get("dtype")}
+        where: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         hidden, heads, nope, rope = sizes.hidden, sizes.heads, sizes.per_head, sizes.rope_dim
         column = sequence.ColumnSequenceParallelLinear if self.sequence_parallel else ColumnParallelLinear
         cut = {"has_bias": False, "gather_output": False, "mp_group": group, **where}

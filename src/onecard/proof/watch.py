@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch import names as _torch
-from onecard._torch.names import TorchDispatchMode
+from onecard._torch.modes import DispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
 from onecard.proof.begun import Begun
@@ -116,7 +116,7 @@ class Enough(BaseException):
     """Ends a rank that has done its steps."""
 
 
-class Watch(recorded.Listener, TorchDispatchMode):
+class Watch(recorded.Listener, DispatchMode):
     """Looks on while one rank runs.
 
     Args:
@@ -180,10 +180,6 @@ class Watch(recorded.Listener, TorchDispatchMode):
         if message.kind == "send":
             arrived(given)
         return arrived
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # else torch's compiler stands between each operator and its note
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
 from onecard.comm.base.state import faked, unrecorded
@@ -292,6 +293,7 @@ class Static:
         if recording.makes_states:
             settle(recording, bound.roots)
             in_order(recording, bound.roots)
+            emptied(recording.graph)  # the next call is recorded anew
         else:
             self._bound.insert(0, bound)
         return result

@@ -6,12 +6,14 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.comm.base.state import faked
 from onecard.errors import RecordingError
@@ -19,7 +21,7 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import changed_itself, still_before
-from onecard.static.passes import StaticOptions, fitting, stages
+from onecard.static.passes import StaticOptions, fitting, rewritten
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
@@ -58,6 +60,41 @@ def roots_given(fn: Any, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in given if isinstance(x, nn.Module | Optimizer)]
 
 
+@dataclass(frozen=True)
+class _WholeCall:
+    """A call of a step that is cut in microbatches, looked at on its whole batch without being done."""
+
+    fn: Any
+    leaves: Sequence[Any]
+    names: Sequence[str]
+    tree: Any
+    options: StaticOptions
+    parts: Microbatches
+
+    def rows(self, looker: Additive | None = None) -> Rows:
+        """How long the results of the whole batch are."""
+        capture = Capture(self.leaves, self.names, roots_given(self.fn, self.leaves), self.options.ask)
+        undo = capture.undone(sketched=True)
+        try:
+            with autocast(self.options.dtype, self.leaves), self.parts.around(), looker or nullcontext():
+                result = capture.run(self.fn, self.tree)
+            if looker is not None:
+                looker.returned(result)
+            return rows_of(tree_unflatten(self.leaves, self.tree), result)
+        finally:
+            capture.settle()
+            undo.back()
+
+    def compared(self, first: Additive) -> Verdict:
+        """How the step depends on its rows, by this second look: which of its numbers follow the rows."""
+        looker = Additive(self.leaves, first.verdict, self.parts.k_steps)
+        try:
+            self.rows(looker)
+        except RecordingError:  # the step reads values (``ask``), which are not there without data
+            return Verdict(open=True)
+        return looker.verdict
+
+
 def recorded(
     fn: Any,
     leaves: Sequence[Any],
@@ -77,6 +114,7 @@ def recorded(
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
     kinds, parts = kinds_of(leaves), options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
+    batch = None if parts is None else _WholeCall(fn, leaves, names, tree, options, parts)
     capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed)
     looker = Additive(first) if parts is not None and parts.avg is None else None
     undo = None if parts is None else capture.undone(parts.sketched)
@@ -96,29 +134,24 @@ def recorded(
         if undo is not None:
             undo.back()
     if fault is not None:
-        if parts is not None and parts.sketched:
-            _sketched(
-                fn, leaves, names, tree, options, parts
-            )  # of the whole batch it says the same in the user's numbers
+        if batch is not None and batch.parts.sketched:
+            batch.rows()  # it says the same in the user's numbers
         raise fault
     _check_backward(recording)
-    if parts is not None:
+    if batch is not None:
         seen = None if looker is None else looker.returned(result)
         if looker is not None and looker.unsure:
-            seen = _compared(fn, leaves, names, tree, options, parts, looker)
-
-        def batch() -> Rows | None:
-            return _sketched(fn, leaves, names, tree, options, parts) if parts.sketched else whole
-
-        recording = parts.merged(recording, leaves, batch, seen=seen)
+            seen = batch.compared(looker)
+        rows = batch.rows if batch.parts.sketched else lambda: whole
+        recording = batch.parts.merged(recording, leaves, rows, seen=seen)
     if options.memory_limit is None:
-        found = stages(recording.graph, options)
+        found = rewritten(recording.graph, options)
     else:
         found, peak = fitting(recording.graph, options)
         if peak > options.memory_limit:
             warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=4)
-    lines = check_agreed(recording.name, found)
-    recording = recording.with_graph(found[-1][1])
+    lines = check_agreed(recording.name, found.messages)
+    before, recording = recording.graph, recording.with_graph(found.graph)
     recording.backend = options.backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
     roots = [root for _, root in capture.places.roots]
@@ -128,6 +161,9 @@ def recorded(
     sketched = parts is not None and parts.sketched
     if sketched and again and not faked.here and _sets_up(capture):
         return recorded(fn, leaves, names, tree, options, whole, again=False)
+    if sketched:  # what the step is compared with later is not asked for
+        for graph in {before, capture.recorder.graph} - {found.graph}:
+            emptied(graph)
     # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
     if sketched and not faked.here:
         make_room(recording, roots)
@@ -141,47 +177,6 @@ def recorded(
 def _sets_up(capture: Capture) -> bool:
     """Whether the step has changed what it reads of the program's own Python."""
     return bool(capture.seen.difference()) or changed_itself(capture.before, capture.places.roots)
-
-
-def _compared(
-    fn: Any,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    tree: Any,
-    options: StaticOptions,
-    parts: Microbatches,
-    first: Additive,
-) -> Verdict:
-    """How the step depends on its rows, by a second look, at the whole batch: which of its numbers follow the rows."""
-    looker = Additive(leaves, first.verdict, parts.k_steps)
-    try:
-        _sketched(fn, leaves, names, tree, options, parts, looker)
-    except RecordingError:  # the step reads values (``ask``), which are not there without data
-        return Verdict(open=True)
-    return looker.verdict
-
-
-def _sketched(
-    fn: Any,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    tree: Any,
-    options: StaticOptions,
-    parts: Microbatches,
-    looker: Additive | None = None,
-) -> Rows:
-    """How long the results of the whole batch are, without doing the step."""
-    capture = Capture(leaves, names, roots_given(fn, leaves), options.ask)
-    undo = capture.undone(sketched=True)
-    try:
-        with autocast(options.dtype, leaves), parts.around(), looker or nullcontext():
-            result = capture.run(fn, tree)
-        if looker is not None:
-            looker.returned(result)
-        return rows_of(tree_unflatten(leaves, tree), result)
-    finally:
-        capture.settle()
-        undo.back()
 
 
 def _too_large(name: str, peak: int, limit: int) -> str:

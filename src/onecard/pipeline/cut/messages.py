@@ -142,11 +142,7 @@ def _written_last(places: Places, clock: Clock, value: fx.Node, reader: fx.Node 
 
 
 def _writers(places: Places, reader: fx.Node | None, value: fx.Node) -> list[fx.Node]:
-    roots, writes = places.order.memory.roots[value], places.order.memory.writes
-    found: list[fx.Node] = []
-    for node in places.nodes:
-        if node is reader:
-            return found
-        if writes.get(node, frozenset()) & roots:
-            found.append(node)
-    return found
+    """Those that write to a value before it is read there (None: at the end), in order."""
+    roots = places.order.memory.roots[value]
+    found = {node for root in roots for node in places.writers.get(root, ()) if reader is None or node < reader}
+    return sorted(found)

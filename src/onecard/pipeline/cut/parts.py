@@ -56,6 +56,7 @@ class Parts:
     Args:
         graph: of one microbatch, with what runs once.
         starts: the first node of each stage but the first, in order.
+        once: what of the graph runs once.
 
     Attributes:
         late: sums of a shared weight's gradients from two stages: they run once, over sums of microbatches.
@@ -64,8 +65,8 @@ class Parts:
         RecordingError: a forward that needs gradients.
     """
 
-    def __init__(self, graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
-        self.once, self.last = Once(graph, training=False), len(starts)
+    def __init__(self, graph: fx.Graph, starts: Sequence[fx.Node], once: Once) -> None:
+        self.once, self.last = once, len(starts)
         skip = self.once.tail | self.once.head
         self.nodes = [n for n in graph.nodes if n.op == "call_function" and n not in skip]
         self.order = ProgramOrder(graph)

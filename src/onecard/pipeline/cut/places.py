@@ -38,12 +38,17 @@ class Places:
         near: for each node where its operands are; None: anywhere.
         stages: for each input that stages read, which.
         wanted_at_end: for each output the ranks that give it back.
+        writers: for each piece of memory the nodes that write to it.
     """
 
     def __init__(self, graph: fx.Graph, homes: list[int], ranks: int, effects_at: frozenset[int] = frozenset()) -> None:
         self.graph, self.homes, self.all = graph, homes, Ranks(range(ranks))
         self.order = ProgramOrder(graph)
         self.nodes = list(graph.nodes)
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        for node, roots in self.order.memory.writes.items():
+            for root in roots:
+                self.writers.setdefault(root, []).append(node)
         self.near: dict[fx.Node, Ranks | None] = {}
         self.stages: dict[fx.Node, tuple[int, ...]] = {}
         for node in self.nodes:

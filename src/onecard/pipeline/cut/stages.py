@@ -11,6 +11,7 @@ from zlib import crc32
 from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 
+from onecard._torch.graphs import emptied
 from onecard.comm.base.state import machine
 from onecard.comm.issue import groups
 from onecard.comm.world import world
@@ -28,7 +29,7 @@ from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
 from onecard.static.passes.additive import Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, asked
-from onecard.static.passes.once import phase_of, words
+from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
 from onecard.tensor.buckets import apart
@@ -172,25 +173,33 @@ class Stages(Microbatches):
         whole: Callable[[], Rows | None] = lambda: None,
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
+        once: Once | None = None,
     ) -> AnyStep:
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)
         schedule = self.schedule_for(len(ranks))
         if not any(True for _ in recording.nodes("backward")):
             schedule = forward_of(schedule)
-        recording = recording.with_graph(halved(recording.graph))
+        recorded_graph = recording.graph
+        recording = recording.with_graph(halved(recorded_graph))
+        once = Once(recording.graph, training=False)
         everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
         beside = everyone if len(everyone) > len(ranks) else ()
         with all_or_none(recording.name, everyone or ranks):  # nothing here waits for another rank
-            starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, bool(beside))
+            starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, once, bool(beside))
         with all_or_none(recording.name, everyone or ranks):
-            starts = starts if self.at else as_first(recording.graph, starts, beside)
+            starts = starts if self.at else as_first(recording.graph, once, starts, beside)
             check_alike(ranks, self._said(leaves, schedule, starts, self._as_seen(recording, seen)[0]), recording.graph)
-            parts = Parts(recording.graph, starts)
+            parts = Parts(recording.graph, starts, once)
             _check_gradients(recording, parts)
-            made = super().merged(recording, leaves, whole, parts.late, seen)
-            made = made.with_graph(adding_products(made.graph))
-            return on_rank(made, woven(made, schedule, ranks, name), place)
+            made = super().merged(recording, leaves, whole, parts.late, seen, once)
+            if recording.graph is not recorded_graph:
+                emptied(recording.graph)
+            made = replaced(made, adding_products(made.graph))
+            made, weave = woven(made, schedule, ranks, name)
+            mine = on_rank(made, weave, place)
+        emptied(weave.places.graph)
+        return mine
 
     def _said(self, leaves: Sequence[Any], schedule: Schedule, starts: Sequence[fx.Node], avg: bool) -> dict[str, str]:
         """How this rank cuts, in words."""
@@ -235,15 +244,23 @@ def forward_of(schedule: Schedule) -> Schedule:
     return Schedule(rows, f"{schedule.name}, forward")
 
 
-def woven(recording: Step, schedule: Schedule, ranks: tuple[int, ...], name: str) -> Weave:
-    """What all ranks do, for a whole step with parts."""
+def replaced(step: AnyStep, graph: fx.Graph) -> AnyStep:
+    """A step with another graph. Its own one, which is all ranks' and as large, is taken apart at once."""
+    made = step.with_graph(graph)
+    if graph is not step.graph:
+        emptied(step.graph)
+    return made
+
+
+def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: str) -> tuple[AnyStep, Weave]:
+    """What all ranks do, for a whole step with parts; and the step as it was taken then."""
     homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
     effects = frozenset(e.output.position for e in recording.effects if e.output is not None)
     places = Places(recording.graph, homes, len(ranks), effects)
     graph = by_place(recording.graph, places)
     if graph is not recording.graph:
         places = Places(graph, homes, len(ranks), effects)
-    return Weave(places, schedule, ranks, name)
+    return replaced(recording, graph), Weave(places, schedule, ranks, name)
 
 
 def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:

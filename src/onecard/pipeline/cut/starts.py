@@ -16,9 +16,8 @@ from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.order import only_names
 
 
-def forward_of(graph: fx.Graph) -> list[fx.Node]:
+def forward_of(graph: fx.Graph, once: Once) -> list[fx.Node]:
     """The nodes of a microbatch's forward pass, up to its first gradient."""
-    once = Once(graph, training=False)
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and node not in once.head:
@@ -28,19 +27,22 @@ def forward_of(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine, whole: bool = False) -> list[fx.Node]:
+def starts_of(
+    graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine, once: Once, whole: bool = False
+) -> list[fx.Node]:
     """The first node of each stage but the first.
 
     Args:
         graph: of one microbatch.
         at: the modules with which the later stages begin; none: where the price is balanced.
+        once: what of the graph runs once.
         whole: all nodes of one operator on distributed tensors stay together, as ranks that exchange messages within a stage
             need it (``as_first``).
 
     Raises:
         RecordingError: no such module, modules out of order, as many as do not make so many stages, or fewer nodes than stages.
     """
-    nodes = forward_of(graph)
+    nodes = forward_of(graph, once)
     if at:
         return _named(nodes, stages, at)
     if found := _as_before(nodes, stages, calls_of(graph)):
@@ -52,7 +54,7 @@ def starts_of(graph: fx.Graph, stages: int, at: Sequence[str], machine: Machine,
     return balanced(graph, nodes, stages, machine, whole)
 
 
-def as_first(graph: fx.Graph, mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
+def as_first(graph: fx.Graph, once: Once, mine: list[fx.Node], ranks: Sequence[int]) -> list[fx.Node]:
     """The cuts of the first of these ranks, in this one's nodes, which may be more or fewer for each operator.
 
     Args:
@@ -61,7 +63,7 @@ def as_first(graph: fx.Graph, mine: list[fx.Node], ranks: Sequence[int]) -> list
     """
     if len(ranks) < 2:
         return mine
-    nodes = forward_of(graph)
+    nodes = forward_of(graph, once)
     numbers = [n.meta["operator"] for n in mine]
     first = first_of(numbers, ranks)
     at_or_after = [next((n for n in nodes if n.meta["operator"] >= number), nodes[-1]) for number in first]

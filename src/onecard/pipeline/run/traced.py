@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch.names import OpOverload, TorchDispatchMode, tree_leaves, tree_map
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import OpOverload, tree_leaves, tree_map
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
@@ -74,7 +75,7 @@ def _inverse(x: Tensor) -> Tensor:
     return 1 / x
 
 
-class Trace(TorchDispatchMode):
+class Trace(DispatchMode):
     """Runs a loss, and notes what it divides by.
 
     Attributes:
@@ -95,10 +96,6 @@ class Trace(TorchDispatchMode):
         for i, x in enumerate(tree_leaves(labels)):
             if isinstance(x, Tensor):
                 self._note(x, Made(None, i))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # else torch's compiler is imported, a second of a first step
-        return False
 
     def _note(self, x: Any, made: Made | None) -> None:
         if isinstance(x, Tensor):

@@ -21,6 +21,12 @@ _PRINTS = {Tensor.__repr__, Tensor.__format__}
 _LITERAL = (bool, int, float, complex, Tensor)
 _FORWARD_ONLY = {torch.batch_norm, torch.nn.functional.batch_norm}  # their backward operators take no momentum
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.scalar_tensor}
+_LOOKS = frozenset((
+    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad",
+    "shape")), torch.is_complex, torch.is_floating_point, Tensor.dim, Tensor.is_complex,
+    Tensor.is_floating_point, Tensor.numel, Tensor.size, Tensor.storage_offset, Tensor.stride,
+))  # fmt: skip
+"""What a tensor says of itself: no operator runs, and no number of the program goes in."""
 
 
 class Above(TorchFunctionMode):
@@ -32,7 +38,7 @@ class Above(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
-        if not recorder.listens:
+        if not recorder.listens or (func in _LOOKS and not recorder.reads):
             return func(*args, **kwargs)
         recorder.calls += 1
         try:

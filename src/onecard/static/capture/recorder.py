@@ -16,7 +16,8 @@ from torch.utils.weak import TensorWeakRef
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.names import TorchDispatchMode, tree_leaves
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import tree_leaves
 from onecard.comm.base import own, record
 from onecard.comm.base.state import faked
 from onecard.comm.issue import again, trace
@@ -69,6 +70,7 @@ class Recorder(recorded.Listener):
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
         self._keys: dict[Key, fx.Node] = {}
         self.outside: dict[fx.Node, Any] = {}
+        self._inputs: dict[int, fx.Node] = {}
         self.conditions: list[Condition] = []
         self.leaves: dict[int, Tensor] = {}
         self.calls = 0  # of torch's functions, under way
@@ -145,7 +147,7 @@ class Recorder(recorded.Listener):
             return func(*args, **kwargs)
         if reads.sized_by_values(func, args, kwargs):
             self._count(func, args)
-        given = [*tensors_in((*args, *kwargs.values()))]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for x in given:
             if takes_gradients(x):
                 self.leaves[id(x)] = x
@@ -153,12 +155,10 @@ class Recorder(recorded.Listener):
             self.random.check()
         with self.paused():
             self._about_to_write(arguments_written(func, args, kwargs))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         result = self.run(func, args, kwargs)
-        if sparse := [
-            x for x in (*given, *tree_leaves(result)) if isinstance(x, Tensor) and x.layout is not torch.strided
-        ]:
-            raise refusals.not_strided(sparse[0])
+        for x in (*given, *tensors_in(result)):
+            if x.layout is not torch.strided:
+                raise refusals.not_strided(x)
         if draws:
             self.random.note()
         _torch.count_writes(func, args)
@@ -327,12 +327,11 @@ class Recorder(recorded.Listener):
 
     def input(self, value: Any, argument: bool = False) -> fx.Node:
         """The input for a tensor, number or generator from outside."""
-        for node, known in self.outside.items():
-            if known is value and not isinstance(value, float):
-                return node
+        if not isinstance(value, float) and (found := self._inputs.get(id(value))) is not None:
+            return found
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"in{len(self.outside)}")
-        self.outside[node] = value
+        self.outside[node], self._inputs[id(value)] = value, node  # kept, so that its identity stays its own
         counts = not isinstance(value, Tensor) or (value.dim() == 0 and not argument)
         node.meta.update(self.phases.here(), line="", data=not counts)
         if isinstance(value, Tensor):
@@ -364,7 +363,7 @@ class Recorder(recorded.Listener):
         self.graph.erase_node(self._start)
 
 
-class _Below(TorchDispatchMode):
+class _Below(DispatchMode):
     """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
 
     def __init__(self, recorder: Recorder) -> None:

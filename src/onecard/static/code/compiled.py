@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from onecard._torch import names as _torch
-from onecard._torch.names import OpOverload, TorchDispatchMode
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.static.code.segments import Segment, function_of, segments
 from onecard.static.code.source import Code, Source
@@ -300,7 +301,7 @@ def _comparable(value: Any) -> Any:
     return (type(value), value)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -95,10 +96,15 @@ class Before:
 
 
 def _of_these(*classes: type) -> list[Any]:
-    """What is alive of these classes: a process has a million objects of some thousand types, so types are asked."""
+    """What is alive of these classes."""
+    return alive(lambda kind: issubclass(kind, classes))
+
+
+def alive(wanted: Callable[[type], bool]) -> list[Any]:
+    """What is alive of the types that are wanted: each type is asked once."""
     there = gc.get_objects()
-    wanted = {kind for kind in set(map(type, there)) if issubclass(kind, classes)}
-    return [x for x in there if type(x) in wanted]
+    kinds = {kind for kind in set(map(type, there)) if wanted(kind)}
+    return [*compress(there, map(kinds.__contains__, map(type, there)))]
 
 
 def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from onecard.static.guards.lookup import (
     item,
     users,
 )
-from onecard.static.guards.places import STILL
+from onecard.static.guards.places import STILL, alive
 from onecard.static.guards.seen import Seen
 
 _acts = functools.lru_cache(maxsize=8192)(acts_of)
@@ -283,15 +282,13 @@ class NotWatched:
 
 def _made_before() -> list[Any]:
     """Objects of the program's classes, iterators, and functions with something of their own, that are there now."""
-    there = gc.get_objects()
-    kinds = set(map(type, there))
-    wanted = {
-        k for k in kinds if hasattr(k, "__next__") or (users(str(k.__module__)) and not issubclass(k, Tensor | type))
-    }
     plain = types.FunctionType
-    return [x for x in there if type(x) in wanted] + [
-        x for x in there if type(x) is plain and (x.__closure__ or x.__defaults__ or x.__kwdefaults__)
-    ]
+
+    def wanted(kind: type) -> bool:
+        ours = users(str(kind.__module__)) and not issubclass(kind, Tensor | type)
+        return kind is plain or hasattr(kind, "__next__") or ours
+
+    return [x for x in alive(wanted) if type(x) is not plain or x.__closure__ or x.__defaults__ or x.__kwdefaults__]
 
 
 def _methods(kind: type, code: Any) -> Iterator[tuple[type, str, Any]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import fx
 
+from onecard._torch.graphs import emptied
 from onecard.comm.base.state import Kept
 from onecard.errors import RecordingError
 from onecard.static.passes.buckets import small_together
@@ -24,7 +27,7 @@ from onecard.static.passes.pieces import cut_buckets
 from onecard.static.passes.recompute import candidates, recomputed
 from onecard.static.passes.scatter import scattered
 from onecard.static.price.live import Live
-from onecard.static.step.order import check_drawn, check_started
+from onecard.static.step.order import check_drawn, check_started, line_up
 from onecard.static.step.step import AnyStep
 
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -77,32 +80,51 @@ def optimised(recording: AnyStep, without: Sequence[str] = ()) -> AnyStep:
         >>> len(list(recording.nodes())), len(list(optimised(recording).nodes()))
         (4, 2)
     """
-    *_, (_, graph) = stages(recording.graph, StaticOptions(without=without))
-    return recording.with_graph(graph)
+    return recording.with_graph(rewritten(recording.graph, StaticOptions(without=without)).graph)
 
 
-def stages(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> list[tuple[str, fx.Graph]]:
-    """A graph with the name "", and after each pass that is chosen: (the pass, the graph)."""
-    found = [("", graph)]
-    for name, run in chosen(options, most).items():
-        made = run(found[-1][1])
-        if made is not found[-1][1]:
-            _looked_at(name, found[-1][1], made)
-        found.append((name, made))  # also one that had nothing to do here: on another rank it may have had
-    return found
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph after all passes that were chosen; and with the name "" for the beginning and of each pass the messages then."""
+
+    graph: fx.Graph
+    messages: list[tuple[str, dict[Any, list[Any]]]]
 
 
-def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[list[tuple[str, fx.Graph]], int]:
-    """``stages`` with as little recomputed as brings the peak of live memory under ``memory_limit``, and that peak.
+def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> Rewritten:
+    """A graph after all passes that are chosen. What lies between is taken apart at once: it is as large as the graph itself.
+
+    Raises:
+        RecordingError: a pass has made a graph that does something else. Names it.
+    """
+    now, messages = graph, [("", line_up(graph))]
+    passes = chosen(options, most)
+    try:
+        for name, run in passes.items():
+            before, now = now, run(now)
+            if before is not now and before is not graph:
+                emptied(before)
+            messages.append(
+                (name, line_up(now))
+            )  # also of one with nothing to do here: on another rank it may have had
+        _look_at(graph, now)
+    except Exception:
+        _blame(graph, passes)
+        raise
+    return Rewritten(now, messages)
+
+
+def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[Rewritten, int]:
+    """``rewritten`` with as little recomputed as brings the peak of live memory under ``memory_limit``, and that peak.
 
     It is the largest results that are computed again. Where even all of them do not do, all are.
     """
     limit = options.memory_limit
     assert limit is not None
 
-    def tried(most: int) -> tuple[list[tuple[str, fx.Graph]], int]:
-        found = stages(graph, options, most)
-        return found, Live(found[-1][1]).peak
+    def tried(most: int) -> tuple[Rewritten, int]:
+        found = rewritten(graph, options, most)
+        return found, Live(found.graph).peak
 
     low, best = 0, tried(0)
     if best[1] <= limit:
@@ -119,17 +141,32 @@ def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[list[tuple[str, fx
     return best
 
 
-def _looked_at(name: str, before: fx.Graph, made: fx.Graph) -> None:
-    made.lint()
-    try:
+def _look_at(before: fx.Graph, made: fx.Graph) -> None:
+    """Whether passes have kept what a graph does besides computing: see ``check_started`` and ``check_drawn``."""
+    if made is not before:
+        made.lint()
         check_started(made)
         check_drawn(before, made)
-    except RecordingError as fault:
-        raise RecordingError(f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out") from None
+
+
+def _blame(graph: fx.Graph, passes: Mapping[str, Pass]) -> None:
+    """Run the passes again, and name the first whose graph is another one.
+
+    Raises:
+        RecordingError: there is one.
+    """
+    for name, run in passes.items():
+        before, graph = graph, run(graph)
+        try:
+            _look_at(before, graph)
+        except RecordingError as fault:
+            raise RecordingError(
+                f"the pass {name!r}: {fault}; to_static(..., without=[{name!r}]) leaves it out"
+            ) from None
 
 
 __all__ = [
     "ASKED", "KERNELS", "PASSES", "Pass", "StaticOptions", "chosen", "cut_buckets", "dead_nodes", "equal_nodes", "fastest",
     "fitting", "in_place", "merged", "of_no_input", "optimised", "overlapped", "plain_names", "recomputed", "scattered",
-    "small_together", "stages", "taken_apart", "withheld",
+    "rewritten", "small_together", "taken_apart", "withheld",
 ]  # fmt: skip

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onecard._torch.names import TorchDispatchMode, in_backward, no_dispatch, tree_leaves
-from onecard.rules.call import Call, schema_of
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import in_backward, no_dispatch, tree_leaves
+from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.row_kinds import (
     ADDS,
     ALIKE,
     MIXED,
     PLACES,
     ROWS,
+    SCALES,
     UNKNOWN,
     Kind,
     Kinds,
     Verdict,
     is_real,
+    makes_alike,
     tensors_of,
     told,
 )
@@ -30,7 +33,7 @@ from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 
 
-class Additive(TorchDispatchMode):
+class Additive(DispatchMode):
     """Looks on while a step runs on ``rows`` rows.
 
     Args:
@@ -77,13 +80,20 @@ class Additive(TorchDispatchMode):
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        writes = bool(schema_of(func).written)
+        schema = schema_of(func)
+        writes = bool(schema.written)
         try:
-            found = self._found(func, args, kwargs, made)
+            found = [None] * len(made) if self._is_apart(schema, given, made) else self._found(func, args, kwargs, made)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # a call that no rule was made for
             found = [Kind(UNKNOWN) if any(map(told, map(self.known.get, given))) else None] * len(made)
         for x, kind in zip(made, found, strict=True):
             self._now(x, kind, writes)
+
+    def _is_apart(self, schema: Schema, given: list[Tensor], made: list[Tensor]) -> bool:
+        """Whether a call has nothing to do with the batch: an optimizer's, most of all, of which there are many."""
+        if not given or makes_alike(schema) or schema.functional in SCALES:
+            return False
+        return all(self._kind_of(x) is None for x in given) and all(self.rows not in x.shape for x in made)
 
     def _found(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Kind | None]:
         call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from onecard._torch import names as _torch
-from onecard._torch.names import TorchDispatchMode, tree_map
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import tree_map
 from onecard.rules.table.matmul import linear_backward
 from onecard.static.passes.adding import added, rehearsed
 from onecard.static.step.nodes import copied_to
@@ -54,7 +55,7 @@ def _inlined(node: fx.Node, made: fx.Graph, names: dict[fx.Node, Any]) -> Any:
     return [None if x is None else operands[id(x)] for x in results]
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(DispatchMode):
     """Puts what is called into a graph."""
 
     def __init__(self, graph: fx.Graph, like: fx.Node, known: dict[int, fx.Node], alive: list[Tensor]) -> None:

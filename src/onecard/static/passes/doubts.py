@@ -21,13 +21,12 @@ _NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
 
 
-def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any]) -> list[str]:
+def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> list[str]:
     """What to tell the user, from the graph of one microbatch and the arguments of the whole step; without data, what that tells.
 
     A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal: they are computed from
     the batch that is recorded, on this rank. One that depends on parameters is taken to differ.
     """
-    once = Once(graph, training=False)
     counts = _Counts(graph, once, k, leaves)
     said = [_of_division(words(n), why) for n, why in _divided(graph, once, counts)]
     said += [

@@ -31,6 +31,7 @@ def merged(
     late: Collection[fx.Node] = (),
     training: bool = True,
     sums: Collection[int] | None = None,
+    once: Once | None = None,
 ) -> fx.Graph:
     """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
 
@@ -39,7 +40,7 @@ def merged(
         sums: positions of those results that are sums, whatever gradients are; None: all, or none, as gradients.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
-        late, training: see ``Once``.
+        late, training: see ``Once``; ``once``: that of the graph, if the caller has it already.
 
     Each node that is there once for each microbatch has its number in its meta: "microbatch".
 
@@ -48,7 +49,7 @@ def merged(
     Raises:
         RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
     """
-    return _Merge(graph, k, average, results, late, training, sums).made
+    return _Merge(graph, k, average, results, once or Once(graph, late, training), sums).made
 
 
 class _Merge:
@@ -60,14 +61,12 @@ class _Merge:
         k: int,
         average: bool,
         results: Mapping[int, Any] | None,
-        late: Collection[fx.Node],
-        training: bool,
+        once: Once,
         sums: Collection[int] | None,
     ) -> None:
         self.graph, self.k, self.average = graph, k, average
         self.summed = sums
-        self.once = Once(graph, late, training)
-        self.memory = self.once.memory
+        self.once, self.memory = once, once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
         self.names: dict[fx.Node, fx.Node] = {}  # of what runs once
         self.each: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]

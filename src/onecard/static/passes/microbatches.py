@@ -18,7 +18,7 @@ from onecard.static.passes import additive
 from onecard.static.passes.additive import Verdict
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
-from onecard.static.passes.once import cut
+from onecard.static.passes.once import Once, cut
 from onecard.static.step.step import AnyStep, Output, Step
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec
@@ -116,6 +116,7 @@ class Microbatches:
         whole: Callable[[], Rows | None] = lambda: None,
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
+        once: Once | None = None,
     ) -> AnyStep:
         """The recording of all microbatches, from that of the first one and the arguments of the whole step.
 
@@ -123,10 +124,11 @@ class Microbatches:
             seen: how its loss and its results depend on the rows of the batch.
             whole: of a call that ran as it is, on the whole batch: what is no part of the batch is as long there as here. Asked
                 for only where a result was put together.
-            late: see ``merge.merged``.
+            late: see ``merge.merged``. ``once``: what of the graph runs once, if the caller knows it.
         """
         _check(recording)
-        told = doubts(recording.graph, self.k_steps, leaves)
+        once = once or Once(recording.graph, training=not self.sketched)
+        told = doubts(recording.graph, self.k_steps, leaves, once)
         if self.avg is None and seen is not None:
             told += additive.said(seen, self.k_steps)
         for said in told:
@@ -134,7 +136,9 @@ class Microbatches:
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums = self._as_seen(recording, seen)
         made = recording.with_graph(
-            merged(recording.graph, self.k_steps, average, results, late, not self.sketched, sums)
+            merged(
+                recording.graph, self.k_steps, average, results, late, not self.sketched, sums, None if late else once
+            )
         )
         made.inputs = tuple(
             replace(known, spec=known.spec and leaves[known.where[1]]._spec, facts=node.meta["tensor"])

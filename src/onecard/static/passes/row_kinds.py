@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onecard.comm.base import record
 from onecard.comm.base.state import faked
-from onecard.rules.call import Call
+from onecard.rules.call import Call, Schema
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
@@ -85,7 +85,7 @@ class Kinds:
 
     def found(self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor]) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
-        if not known or _fills(call):
+        if not known or _fills(call.schema):
             return [self._made_alike(call, given, kinds, r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
         for how in (MIXED, UNKNOWN):
@@ -98,7 +98,7 @@ class Kinds:
     def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], r: int) -> Kind | None:
         """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
-        if call.schema.effects or _fills(call):
+        if makes_alike(call.schema):
             return Kind(ALIKE)
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES)
@@ -269,7 +269,7 @@ class Kinds:
     def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None]) -> None:
         """A call begins: by which number it multiplies or divides."""
         self.number = None
-        if call.schema.functional not in ("mul", "div"):
+        if call.schema.functional not in SCALES:
             return
         number: Any = call.values.get("other")
         if isinstance(number, Tensor):
@@ -299,8 +299,17 @@ _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 
 
-def _fills(call: Call) -> bool:
-    return call.schema.functional.removeprefix("new_").removesuffix("_like") in _FILLED
+SCALES = ("mul", "div")
+"""Whose numbers may follow the rows."""
+
+
+def makes_alike(schema: Schema) -> bool:
+    """Whether an operator's result is the same for all rows, whatever it is given."""
+    return schema.effects or _fills(schema)
+
+
+def _fills(schema: Schema) -> bool:
+    return schema.functional.removeprefix("new_").removesuffix("_like") in _FILLED
 
 
 def told(kind: Kind | None) -> bool:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.meeting import come
@@ -20,16 +19,15 @@ from onecard.comm.issue.ranks import of_ranks
 from onecard.comm.world.pretend import pretending
 from onecard.comm.world.world import get_rank
 from onecard.errors import RecordingError
-from onecard.static.step.order import line_up
 
 
-def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Group]:
+def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) -> list[Group]:
     """Compare this rank's messages with those of the others, line by line. One small message for each line, and
     a few more on a mesh of several axes.
 
     Args:
         name: of the step.
-        stages: the graph as it was recorded, with the name "", and after each pass.
+        stages: the messages of the graph as it was recorded (``order.line_up``), with the name "", and after each pass.
 
     Returns:
         The lines, in an order in which all ranks can use them.
@@ -38,7 +36,7 @@ def check_agreed(name: str, stages: Sequence[tuple[str, fx.Graph]]) -> list[Grou
         RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass. On all ranks that the
             lines lead to, also where nothing differs.
     """
-    messages = [line_up(graph) for _, graph in stages]
+    messages = [found for _, found in stages]
     if pretending() or trace.faking():
         return []
     # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.names import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves
+from onecard._torch.modes import DispatchMode
+from onecard._torch.names import OpOverload, tree_flatten, tree_leaves
 from onecard.comm.base import own, record
 from onecard.comm.issue import again
 from onecard.comm.issue.groups import line_of
@@ -298,16 +299,12 @@ class Follower(recorded.Listener):
             self.found = found
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
         self.follower = follower
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # a wrapper around each call, which takes as long as the look at it
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:

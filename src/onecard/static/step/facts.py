@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from onecard._torch.fakes import device_of
+
 
 def takes_gradients(x: Tensor) -> bool:
     """Whether a tensor is a leaf that has gradients."""
@@ -24,7 +26,7 @@ def takes_gradients(x: Tensor) -> bool:
 
 def facts(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device of a tensor."""
-    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, device_of(x))
 
 
 def as_the_kernel_gives(args: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:

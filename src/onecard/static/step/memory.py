@@ -30,14 +30,18 @@ class Memory:
         for node in graph.nodes:
             written = written_by(node)
             shared = [self.roots[n] for n in ([] if apart and _own_result(node) else shares(node, written))]
-            self.roots[node] = frozenset[fx.Node]().union(*shared) if shared else frozenset([node])
+            self.roots[node] = _union(shared) if shared else frozenset([node])
             if written:
-                self.writes[node] = frozenset[fx.Node]().union(*(self.roots[n] for n in written))
+                self.writes[node] = _union([self.roots[n] for n in written])
         self.written = frozenset[fx.Node]().union(*self.writes.values()) if self.writes else frozenset()
 
     def steady(self, node: fx.Node) -> bool:
         """Whether nobody ever writes to what a node gives."""
         return not self.roots[node] & self.written
+
+
+def _union(sets: list[frozenset[fx.Node]]) -> frozenset[fx.Node]:
+    return sets[0] if len(sets) == 1 else frozenset[fx.Node]().union(*sets)
 
 
 def shares(node: fx.Node, written: list[fx.Node] | None = None) -> list[fx.Node]:
@@ -48,9 +52,10 @@ def shares(node: fx.Node, written: list[fx.Node] | None = None) -> list[fx.Node]
     if target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]
     if isinstance(target, OpOverload):
-        if traits(node).may_view:
+        known = traits(node)
+        if known.may_view:
             return [n for n in node.all_input_nodes if "tensor" in n.meta]
-        if traits(node).views:
+        if known.views:
             return [n for n in node.all_input_nodes[:1] if "tensor" in n.meta]
         if not target._schema.is_mutable:
             return []  # statistics that it writes to are none of its results

@@ -18,22 +18,25 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if isinstance(node.target, OpOverload):
+        if not traits_of(node.target).written:
+            return []
         values = arguments_written(node.target, node.args, node.kwargs)
     elif node.target is again.message:
         values = [node.args[0]]
     elif node.target is again.wait:
         values = [node.args[1]]
+    elif node.target not in recorded.writes:
+        return []
     else:
-        values = tree_leaves([node.args[i] for i in recorded.writes.get(node.target, ())])  # type: ignore[arg-type]
+        values = tree_leaves([node.args[i] for i in recorded.writes[node.target]])
     return [n for n in values if isinstance(n, fx.Node)]
 
 
 def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator writes to, lists of them taken apart."""
-    schema = schema_of(func)
     written = traits_of(func).written
     if not written:
         return []
-    given = [*zip(schema.arguments, args, strict=False), *kwargs.items()]
+    given = [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]
     values = [value for name, value in given if name in written]
     return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]

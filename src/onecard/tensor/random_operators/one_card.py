@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from onecard._torch import names as _torch
-from onecard._torch.names import TorchDispatchMode
+from onecard._torch.modes import DispatchMode
 from onecard.comm.agree.agree import first_to_say, when_met
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
@@ -56,7 +56,7 @@ def _compare(number: int, seed: int) -> None:
         )
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(DispatchMode):
     """Below autograd: random operators on plain tensors by onecard's handlers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
