@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import NoReturn
 
 import pytest
 
 import onecard as oc
-from onecard._addresses import ROOT, home_of
+from onecard._addresses import ROOT, home_of, module_or
 
 # All modules that lay in the package itself, with where they lie now.
 HAD = {
@@ -37,3 +38,17 @@ def test_no_other_module_is_found_without_its_room() -> None:
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"onecard.{name}")
     assert home_of("fleet._nothing") is None
+
+
+def test_a_package_gives_its_modules_by_name_and_no_private_one() -> None:
+    def refuse(package: str, name: str) -> NoReturn:
+        raise AttributeError(f"{package} has no {name}")
+
+    look_up = module_or(refuse)
+    assert look_up("onecard.fleet", "mappings").__name__ == "onecard.fleet.layers.mappings"
+    for package, name in (
+        ("onecard.fleet", "nothing"),
+        ("onecard.testing", "_run"),
+    ):  # there is onecard/testing/_run.py
+        with pytest.raises(AttributeError, match=f"{package} has no {name}"):
+            look_up(package, name)
