@@ -209,6 +209,11 @@ def test_what_cannot_be_proved_has_a_status_of_its_own(tmp_path, capsys):
     assert "does not say how large it is" in capsys.readouterr().err
 
 
+def test_nothing_is_not_equal():
+    with pytest.raises(ProofError, match="nothing was compared"):
+        oc.prove(lambda: None, world=2)
+
+
 def test_widths_keep_their_remainders():
     assert narrowed(["--d_model=4100"], ["d_model"], 8) == ["--d_model=20"]
     assert narrowed(["--d-model", "12"], ["d_model"], 8) == ["--d-model", "12"]

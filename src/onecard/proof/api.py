@@ -152,7 +152,7 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     """Run a case and compare it.
 
     Raises:
-        ProofError: it fails on a rank, or on one card.
+        ProofError: it fails on a rank, or on one card; or nothing of it is seen that could be compared.
     """
     began = time.perf_counter()
     exact, why = True, ""
@@ -163,6 +163,11 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
         exact, why = False, f"not in float64: {str(fault.__cause__ or fault).splitlines()[0]}"
     bound = EXACT if exact else OWN
     results, unpaired = compare(ranks, one, bound)
+    if not results:
+        raise ProofError(
+            "nothing was compared: the program trains nothing that is seen, and returns nothing. It has to call "
+            "optimizer.step(), or to return its losses; a script's ranks have to reach their first step"
+        )
     wrong = tuple(result for result in results if result.off > bound)
     found = partners(ranks, one, bound)
     first = first_divergence(found, ranks, wrong, bound) if wrong else None

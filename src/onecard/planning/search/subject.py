@@ -153,7 +153,7 @@ class OfSizes(Subject):
         numbers = among[0], among[1]
         few = [self._whole(replace(plan, dp=n, ep=n)) for n in numbers]
         made = of_ranks_of_experts(few[0].pieces.recording, few[1].pieces.recording, numbers, plan.ep)
-        return made and RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
+        return None if made is None else RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
 
 
 @dataclass(eq=False, kw_only=True)
