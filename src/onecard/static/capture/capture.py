@@ -17,6 +17,7 @@ from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.errors import RecordingError
 from onecard.static.capture import randomness
 from onecard.static.capture.above import Above
+from onecard.static.capture.below import Below
 from onecard.static.capture.recorder import Recorder
 from onecard.static.capture.refilled import renew
 from onecard.static.capture.script import Script
@@ -88,7 +89,7 @@ class Capture:
             with (
                 followed_by_math(),
                 Above(recorder),
-                _torch.beneath(recorder.below),
+                _torch.beneath(Below(recorder)),
                 self.phases.watched(self._begin, self._end),
                 randomness.seen(),
                 recordable(),

@@ -16,7 +16,6 @@ from torch.utils.weak import TensorWeakRef
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.modes import DispatchMode
 from onecard._torch.names import tree_leaves
 from onecard.comm.base import own, record
 from onecard.comm.base.state import faked
@@ -82,7 +81,6 @@ class Recorder(recorded.Listener):
         self.reads: list[tuple[Any, fx.Node]] = []  # counters that the call has read
         self.refills: list[tuple[fx.Node, fx.Node]] = []  # memory that was given up, and what took its place
         self._holders: dict[int, fx.Node] = {}
-        self.below = _Below(self)
         self.about_to_write: Callable[[list[Any]], None] | None = None
         self.sketch: Sketch | None = None
         self.guesses = False
@@ -361,23 +359,3 @@ class Recorder(recorded.Listener):
         """Close the graph: ``results`` are nodes."""
         self.graph.output(tuple(results))
         self.graph.erase_node(self._start)
-
-
-class _Below(DispatchMode):
-    """Sees every operator below autograd; those of distributed tensors go on, to what they are made of."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self.recorder
-        if any(issubclass(kind, DistTensor) for kind in types):
-            if recorder.listens:
-                recorder.saw(args, kwargs or {})
-            return NotImplemented
-        if any(map(own.is_under_way, types)):
-            return NotImplemented
-        if not recorder.listens:
-            return recorder.run(func, args, kwargs or {})
-        return recorder.operator(func, args, kwargs or {})
