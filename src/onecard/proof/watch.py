@@ -21,6 +21,7 @@ from onecard._torch.modes import DispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
 from onecard.proof.begun import Begun
+from onecard.proof.room import copied
 from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
@@ -59,9 +60,8 @@ class Value:
     @staticmethod
     def of(x: Tensor) -> Value:
         """A copy of what a tensor is now."""
-        if isinstance(x, DistTensor):
-            return Value(x._local.detach().clone(), x._spec)
-        return Value((fakes.local_of(x) if isinstance(x, DTensor) else x).detach().clone(), None)
+        local = x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
+        return Value(copied(local), x._spec if isinstance(x, DistTensor) else None)
 
 
 @dataclass(slots=True)
