@@ -312,7 +312,7 @@ def test_batches_as_loaders_give_them():
     assert plans[0] == plans[1] == plans[2]
     with pytest.raises(PlanError, match="no parameter that is trained"):
         oc.plan(nn.ReLU(), world=2, batch=x, loss=lambda m, x: m(x).sum())
-    with pytest.raises(PlanError, match="of a training step give its parts"):
+    with pytest.raises(PlanError, match="taken for a step, as it takes arguments; it calls no backward"):
         oc.plan(lambda x: x, world=2, batch=x)
 
 

@@ -246,6 +246,16 @@ class Reducer:
             self._arrive(self._started[0])
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A hook of ours: several of one parameter keep their order."""
+
+    call: Callable[[Any], None]
+
+    def __call__(self, param: Any) -> None:
+        self.call(param)
+
+
 def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any], None]) -> None:
     """Call before and after a gradient is added to a parameter, also to one that is frozen for now.
 
@@ -257,10 +267,12 @@ def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any]
     param.requires_grad_(True)
     if before is not None:
         Tensor.register_hook(param, before)  # not what a subclass makes of it for users
-    theirs = [*(param._post_accumulate_grad_hooks or {}).items()]
+    theirs = [
+        (n, call) for n, call in (param._post_accumulate_grad_hooks or {}).items() if not isinstance(call, _Added)
+    ]
     for known, _ in theirs:  # autograd reads the dict itself, past the order of an OrderedDict
         del param._post_accumulate_grad_hooks[known]
-    Tensor.register_post_accumulate_grad_hook(param, after)
+    Tensor.register_post_accumulate_grad_hook(param, _Added(after))
     param._post_accumulate_grad_hooks.update(theirs)
     param.requires_grad_(trained)
 
