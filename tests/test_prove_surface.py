@@ -215,6 +215,31 @@ def test_nothing_is_not_equal():
         oc.prove(lambda: None, world=2)
 
 
+def _steps_of_rounding(fault: float = 0.0) -> torch.Tensor:
+    """A bias before a norm: its gradient is zero but for rounding, and Adam makes a step of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.Linear(6, 2, bias=False))
+    nn.init.zeros_(model[0].bias)
+    oc.shard_layer(model, mesh := oc.ProcessMesh(range(oc.get_world_size()), ["dp"]))
+    optimizer = oc.shard_optimizer(torch.optim.Adam(model.parameters(), 1e-2, eps=1e-18))
+    for _ in range(3):
+        x = oc.shard_tensor(torch.randn(12, 4), mesh, [oc.Shard(0)])
+        loss = model(x).square().mean()
+        loss.backward()
+        if oc.get_world_size() > 1:
+            with torch.no_grad():
+                model[2].weight.grad.mul_(1 + fault)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_steps_that_adam_makes_of_rounding_are_told_apart():
+    proof = oc.prove(_steps_of_rounding, world=2, rounding=False)
+    assert proof and "rounding: one card's own move as far" in str(proof) and "0.bias" in str(proof)
+    assert not oc.prove(_steps_of_rounding, 1e-2, world=2, rounding=False)
+
+
 def test_memory_that_runs_out_is_told(monkeypatch):
     def train() -> torch.Tensor:
         return (torch.ones(2**22) + 1).sum()

@@ -25,8 +25,9 @@ def copied(x: Tensor) -> Tensor:
         free = available()
         if free is not None and free < x.nbytes + LEFT:
             raise ProofError(
-                f"a proof keeps all values of one card and of each rank, and {free / 2**30:.1f} GiB of memory are left. Make "
-                "widths smaller: onecard prove ... --narrow NAME=SIZE, or the script's own flags after --; or take fewer ranks or steps"
+                f"a proof keeps all values of one card and of each rank, and {free / 2**30:.1f} GiB of memory are left. "
+                "Make widths smaller: onecard prove ... --narrow NAME=SIZE, or the script's own flags after --; or take "
+                "fewer ranks or steps"
             )
     return x.detach().clone()
 
