@@ -215,6 +215,15 @@ def test_nothing_is_not_equal():
         oc.prove(lambda: None, world=2)
 
 
+def test_tensors_without_data_are_no_values():
+    def train() -> torch.Tensor:
+        shape = (torch.empty(3, 4, device="meta") @ torch.empty(4, 2, device="meta")).shape
+        loss = (torch.ones(shape) * 2).mean()
+        return loss if oc.get_world_size() == 1 else loss + 1e-3
+
+    assert not oc.prove(train, world=2)
+
+
 def _steps_of_rounding(fault: float = 0.0) -> torch.Tensor:
     """A bias before a norm: its gradient is zero but for rounding, and Adam makes a step of it."""
     torch.manual_seed(0)
