@@ -217,9 +217,7 @@ class Watch(recorded.Listener, DispatchMode):
         if not made:
             return
         values = [Value.of(x) for x in made]
-        if any(
-            fakes.is_fake(value.local) or value.local.is_meta for value in values
-        ):  # priced, or looked at ahead of a run
+        if any(fakes.is_fake(v.local) or v.local.is_meta for v in values):  # priced, or looked at ahead of a run
             return
         module, line = self._place()
         told, self._told = tuple(self._told), []
