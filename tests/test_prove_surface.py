@@ -15,7 +15,7 @@ from torch import nn
 import onecard as oc
 from onecard.commands import prove as command
 from onecard.errors import PlanError, ProofError
-from onecard.proof import room
+from onecard.proof import capacity
 from onecard.proof.page import page
 from onecard.proof.plain import loss_of
 from onecard.proof.small import narrowed
@@ -253,13 +253,13 @@ def test_memory_that_runs_out_is_told(monkeypatch):
     def train() -> torch.Tensor:
         return (torch.ones(2**22) + 1).sum()
 
-    monkeypatch.setattr(room, "LOOK", 2**24)
+    monkeypatch.setattr(capacity, "LOOK", 2**24)
     assert oc.prove(train, world=2)
-    monkeypatch.setattr(room, "available", lambda: 2**20)
+    monkeypatch.setattr(capacity, "available", lambda: 2**20)
     with pytest.raises(ProofError, match=r"keeps all values of one card .* 0\.0 GiB of memory are left"):
         oc.prove(train, world=2)
     monkeypatch.undo()
-    assert (room.available() or 2**40) > 2**20
+    assert (capacity.available() or 2**40) > 2**20
 
 
 def test_widths_keep_their_remainders():

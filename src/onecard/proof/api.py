@@ -169,15 +169,15 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
             "nothing was compared: the program trains nothing that is seen, and returns nothing. It has to call "
             "optimizer.step(), or to return its losses; a script's ranks have to reach their first step"
         )
-    wrong, steady = tuple(result for result in results if result.off > bound), ""
+    wrong, rounded = tuple(result for result in results if result.off > bound), ""
     if wrong and exact and isinstance(case, Case):
-        wrong, steady = rounding_apart(case, one, wrong, bound)
+        wrong, rounded = rounding_apart(case, one, wrong, bound)
     found = partners(ranks, one, bound)
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
     apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
         case.world, not wrong, exact, len(found.one), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
-        time.perf_counter() - began, why or steady, alone=found.names_alone(),
+        time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
     )  # fmt: skip
 
 

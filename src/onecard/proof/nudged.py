@@ -48,7 +48,7 @@ def rounding_apart(case: Case, one: Watched, wrong: Sequence[Result], bound: flo
     other ranks. So no bound on results tells it from a fault; what one card's program does to an ulp tells it.
     """
     try:
-        again = replace(case, around=Nudged).one(in_float64=True, keep=False)
+        again = replace(case, nudged=Nudged).one(in_float64=True, keep=False)
     except ProofError:
         return tuple(wrong), ""
     moved = {result.what: result.off for result in compare([again], one, bound)[0]}

@@ -81,6 +81,7 @@ class Proof:
         seconds: that it took; why: what kept it from float64.
         passes: which pass over recordings is at fault, in words, where that was asked.
         widths: which widths were made small, or why none, in words.
+        rounded: which differences are rounding that the program multiplies, in words.
         alone: one card's values that none of the ranks' is equal to: operator, phase, module, line, how many.
     """
 
@@ -98,6 +99,7 @@ class Proof:
     why: str = ""
     passes: str = ""
     widths: str = ""
+    rounded: str = ""
     alone: tuple[str, ...] = ()
 
     @property
@@ -128,7 +130,7 @@ class Proof:
             lines.append(f"  {self.passes}")
         if self.unpaired:
             lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
-        lines += [f"  {said}" for said in (self.why, self.widths) if said]
+        lines += [f"  {said}" for said in (self.why, self.rounded, self.widths) if said]
         return "\n".join(lines)
 
     def html(self, path: str | PathLike[str], title: str = "") -> None:

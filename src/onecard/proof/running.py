@@ -46,7 +46,7 @@ class Case:
         recorded: steps of ``to_static`` are recorded and replayed on the ranks, by all passes but ``without``.
         processes: each rank is a process; so it is for recordings, which look at all tensors of theirs.
         start: the checkpoint whose state models and optimizers begin with, on one card and on all ranks; "": their own.
-        around: what takes the place of that beginning; None: nothing does.
+        nudged: makes of that beginning another one, which changes parameters a little; None: nothing does.
     """
 
     program: Program
@@ -59,7 +59,7 @@ class Case:
     without: tuple[str, ...] = ()
     processes: bool = False
     start: str = ""
-    around: Callable[[Begun | None], Any] | None = None
+    nudged: Callable[[Begun | None], Any] | None = None
 
     def one(self, in_float64: bool, keep: bool = True) -> Watched:
         """What one card computes.
@@ -133,7 +133,7 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
 def watch_of(case: Case, keep: bool) -> Watch:
     """Who looks on while one rank runs."""
     begun = Begun(case.start) if case.start else None
-    return Watch(keep, case.steps, not case.recorded, begun if case.around is None else case.around(begun))
+    return Watch(keep, case.steps, not case.recorded, begun if case.nudged is None else case.nudged(begun))
 
 
 def failed(fault: BaseException, where: str, more: str = "") -> ProofError:

@@ -21,7 +21,7 @@ from onecard._torch.modes import DispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
 from onecard.proof.begun import Begun
-from onecard.proof.room import copied
+from onecard.proof.capacity import copied
 from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
