@@ -127,3 +127,20 @@ def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
     if program.statistics:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def step_of(program: Program) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
+    """A program's model, its optimizer, and its step as ``to_static`` takes it."""
+    torch.manual_seed(0)
+    model = program.build().train()
+    optimizer = optimizer_of(program, model)
+
+    def step(*batch: Tensor) -> Tensor:
+        loss = program.loss(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step

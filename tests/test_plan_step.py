@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amounts import PROOF, patience
-from plan_programs import MLP, Program, optimizer_of, small
+from plan_programs import MLP, Program, small, step_of
 from torch import Tensor, nn
 
 import onecard as oc
@@ -50,29 +49,13 @@ class Tower(nn.Module):
 TOWER = Program(Tower, lambda: (torch.randn(8, 8), torch.randint(4, (8,))), lambda m, x, y: F.cross_entropy(m(x), y))
 
 
-def _made(program: Program) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
-    torch.manual_seed(0)
-    model = program.build().train()
-    optimizer = optimizer_of(program, model)
-
-    def step(*batch: Tensor) -> Tensor:
-        loss = program.loss(model, *batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return model, optimizer, step
-
-
 # -- planned -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mlp", *(["gpt wide"] if PROOF else [])])
 def test_the_same_plans_as_of_its_parts(name):
     program = small()[name]
-    model, _, step = _made(program)
+    model, _, step = step_of(program)
     batch = program.batch()
     found = oc.plan(step, world=2, machine=SLOW, batch=batch)
     assert str(found) == str(oc.plan((model, program.loss, None, batch), world=2, machine=SLOW))
@@ -80,7 +63,7 @@ def test_the_same_plans_as_of_its_parts(name):
 
 
 def test_nothing_is_done():
-    model, optimizer, step = _made(small()["mlp"])
+    model, optimizer, step = step_of(small()["mlp"])
     before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
     parts = parts_of_step(step, small()["mlp"].batch())
     batch_drawn = torch.get_rng_state()  # by the batch alone
@@ -207,7 +190,7 @@ FOUR = {
 
 
 def _trained(plan: oc.Plan | str | None, fault: bool = False) -> list[float]:
-    *_, step = _made(TOWER)
+    *_, step = step_of(TOWER)
     run: Any = step if plan is None else oc.to_static(step, plan=plan, **({"avg": False} if fault else {}))
     found = []
     for i in range(5):
@@ -245,7 +228,7 @@ def _auto() -> tuple[list[float], list[float], str]:
         program = small()["mlp"]
         losses = []
         for plan in (None, "auto"):
-            model, _, step = _made(program)
+            model, _, step = step_of(program)
             run: Any = step if plan is None else oc.to_static(step, plan=plan)
             torch.manual_seed(5)
             batch = program.batch()
@@ -264,7 +247,7 @@ def test_the_plan_is_found_at_the_first_call():
 
 def test_what_does_not_go_with_a_plan_is_told():
     plan = oc.Plan(**FLOAT)
-    *_, step = _made(small()["mlp"])
+    *_, step = step_of(small()["mlp"])
     for given, words in (
         ({"k_steps": 2}, "is the plan's to say"),
         ({"loss": nn.MSELoss()}, "inside: leave all others out"),

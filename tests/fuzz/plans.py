@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from model_programs import library
-from plan_programs import Program, optimizer_of, small
-from torch import Tensor, nn
+from plan_programs import Program, small, step_of
+from torch import nn
 
 import onecard as oc
 from fuzz.cuts import WIDTH, Net
@@ -36,18 +36,7 @@ ROWS = 8
 
 def trained(program: Program, plan: oc.Plan | None, steps: int = STEPS) -> list[float]:
     """Losses; under a plan, or on one card."""
-    torch.manual_seed(0)
-    model = program.build().train()
-    optimizer = optimizer_of(program, model)
-
-    def step(*batch: Tensor) -> Tensor:
-        loss = program.loss(model, *batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    model, optimizer, step = step_of(program)
     run: Any = step
     if plan is not None and (plan.pp > 1 or plan.microbatches > 1):
         run = oc.to_static(step, plan=plan)
