@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
+READS = re.compile(r"\.item\(\)|float\(|\.tolist\(\)|if p\.grad\.norm")
+"""What a step reads on the host."""
+TOLD = re.compile(
+    r"which a replay does not repeat|is no part of the batch's loss|is no sum and no mean over rows|of which each microbatch has"
+    "|is not linear in the gradient"
+)
+"""Warnings that say where numbers are not one card's."""
+COUNTING = ("norm", "residual", "convolutions")
+"""Models that change themselves in each forward, thus in each microbatch."""
+
 BEGIN = """
 import copy, io, math, random, tempfile
 import numpy as np
@@ -250,7 +262,9 @@ ONE_CALLED = """
     l, o, gn = train(x, y)
     {shape}
     it += 1
+    {after}
     hist.append(float(gn))
+    seen_losses.append(l.item())
     {log}
 """
 LOGS = [
@@ -323,6 +337,9 @@ print("buffers", [b.double().sum().item() for b in net.buffers()])
 states = [v for s in opt.state_dict()["state"].values() for v in s.values() if torch.is_tensor(v)]
 print("states", len(states), sum(v.double().abs().sum().item() for v in states))
 """
+OF_STEPS = ("nothing", "unfrozen", "another optimizer", "fewer data")
+"""Of BETWEEN: what does not look at the parameters."""
+LOSSES_SEEN = 'print("losses", len(seen_losses), seen_losses)\nprint("history", len(hist), sum(hist))\n'
 OF_AVERAGE = """
 print("average", sum(p.detach().double().sum().item() for p in ema.parameters()))
 ema.eval()

@@ -277,7 +277,7 @@ class Static:
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
 
     def _begun(self, recording: Recording, args: Any, kwargs: Any) -> Any:
-        """The first replay of a step that has not been done: one that makes an optimizer's states is replayed once."""
+        """The first replay of a step that has not been done: one that makes states, or the first gradients, is replayed once."""
         bound = recording.bound
         assert bound is not None
         try:
@@ -290,7 +290,9 @@ class Static:
             raise RecordingError(
                 f"{recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
             )
-        if recording.makes_states:
+        # Later ones leave gradients, too, of parameters that other ranks have.
+        again, self._warm = recording.makes_states or (not self._warm and recording.leaves_gradients), True
+        if again:
             settle(recording, bound.roots)
             in_order(recording, bound.roots)
             emptied(recording.graph)  # the next call is recorded anew

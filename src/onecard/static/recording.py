@@ -84,8 +84,9 @@ class Recording(Step):
             ) from fault
         if result is not MISS:
             return result
+        names = [name for name, _ in self.arguments]
         why = (
-            self.bound.difference(leaves, [name for name, _ in self.arguments]) if tree == self.call else "another call"
+            (self.bound.seen_differs() or self.bound.difference(leaves, names)) if tree == self.call else "another call"
         )
         raise RecordingError(
             f"the recording of {self.name} does not fit: {why}. Record it anew, or use onecard.to_static"

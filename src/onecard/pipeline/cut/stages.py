@@ -28,7 +28,7 @@ from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
 from onecard.static.passes.additive import Verdict
-from onecard.static.passes.microbatches import Microbatches, Rows, asked
+from onecard.static.passes.microbatches import Microbatches, Rows, asked, check_mergeable
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
@@ -186,6 +186,7 @@ class Stages(Microbatches):
         everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
         beside = everyone if len(everyone) > len(ranks) else ()
         with all_or_none(recording.name, everyone or ranks):  # nothing here waits for another rank
+            check_mergeable(recording)  # a rank has those of its own stage alone
             starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, once, bool(beside))
         with all_or_none(recording.name, everyone or ranks):
             starts = starts if self.at else as_first(recording.graph, once, starts, beside)

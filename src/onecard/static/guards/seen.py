@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, Place, now_at, users
-from onecard.static.guards.numbers import Number
+from onecard.static.guards.numbers import Number, numbers_in
 from onecard.static.guards.places import STILL, named_parameters
 from onecard.static.guards.unchanged import copied, differs, is_plain, is_still, kept, shown
 
@@ -347,7 +347,12 @@ def _looked_at(read: Read, modules: set[int], inner: set[int]) -> bool:
         if holder is not owner.__dict__:  # parameters, buffers, modules
             return True
         return key in _OF_EVERY_MODULE or (isinstance(read.value, STILL) and not str(key).startswith("_"))
-    return id(holder) in inner and not is_plain(read.value) and read.value is not ABSENT
+    if id(holder) not in inner:
+        return False
+    if isinstance(key, Tensor):  # which states a parameter has
+        return True
+    followed = isinstance(read.value, tuple | list) and numbers_in(read.value)  # as betas of a group
+    return bool(followed or not is_plain(read.value)) and read.value is not ABSENT
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
 from onecard.comm.issue import again
+from onecard.rules.call import schema_of
 from onecard.static.passes.once import Once, cut, phase_of, words
 from onecard.static.step.memory import effects
 from onecard.tensor.dist_tensor import DistTensor
@@ -33,6 +35,11 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> list[s
         f"{words(n)} writes into the program between the forward and the backward pass, the same for each microbatch, {k} times "
         "a call: put it at the beginning of the step, or behind the optimizer's step"
         for n in once.repeated()
+    ]
+    said += [
+        f"{words(n)}, in a hook, is not linear in the gradient, and what it is given there is a microbatch's: change p.grad "
+        "behind backward() instead, where it is the batch's"
+        for n in _bent(graph, once)
     ]
     return list(dict.fromkeys(said))
 
@@ -59,6 +66,32 @@ def _divided(graph: fx.Graph, once: Once, counts: _Counts) -> Iterator[tuple[fx.
             by: Any = node.args[1]
             if by in once.own and not by.meta.get("tensor", ((0,),))[0] and counts.differ(by, lambda x: x):
                 yield node, "a value"
+
+
+def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
+    """What takes gradients of a microbatch in a way that autograd itself never does: hooks."""
+    passes, now = dict[fx.Node, int](), 0  # gradients, by the backward pass that they are of
+    for node in graph.nodes:
+        if node.target in _BEGINS and node.users and all(phase_of(user) == "backward" for user in node.users):
+            passes[node] = now = now + 1
+        given = [passes[n] for n in node.all_input_nodes if n in passes]
+        if phase_of(node) != "backward" or node in once.tail or not given or not isinstance(node.target, OpOverload):
+            continue
+        name = schema_of(node.target).functional
+        operands = [passes.get(n) for n in node.args if isinstance(n, fx.Node)]
+        if max(given) == now and (name in _BENT or (name in _PRODUCTS and operands.count(now) > 1)):
+            yield node
+        else:
+            passes[node] = max(given)  # those of an earlier pass are values to a later one
+
+
+_BEGINS = (aten.ones_like.default, aten.full.default, aten.full_like.default)
+_PRODUCTS = ("mul", "div", "mm", "bmm", "dot")
+_BENT = frozenset((
+    "abs", "amax", "amin", "ceil", "clamp", "clamp_max", "clamp_min", "exp", "floor", "hardtanh", "linalg_vector_norm", "log",
+    "max", "maximum", "min", "minimum", "norm", "pow", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "sort",
+    "sqrt", "std", "tanh", "topk", "trunc", "var",
+))  # fmt: skip
 
 
 class _Counts:

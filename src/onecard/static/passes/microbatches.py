@@ -126,7 +126,7 @@ class Microbatches:
                 for only where a result was put together.
             late: see ``merge.merged``. ``once``: what of the graph runs once, if the caller knows it.
         """
-        _check(recording)
+        check_mergeable(recording)
         once = once or Once(recording.graph, training=not self.sketched)
         told = doubts(recording.graph, self.k_steps, leaves, once)
         if self.avg is None and seen is not None:
@@ -219,7 +219,8 @@ def _is_cut(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def _check(recording: Step) -> None:
+def check_mergeable(recording: Step) -> None:
+    """Whether a step can run on microbatches: it makes its gradients, and asks for no value of its batch."""
     if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
         raise RecordingError(
             f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "

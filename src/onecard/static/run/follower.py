@@ -158,11 +158,14 @@ class Follower(recorded.Listener):
                 self._differs(Difference("other", target, entry))
                 return
         else:
-            for i, (value, expected) in enumerate(zip(args, entry.args, strict=False)):
+            was: Sequence[Any] = entry.args
+            if len(args) != len(was):
+                args, was = _as_long(target, args, was), _as_long(target, was, args)
+            for i, (value, expected) in enumerate(zip(args, was, strict=True)):
                 if value is not expected and not self._is(value, expected):
                     self._argument(entry, i, value, expected)
                     return
-            if len(args) != len(entry.args) or ((kwargs or entry.kwargs) and not self._options(entry, kwargs or {})):
+            if (kwargs or entry.kwargs) and not self._options(entry, kwargs or {}):
                 return
         if entry.named:
             self._names[result if isinstance(result, Key) else id(result)] = entry.number
@@ -297,6 +300,15 @@ class Follower(recorded.Listener):
         if self.found is None:
             found.line = record.user_line()
             self.found = found
+
+
+def _as_long(target: Any, args: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with the defaults of those that are given elsewhere: autograd gives some, another onlooker leaves them out."""
+    left_out = range(len(args), len(other))
+    if not isinstance(target, OpOverload):
+        return (*args, *(_ABSENT for _ in left_out))
+    schema = schema_of(target)
+    return (*args, *(schema.defaults.get(schema.arguments[i], _ABSENT) for i in left_out))
 
 
 class _Mode(DispatchMode):

@@ -138,6 +138,12 @@ class Step:
         made = any(effect.kind == "new state" for effect in self.effects)
         return made or any(known.new for known in self.elsewhere)  # also on a rank of a pipeline that has none of them
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether it leaves gradients where there were none, as the first step of a loop that begins with ``zero_grad()``."""
+        none = {where for where, there in self.gradients if not there}
+        return any(effect.kind == "gradient" and effect.where in none for effect in self.effects)
+
     def with_graph(self, graph: fx.Graph) -> Self:
         """The same step by another graph with the same inputs and outputs, bound to nothing."""
         return replace(self, graph=graph, bound=None, _run=None)

@@ -1,0 +1,157 @@
+"""Training loops as people write them, in recordings: recorded once, without a word, and the same numbers; or told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.errors import RecordingError
+from onecard.testing import run_ranks
+
+CALLS, CLASSES = 6, 3
+PIPELINE = oc.Plan(pp=2, microbatches=2)
+
+
+class Lion(torch.optim.Optimizer):
+    """As optimizers are that people write: states made at the first step, two numbers in a tuple."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                update = state["m"].mul(group["betas"][0]).add(p.grad, alpha=1 - group["betas"][0])
+                p.add_(update.mul(20).tanh(), alpha=-group["lr"])
+                state["m"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
+
+
+def loop(
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    optimizer: Any = torch.optim.SGD,
+    zero: str = "after",
+    hook: Any = None,
+    after: Any = None,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step of a small net."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    made = optimizer(net.parameters(), lr=0.1)
+    for p in net.parameters():
+        if hook is not None:
+            p.register_hook(hook)
+        if after is not None:
+            p.register_post_accumulate_grad_hook(after)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if zero == "before":
+            made.zero_grad()
+        found = loss(net(x), y)
+        found.backward()
+        made.step()
+        if zero == "after":
+            made.zero_grad()
+        elif zero == "kept":
+            made.zero_grad(set_to_none=False)
+        return found.detach()
+
+    return step
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 4), torch.randint(CLASSES, (8,))
+
+
+def losses(step: Any) -> list[float]:
+    return [step(*batch()).item() for _ in range(CALLS)]
+
+
+def one_hot(o: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(o, F.one_hot(y, num_classes=CLASSES).float())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    "of",
+    [{"optimizer": Lion}, {"loss": one_hot}, {"loss": F.multi_margin_loss}, {"zero": "before"}],
+    ids=["lion", "one_hot", "margin", "zero"],
+)
+def test_one_recording_and_no_word(of, k):
+    """Warnings are errors here: of a step that is recorded anew, and of one that is not what was recorded."""
+    step = oc.to_static(loop(**of), k_steps=k)
+    assert losses(step) == pytest.approx(losses(loop(**of)), rel=1e-5)
+    assert len(step.recordings) == 1
+
+
+def cut(of: dict[str, Any]) -> tuple[list[float], int]:
+    step = oc.to_static(loop(**of), plan=PIPELINE)
+    return losses(step), len(step.recordings)
+
+
+@pytest.mark.parametrize(
+    "of", [{"optimizer": Lion}, {"loss": one_hot}, {"zero": "before"}], ids=["Lion", "one_hot", "zero"]
+)
+def test_in_a_pipeline(of):
+    for found, recordings in run_ranks(cut, 2, of):
+        assert found == pytest.approx(losses(loop(**of)), rel=1e-5)
+        assert recordings == 1
+
+
+def zeros_kept() -> str:
+    step = oc.to_static(loop(zero="kept"), plan=PIPELINE)
+    with pytest.raises(RecordingError) as refused:
+        losses(step)
+    return str(refused.value)
+
+
+def test_gradients_that_stay_between_steps_of_a_pipeline_are_refused():
+    """By each rank that has some; the others stop with it."""
+    words = run_ranks(zeros_kept, 2)
+    assert any("not with set_to_none=False" in said for said in words), words
+    assert all("set_to_none" in said or "could not record this step" in said for said in words), words
+
+
+def test_a_class_that_is_too_large_is_refused_as_by_torch():
+    step, (x, y) = oc.to_static(loop(one_hot)), batch()
+    losses(step)
+    with pytest.raises(RuntimeError, match=r"out of bounds|must be smaller"):
+        step(x, y + CLASSES)
+
+
+def clamped(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("of", "operator"),
+    [
+        ({"hook": lambda g: g.clamp(-0.01, 0.01)}, "clamp"),
+        ({"hook": lambda g: g / (g.norm() + 1)}, "linalg_vector_norm"),
+        ({"hook": lambda g: g * g}, "mul"),
+        ({"after": clamped}, "clamp_"),
+    ],
+)
+def test_hooks_that_bend_a_microbatchs_gradient_are_told(of, operator):
+    step = oc.to_static(loop(**of), k_steps=2)
+    with pytest.warns(UserWarning, match=f"k_steps=2: {operator} at .*, in a hook, is not linear in the gradient"):
+        found = losses(step)
+    assert found != pytest.approx(losses(loop(**of)), rel=1e-5)
+
+
+def test_hooks_that_are_linear_are_one_cards():
+    of = {"hook": lambda g: g * 0.5}
+    assert losses(oc.to_static(loop(**of), k_steps=2)) == pytest.approx(losses(loop(**of)), rel=1e-5)
