@@ -31,7 +31,11 @@ def _marked(folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         model = shard_inputs(oc.shard_layer(nn.Linear(4, 2), mesh), mesh, "dp")
         out = model(input=torch.arange(32.0).view(8, 4))
-        found |= {"cut": str(out.placements), "sum": out.sum().item(), "json": json.dumps({"loss": out.sum().detach()})}
+        found |= {
+            "cut": str(out.placements),
+            "sum": out.sum().item(),
+            "json": json.dumps({"loss": out.sum().detach().item()}),
+        }
         os.makedirs("mine")
         torch.save(model.state_dict(), "mine/model.pt")
         oc.checkpoint.save(model.state_dict(), "parts")

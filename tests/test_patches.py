@@ -13,7 +13,7 @@ from torch import nn
 import onecard as oc
 from onecard._torch import patches
 
-# Functions, methods, properties and lists of hooks in all of torch, before and after.
+# Functions, methods, properties and lists of hooks in all of torch and json, before and after.
 PROGRAM = """
 import importlib, sys, warnings
 warnings.simplefilter("ignore")
@@ -26,7 +26,7 @@ from torch import nn
 def state():
     found = {}
     for name, module in [*sys.modules.items()]:
-        if module is None or name.split(".")[0] != "torch":
+        if module is None or name.split(".")[0] not in ("torch", "json"):
             continue
         for key, value in [*vars(module).items()]:
             if isinstance(value, type) and value.__module__ == name:
@@ -85,7 +85,8 @@ def said() -> dict[str, set[str]]:
 
 
 ALIASES = {"torch.nn.modules.module.Module": "torch.nn.Module", "torch.nn.parameter.Parameter": "torch.nn.Parameter",
-           "torch.amp.grad_scaler.GradScaler": "torch.amp.GradScaler", "torch._tensor.Tensor": "torch.Tensor"}  # fmt: skip
+           "torch.amp.grad_scaler.GradScaler": "torch.amp.GradScaler", "torch._tensor.Tensor": "torch.Tensor",
+           "json.encoder.JSONEncoder": "json.JSONEncoder"}  # fmt: skip
 # torch's own doing: lists of foreach types under a second name.
 OTHER_NAMES = {"_optim_foreach_supported_types", "_util_foreach_supported_types"}
 

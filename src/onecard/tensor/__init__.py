@@ -3,6 +3,7 @@
 # These fill the table of operators that are not decided by a row.
 from onecard.tensor import become as _become  # noqa: F401 - what `plain.data = distributed` does
 from onecard.tensor import dcp as _dcp  # noqa: F401 - what torch.distributed.checkpoint asks of a tensor
+from onecard.tensor import encoded as _encoded  # noqa: F401 - what JSON encoders make of one
 from onecard.tensor.aliasing import setitem as _setitem  # noqa: F401
 from onecard.tensor.convert import from_dtensor, from_local, reshard, shard_tensor, to_dtensor, unshard
 from onecard.tensor.deferred.init import deferred_init

@@ -1,0 +1,37 @@
+"""What JSON encoders make of a distributed tensor: what they make of a plain one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from onecard._torch import patches
+from onecard.tensor.convert import unshard
+from onecard.tensor.dist_tensor import DistTensor
+
+_REFUSED = (
+    "Object of type DistTensor is not JSON serializable, as a plain tensor is not. "
+    "Write loss.item() for a number, x.tolist() for all values: on every rank"
+)
+
+
+def _given_plain(known: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """json's encoder refuses tensors. One that extends it and knows plain tensors by their type's name (wandb's) is given one."""
+
+    def default(self: Any, o: Any) -> Any:
+        if not isinstance(o, DistTensor):
+            return known(self, o)
+        if type(self).default is json.JSONEncoder.default:
+            raise TypeError(_REFUSED)
+        try:
+            return self.default(unshard(o))
+        except TypeError as fault:
+            raise TypeError(_REFUSED) from fault
+
+    return default
+
+
+@patches.with_first_tensor
+def _install() -> None:
+    patches.replace("json.JSONEncoder.default", json.JSONEncoder, "default", _given_plain)
