@@ -33,13 +33,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("torchmetrics_values", "torchmetrics", NET),
     ("dashboards", "tensorboard", NET),
     ("wandb_offline", "wandb", {"zero 1": NET["zero 1"]}),
+    ("timm_script", "timm torchvision", ZERO),
 ]
 
 
 def needed(libraries: str) -> None:
     for library in libraries.split():
         if importlib.util.find_spec(library) is None:
-            pytest.skip(f"{library} is not installed: pip install 'onecard[test]'")
+            pytest.skip(f"{library} is not installed: pip install 'onecard[test]' brings all but timm and wandb")
 
 
 def written(folder: Path) -> set[str]:
@@ -91,14 +92,23 @@ def test_as_on_one_card(name, libraries, plans, tmp_path, monkeypatch):
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "trainers.md"
 
 
-def test_the_pages_trainer_without_its_two_lines_under_auto(tmp_path):
+@pytest.mark.parametrize(
+    ("title", "libraries"),
+    [
+        ("transformers' `Trainer`", "transformers accelerate"),
+        ("Lightning", "lightning"),
+        ("accelerate", "accelerate"),
+    ],
+)
+def test_a_program_of_the_page_without_its_two_lines_under_auto(tmp_path, title, libraries):
     """What `onecard run --auto` makes of a program for one card that leaves its loop to a trainer."""
-    needed("transformers accelerate")
-    section = PAGE.read_text().partition("## transformers' `Trainer`\n")[2]
+    needed(libraries)
+    section = PAGE.read_text().partition(f"## {title}\n")[2]
     block = section.partition("```diff")[2].partition("\n")[2].partition("```")[0]
     text = "\n".join(line[2:] for line in block.splitlines() if not line.startswith("+"))
     assert "onecard" not in text
-    one, other = folders(tmp_path, text, "one", "several")
+    quiet = "import warnings\nwarnings.simplefilter('ignore')  # of the libraries\n"
+    one, other = folders(tmp_path, quiet + text, "one", "several")
     wanted = ran(one, sys.executable, "program.py").splitlines()
     found = several(other, {"dp": 2, "zero": 1}).splitlines()
     assert len(wanted) == len(found) > 1

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -373,7 +375,7 @@ def lightning_fabric() -> dict[str, Any]:
     return {"first": run(2, False), "second": run(3, True)}
 
 
-# -- peft, torchmetrics, dashboards, timm ----------------------------------------------------------------------------------
+# -- peft, torchmetrics, dashboards ----------------------------------------------------------------------------------------
 
 
 @quiet
@@ -478,3 +480,91 @@ def wandb_offline() -> dict[str, Any]:
             seen.append(loss.item())
         run.summary["last"] = loss
     return {"seen": seen}
+
+
+# -- timm ------------------------------------------------------------------------------------------------------------------
+
+
+def _timm() -> None:
+    """Makes timm importable beside a torchvision whose operators, which nobody calls here, are built for another torch."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class Pictures(Dataset[Any]):
+    """Squares of noise, brighter by their class."""
+
+    def __init__(self, count: int) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.labels = torch.randint(3, (count,), generator=draw).tolist()
+        self.pictures = [torch.randn(3, 16, 16, generator=draw) + label for label in self.labels]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.pictures[i], self.labels[i]
+
+
+@quiet
+def timm_script() -> dict[str, Any]:
+    """What timm's training script is made of: its models, mixup, losses, optimizers, schedules, clipping, averages, saver."""
+    _timm()
+    from timm import create_model
+    from timm.data import Mixup
+    from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from timm.utils import AverageMeter, CheckpointSaver, ModelEmaV3, accuracy, dispatch_clip_grad
+
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    found: dict[str, Any] = {}
+    for name, mixed, clipped, given in (
+        ("vit_tiny_patch16_224", True, "norm", sizes), ("resnet10t", False, "agc", {}),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = create_model(name, num_classes=3, **given)
+        optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-3, weight_decay=0.05, eps=1e-3)
+        ema = ModelEmaV3(model, decay=0.9)
+        schedule, epochs = create_scheduler_v2(optimizer, sched="cosine", num_epochs=2, warmup_epochs=1, warmup_lr=1e-3)
+        mixup = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3) if mixed else None
+        train_loss = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(0.1)
+        os.makedirs(name, exist_ok=True)
+        saver = CheckpointSaver(model, optimizer, model_ema=ema, checkpoint_dir=name, recovery_dir=name, max_history=1)
+        losses, seen = AverageMeter(), []
+        for epoch in range(min(epochs, 2)):
+            model.train()
+            for step, (x, y) in enumerate(DataLoader(Pictures(24), 8)):
+                if mixup is not None:
+                    x, y = mixup(x, y)
+                loss = train_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                dispatch_clip_grad(model.parameters(), value=0.5, mode=clipped)
+                optimizer.step()
+                ema.update(model, step=step)
+                losses.update(loss.item(), x.size(0))
+                seen.append(loss.item())
+            model.eval()
+            with torch.no_grad():
+                for x, y in DataLoader(Pictures(11), 4):
+                    seen += [float(value) for value in accuracy(ema.module(x), y, topk=(1, 2))]
+            schedule.step(epoch + 1, losses.avg)
+            best, _ = saver.save_checkpoint(epoch, metric=seen[-1])
+        again = create_model(name, num_classes=3, **given)
+        again.load_state_dict(torch.load(f"{name}/model_best.pth.tar", weights_only=False)["state_dict"])
+        found[name] = {
+            "seen": seen,
+            "average": losses.avg,
+            "model": total(model),
+            "ema": total(ema.module),
+            "best": best,
+        }
+        found[name]["saved"] = total(again)
+    return found
