@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -28,6 +29,9 @@ from onecard.planning.program import Program
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Plans
 
+LONG = 5.0
+"""Seconds after which it is said that a plan is looked for: a step of many operators takes a minute."""
+
 
 def find(target: Target, ranks: int, machine: str, memory: float) -> Job:
     """The best plan of a program on so many ranks; data parallelism where it cannot be rehearsed.
@@ -41,9 +45,14 @@ def find(target: Target, ranks: int, machine: str, memory: float) -> Job:
     with TemporaryDirectory(prefix="onecard-plan-") as folder:
         into = Path(folder) / "job.json"
         words = [target.name, str(ranks), machine, str(memory), str(into), *target.arguments]
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, *words], check=False, env={**os.environ, "PYTHONHASHSEED": "0"}
-        )
+        command = [sys.executable, "-m", __name__, *words]
+        looks = threading.Timer(LONG, say, (f"looking for the best way to divide {target.name}, without running it",))
+        looks.daemon = True
+        looks.start()
+        try:
+            done = subprocess.run(command, check=False, env={**os.environ, "PYTHONHASHSEED": "0"})
+        finally:
+            looks.cancel()
         if done.returncode or not into.exists():
             raise PlanError(f"{target.name}: no plan was found; --auto plan.json takes one")
         return Job.from_json(into.read_text(encoding="utf-8"))

@@ -53,9 +53,12 @@ class Problem:
             for v in variables:
                 by[v].add(number)
         gone: list[tuple[int, tuple[int, ...], Table]] = []
-        base, left = 0.0, set(by)
-        while left:
-            v = min(left, key=lambda v: (self._after(v, by, terms), v))
+        base = 0.0
+        after = {
+            v: self._after(v, by, terms) for v in by
+        }  # kept, as only what is around a variable that goes is left otherwise
+        while after:
+            v = min(after, key=lambda v: (after[v], v))
             around = self._around(v, by, terms)
             if float(np.prod([self.sizes[u] for u in (v, *around)], dtype=np.float64)) > LARGEST:
                 return None
@@ -74,7 +77,8 @@ class Problem:
                     by[u].add(new)
             else:
                 base += float(least)
-            left.discard(v)
+            del after[v]
+            after.update((u, self._after(u, by, terms)) for u in around)
         chosen = [0] * len(self.sizes)
         for v, around, table in reversed(gone):
             chosen[v] = int(table[tuple(chosen[u] for u in around)].argmin())
