@@ -21,12 +21,26 @@ def test_planted_faults_are_found_and_named():
     outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
     missed = [fault.name for fault, outcome in counted if not outcome.found]
-    # Of faults in the library's source ("*") the very first wrong value is asked for: benchmarks/README.md has how often.
-    asked = [(fault, outcome) for fault, outcome in counted if fault.named != "*"]
+    # A few faults in the library's source ("*") are named one operator late: a few cases may be just these.
+    asked = [(fault, outcome) for fault, outcome in counted if PROOF or fault.named != "*"]
     unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in asked if not outcome.named]
     assert len(missed) <= 0.01 * len(counted), missed
     assert len(unnamed) <= 0.05 * len(asked), unnamed
     assert len(counted) >= (150 if PROOF else 8)
+
+
+@pytest.mark.parametrize(("fault", "operator", "wrong"), [
+    ("ZeRO 2: a mean for a sum", "div", "the gradient of 2.bias in step 1"),
+    ("ZeRO 1: one rank gets nothing", "mul", "0.weight"),
+])  # fmt: skip
+def test_what_is_wrong_behind_a_bucket_is_named_with_its_parameter(fault, operator, wrong):
+    (found,) = [f for f in ALL if f.name == fault]
+    with found.plant():
+        proof = oc.prove(found.program, world=2, rounding=False)
+    first = proof.first
+    assert (first.operator, first.leads_to) == (operator, wrong) and first.inside, str(proof)
+    assert first.ranks == ((1,) if "rank" in fault else (0, 1)) and "inside onecard at" in str(proof)
+    assert proof.data()["first"]["leads_to"] == wrong
 
 
 @pytest.mark.parametrize("bug", share([*faults.programs.BUGS], 4))

@@ -101,6 +101,20 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
+def source_of(x: Any) -> Any:
+    """For who looks on: what has made a tensor, ahead of a message that brings it to other ranks."""
+    return None if watcher is None else watcher.source_of(x)
+
+
+def laid(part: Any, spec: Any, source: Any = None) -> None:
+    """Says to who looks on that a plain tensor is a rank's part under a spec, of the value that a tensor was (``source_of``).
+
+    So what comes of a message is compared where it arrives, also as a stretch of a bucket.
+    """
+    if watcher is not None:
+        watcher.laid(part, spec, source)
+
+
 def values_of(x: Any) -> list[Any]:
     """The elements of a tensor that decide what is computed; a step that needs them cannot be recorded."""
     if recorder is not None:

@@ -31,7 +31,7 @@ from onecard.comm.base import record
 from onecard.comm.joined.hub import Hub
 from onecard.errors import ProofError
 from onecard.proof.running import Case
-from onecard.proof.watch import Entry
+from onecard.proof.seen import Entry
 from onecard.proof.whole import apart
 from onecard.rules import Form
 from onecard.rules.registry import Row, rows

@@ -22,8 +22,8 @@ from onecard.proof.replayed import Recorded
 from onecard.proof.report import Proof, first_divergence
 from onecard.proof.results import compare
 from onecard.proof.running import Case, Program
+from onecard.proof.seen import Watched
 from onecard.proof.small import said_of, smaller
-from onecard.proof.watch import Watched
 from onecard.static.step.step import Step
 
 EXACT = 1e-7

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onecard.comm.joined.hub import Told
-from onecard.proof.watch import Entry, Value, Watched
+from onecard.proof.seen import Entry, Value, Watched
 from onecard.proof.whole import Whole, whole
 
 
@@ -26,6 +26,7 @@ class Node:
         others: partners of further ranks, whose operator of the same kind stands for another one: stages of a pipeline.
         how: in which way it is, where ranks do not say it: "whole", "part", "sum", "mean", ...; among: whose sum.
         times: so many times the part of its partner's, as gradients are of a mean over a rank's own rows; 0: it is not.
+        moved: what it is where it came from, if it only came from other ranks, as the library says.
         off: how far it is from its partner, relatively; wrong: whose part is wrong.
     """
 
@@ -39,6 +40,7 @@ class Node:
     local: dict[int, Tensor]
     message: bool = False
     inputs: list[Node] = field(default_factory=list)
+    moved: Node | None = None
     whole: Whole | None = None
     partner: Node | None = None
     others: tuple[Node, ...] = ()
@@ -133,6 +135,8 @@ def _link(ranks: Sequence[Watched], made: Sequence[Node], places: Places) -> Non
             if (rank, *source) in places
         ]
         node.inputs = [x for x in dict.fromkeys(sources) if x is not node]
+        came = [(r, *e.moved[node.position]) for r, e in node.entries.items() if node.position in e.moved]
+        node.moved = next((places[source] for source in came if source in places), None)
         if node.message and node.name not in ("send", "recv"):
             for each in {entry.message for entry in node.entries.values() if entry.message is not None}:
                 given[each.kind, each.ranks, each.number] += node.inputs

@@ -14,7 +14,7 @@ from onecard.proof.begun import Begun
 from onecard.proof.report import Result
 from onecard.proof.results import compare
 from onecard.proof.running import Case
-from onecard.proof.watch import Watched
+from onecard.proof.seen import Watched
 
 ULP = torch.finfo(torch.float64).eps
 TIMES = 10.0  # that the ranks may be off, of what an ulp moves: they round in more places

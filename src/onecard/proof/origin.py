@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from onecard.proof.found import Found
+from onecard.proof.holding import MOVES, is_part
 from onecard.proof.nodes import Node
-from onecard.proof.partners import Found, is_part
 
 SUMMANDS = ("sum", "mean", "max", "min", "norm")
 
@@ -33,7 +34,7 @@ def origin(found: Found, ends: Sequence[tuple[int, int, int]], bound: float) -> 
         served = [node for node in found.divergent if node.messages and not node.message and not ways.right(node)]
         known = [node for node in nodes if node.equal is False or id(node) in among or ways.reads_right(node)]
         if known:
-            return ways.message_before(ways.first([*known, *served]))
+            return ways.before(ways.first([*known, *served]))
     return ways.first(found.divergent or nodes)
 
 
@@ -76,12 +77,17 @@ class _Ways:
         ]
         return min(alone or nodes, key=lambda node: node.order, default=None)
 
-    def message_before(self, node: Node | None) -> Node | None:
-        """The first message on the way to a wrong value that nobody knows, and of which nothing right is made; else the value."""
+    def before(self, node: Node | None) -> Node | None:
+        """What has most likely made a wrong value of operands that are not right, if nobody knows what these stand for.
+
+        The first message of which nothing right is made; else what has changed a value that ranks were brought; else the value.
+        """
         if node is None or self.reads_right(node):
             return node
-        told = [x for x in self.backwards([node]) if x.message and x.equal is not False]
-        return self.first(told) if told else node
+        ways = [x for x in self.backwards([node]) if x.equal is not False and x is not node]
+        told = [x for x in ways if x.message]
+        made = [x for x in ways if x.name not in MOVES and any(y.moved and self.right(y) for y in read(x))]
+        return self.first(told or made) or node
 
     def _strays(self, node: Node) -> bool:
         """Whether a message has brought a value of one card, and not the one that ranks gave."""
@@ -155,6 +161,19 @@ def read(node: Node) -> list[Node]:
     return node.inputs[-1:] if node.name == "copy" else node.inputs
 
 
+def comes_of(node: Node, source: Node) -> bool:
+    """Whether a value comes of another one, or is it."""
+    seen, waiting = {id(node)}, [node]
+    while waiting:
+        x = waiting.pop()
+        if x is source:
+            return True
+        new = [y for y in read(x) if id(y) not in seen and y.order <= x.order]
+        seen |= {id(y) for y in new}
+        waiting += new
+    return False
+
+
 def _of_which_right_comes(nodes: Sequence[Node], wrong: set[int]) -> set[int]:
     """Values that are like nothing, or unlike what is in their place on one card, and of which right ones are made.
 
@@ -216,4 +235,4 @@ def _shows(node: Node) -> bool:
     return x.unique().numel() > 1 if x.numel() > 1 else float(x) not in (0.0, 1.0)
 
 
-__all__ = ["origin"]
+__all__ = ["comes_of", "origin"]

@@ -57,6 +57,7 @@ def _first(first: Any, passes: str) -> str:
     if first is not None:
         facts = [
             ("operator", first.operator), ("phase", first.phase), ("module", first.module), ("line", with_code(first.line)),
+            ("inside onecard", with_code(first.inside) if first.inside else ""), ("leads to", first.leads_to),
             ("value", f"{list(first.shape)} {first.layout}"), ("wrong on", ranks_of(first.ranks)),
             ("worst element", f"{list(first.place)}: {first.value:.9g}, one card {first.right:.9g}" if first.beside[0] else ""),
             ("around it", f"ranks {first.beside[0]}, one card {first.beside[1]}" if first.beside[0] else ""),

@@ -14,20 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.proof.alike import Alike, block_in
+from onecard.proof.alike import Alike
 from onecard.proof.explain import explained
 from onecard.proof.found import Found, equal
+from onecard.proof.holding import Holding, is_part, wrong_ranks
 from onecard.proof.nodes import Node, nodes_of
-from onecard.proof.watch import Watched
-from onecard.proof.whole import Whole, apart, scale_of
-
-_JOINED = {
-    "sum": lambda x: x.sum(0),
-    "mean": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "norm": lambda x: x.norm(dim=0),
-}
+from onecard.proof.seen import Watched
+from onecard.proof.whole import Whole
 
 
 def partners(ranks: Sequence[Watched], one: Watched, bound: float) -> Found:
@@ -49,6 +42,7 @@ class _Search:
 
     def __init__(self, found: Found, values: Alike[Node], bound: float) -> None:
         self.found, self.values, self.bound = found, values, bound
+        self.holding = Holding(found.groups, bound)
         self.near = 0
         self.held: set[int] = set()
         self._users: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
@@ -64,7 +58,7 @@ class _Search:
         taken = {id(node.partner) for node in self.found.nodes if node.partner is not None}
         for table, members in zip(kinds, (self.found.nodes, self.found.one), strict=True):
             for node in members:
-                if node.partner is None and id(node) not in taken and not node.message:
+                if node.partner is None and id(node) not in taken and not node.message and node.moved is None:
                     shape = tuple(node.value.shape) if node.whole is not None or table is kinds[1] else None
                     table[(*(getattr(node, part) for part in parts), node.position, shape)].append(node)
         by_key: defaultdict[tuple[Any, ...], list[Node]] = defaultdict(list)
@@ -82,55 +76,14 @@ class _Search:
         rest: list[Node] = []
         for node, partner in zip(mine, theirs, strict=True):
             node.partner, node.sure = partner, sure
-            if not self.fits(node, partner):
+            if not self.holding.fits(node, partner):
                 left.append(node)
                 rest.append(partner)
         for node in left if len(left) > 1 else ():  # ranks may take microbatches in another order
-            other = next((x for x in rest if self.fits(node, x)), None)
+            other = next((x for x in rest if self.holding.fits(node, x)), None)
             if other is not None:
                 node.partner = other
                 rest.remove(other)
-
-    # -- whether they are equal ------------------------------------------------------------------------------------------
-
-    def fits(self, node: Node, partner: Node) -> bool:
-        """Whether a node is the value of another one; if so, it is noted in which way."""
-        if node.whole is not None:
-            held = node.whole
-            like = None if held.value is None or held.odd else _in_shape_of(held.value, partner.value)
-            if like is None:
-                return False
-            node.off = apart(*like)
-            node.equal = True if node.off <= self.bound else None
-            return node.equal is True
-        how = self._way(node, partner.value)
-        if how is not None:
-            node.equal, (node.how, node.among) = True, how
-        return how is not None
-
-    def _way(self, node: Node, value: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        """In which way plain tensors of the ranks are a value."""
-        same = all(x.numel() == value.numel() for x in node.local.values())
-        if same and all(apart(x, value.reshape(x.shape)) <= self.bound for x in node.local.values()):
-            return "whole", ()
-        if all(is_part(x, value, self.bound) for x in node.local.values()):
-            return "part", ()
-        for how, ranks, joined in self._joined(node):
-            if is_part(joined, value, self.bound):
-                return how, ranks
-        return None
-
-    def _joined(self, node: Node) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-        """What the ranks' tensors are together."""
-        for ranks in self.found.groups:
-            if any(rank not in node.local for rank in ranks) or len({node.local[rank].shape for rank in ranks}) != 1:
-                continue
-            first = node.local[ranks[0]]
-            if not first.is_floating_point() and not first.is_complex():
-                continue
-            stacked = torch.stack([node.local[rank] for rank in ranks])
-            for how in _ways(node, first):
-                yield how, ranks, _JOINED[how](stacked)
 
     # -- all of them -----------------------------------------------------------------------------------------------------
 
@@ -149,13 +102,16 @@ class _Search:
                 self.near = node.partner.order
 
     def _judge(self, node: Node, taken: set[int]) -> None:
+        if node.moved is not None:
+            self._moved(node, node.moved)
+            return
         if node.whole is not None and node.whole.odd:
             self._odd(node, node.whole)
             return
         if node.whole is not None and node.whole.value is None:
             return
         stands_for = [x for x in self._by_inputs(node) if not node.sure or id(x) not in taken]
-        other = next((x for x in stands_for if self.fits(node, x)), None) or self._by_value(node, taken)
+        other = next((x for x in stands_for if self.holding.fits(node, x)), None) or self._by_value(node, taken)
         if other is not None:
             node.partner = other
         elif self._in_groups(node) or self._in_order(node):
@@ -164,6 +120,16 @@ class _Search:
             self._differs(node, node.partner)
         elif len(stands_for) == 1 or (stands_for and node.message):
             self._perhaps(node, stands_for)
+
+    def _moved(self, node: Node, before: Node) -> None:
+        """Hold what came from other ranks against what it was there, where that was right."""
+        if not before.equal or before.partner is None:
+            return
+        node.partner, node.sure = before.partner, True
+        if node.whole is not None and node.whole.odd:
+            self._odd(node, node.whole)
+        elif not self.holding.fits(node, before.partner):
+            self._differs(node, before.partner)
 
     def _in_groups(self, node: Node) -> bool:
         """Whether groups of ranks, such as stages, stand for values of their own that no other value stands for.
@@ -177,7 +143,7 @@ class _Search:
             for ranks in groups:
                 mine = replace(node, local={rank: node.local[rank] for rank in ranks})
                 free = (x for x in self._alike(mine) if id(x) not in self.held and all(x is not y for y in chosen))
-                chosen += [x for x in free if self._same_kind(node, x) and self.fits(mine, x)][:1]
+                chosen += [x for x in free if self._same_kind(node, x) and self.holding.fits(mine, x)][:1]
             if chosen and len(chosen) == len(groups):
                 node.equal, node.how, node.among = True, "whole", ()
                 node.partner, node.others = chosen[0], tuple(chosen[1:])
@@ -276,10 +242,10 @@ class _Search:
         if node.whole is not None:
             other = self.values.like(node.value, self.near, node.name)
             free = other is not None and (node.partner is None or id(other) not in taken)
-            return other if other is not None and free and self.fits(node, other) else None
+            return other if other is not None and free and self.holding.fits(node, other) else None
         seen = taken if node.sure else set[int]()  # a value of the same line that another one stands for is an old one
         for other in self._alike(node):
-            if id(other) not in seen and self.fits(node, other):
+            if id(other) not in seen and self.holding.fits(node, other):
                 return other
         return None
 
@@ -287,60 +253,11 @@ class _Search:
         """One card's values that a rank's tensor is like, or the ranks' together."""
         name = "" if node.message else node.name
         first = next(iter(node.local.values()))
-        candidates: Iterable[Tensor] = (first, *(joined for _, _, joined in self._joined(node)))
+        candidates: Iterable[Tensor] = (first, *(joined for _, _, joined in self.holding.joined(node)))
         for x in candidates:
             yield from self.values.all_like(x, self.near, name)
             if (other := self.values.with_block(x, self.near, name)) is not None:
                 yield other
 
 
-_NORMS: tuple[str, ...] = ("norm", "linalg_vector_norm", "_foreach_norm")
-_MOVES = ("clone", "copy", "stack", "cat", "_to_copy")
-
-
-def _ways(node: Node, part: Tensor) -> Sequence[str]:
-    """In which ways ranks may have a value together."""
-    if part.is_complex() or not part.numel():
-        return ("sum", "mean")
-    if node.name in _NORMS:
-        return ("norm",)
-    if any(word in node.name for word in ("max", "min")):
-        return ("max", "min")
-    return ("sum", "mean", "max", "min") if node.message or node.name in _MOVES else ("sum", "mean")
-
-
-def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
-    """The ranks whose part is not the right one; of a pending value all of them."""
-    if held.value is None or held.value.shape != right.shape or held.layout.pending:
-        return tuple(held.layout.mesh.process_ids)
-    scale = scale_of(right)
-    mesh = held.layout.mesh
-
-    def off(rank: int) -> float:
-        want = held.layout.local_part(right, mesh.coordinate(rank))
-        return apart(held.local[rank], want) * scale_of(held.local[rank], want)
-
-    return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
-
-
-def _in_shape_of(held: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A whole tensor and one card's in one shape, where they are the same numbers in order, or one of them is expanded."""
-    if held.numel() == value.numel():
-        return held, value.reshape(held.shape)
-    try:
-        a, b = torch.broadcast_tensors(held, value)
-    except RuntimeError:
-        return None
-    return (a, b) if a.shape in (held.shape, value.shape) else None
-
-
-def is_part(part: Tensor, value: Tensor, bound: float) -> bool:
-    """Whether a rank's tensor is the value, or a block of it."""
-    if part.dim() != value.dim():  # a dim of size one more or less
-        part, value = part.squeeze(), value.squeeze()
-    if part.shape == value.shape and apart(part, value) <= bound:
-        return True
-    return part.dim() == value.dim() and part.shape != value.shape and block_in(part, value, bound) is not None
-
-
-__all__ = ["Found", "Node", "is_part", "partners", "wrong_ranks"]
+__all__ = ["Found", "Node", "partners"]

@@ -15,7 +15,7 @@ from onecard.comm.joined.hub import Told
 from onecard.comm.world import world
 from onecard.proof.running import Case, failed, play, room, watch_of
 from onecard.proof.script import Script, instead
-from onecard.proof.watch import Watched
+from onecard.proof.seen import Watched
 from onecard.testing import _job, _run
 from onecard.testing._report import RankError, RankTimeout
 

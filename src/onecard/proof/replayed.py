@@ -20,7 +20,8 @@ from onecard.comm.joined.worlds import together
 from onecard.errors import ProofError
 from onecard.proof.given import Values, of_rank
 from onecard.proof.running import failed
-from onecard.proof.watch import Entry, Held, Value, Watch, Watched
+from onecard.proof.seen import Entry, Held, Value, Watched
+from onecard.proof.watch import Watch
 from onecard.proof.wide import SCALING, copied, float64, scaled, widened
 from onecard.rules.call import schema_of
 from onecard.static.code.compiled import below, compiled

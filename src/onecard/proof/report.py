@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from onecard.proof import page
 from onecard.proof.explain import explained, near, worst
+from onecard.proof.holding import wrong_ranks
 from onecard.proof.nodes import Node
-from onecard.proof.origin import origin
+from onecard.proof.origin import comes_of, origin
 from onecard.proof.partners import Found
 from onecard.proof.results import Result
-from onecard.proof.watch import Watched
+from onecard.proof.seen import Watched
 from onecard.proof.whole import apart
 from onecard.proof.words import ranks_of, with_code
 
@@ -34,6 +35,7 @@ class Divergence:
         messages: that came before it on the first wrong rank.
         why: what would explain it; "" where nothing known does.
         before: how many values before it are equal.
+        inside: the library's own line, where it runs the operator; leads_to: the first wrong result that comes of it.
     """
 
     operator: str
@@ -50,18 +52,22 @@ class Divergence:
     messages: tuple[str, ...]
     why: str
     before: int
+    inside: str = ""
+    leads_to: str = ""
 
     def __str__(self) -> str:
         module = f", module {self.module!r}" if self.module else ""
         lines = [
             f"First value that is not one card's: {self.operator} in {self.phase}{module}",
-            f"  at {with_code(self.line)}",
+            f"  at {with_code(self.line)}" + (f", inside onecard at {with_code(self.inside)}" if self.inside else ""),
             f"  {list(self.shape)} {self.layout}; wrong on {ranks_of(self.ranks)}; {self.before} values before it are equal",
         ]
         if self.beside[0]:
             lines.append(f"  worst at {list(self.place)}: {self.value:.9g}, on one card {self.right:.9g}")
             lines.append(f"    ranks {self.beside[0]}  one card {self.beside[1]}")
         lines += [f"  message before it: {said}" for said in self.messages]
+        if self.leads_to:
+            lines.append(f"  leads to {self.leads_to}")
         if self.why:
             lines.append(f"  what explains it: {self.why}")
         return "\n".join(lines)
@@ -209,7 +215,7 @@ def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence
     before = sum(other.equal is True for other in found.nodes if other.order < node.order)
     return Divergence(
         node.name, node.phase, node.module, node.line, layout, shape, node.wrong, place, value, other, beside,
-        _messages(node, ranks), why, before,
+        _messages(node, ranks), why, before, next(iter(node.entries.values())).inside,
     )  # fmt: skip
 
 
@@ -281,7 +287,25 @@ def first_divergence(
 ) -> Divergence | None:
     """Where what is wrong in the end begins; None if no value shows it."""
     node = origin(found, [place for result in wrong for place in result.made], bound)
-    return None if node is None else divergence(node, found, ranks)
+    if node is None:
+        return None
+    brought = next((x.partner for x in node.inputs if x.moved and x.equal), None)
+    if node.partner is None and brought is not None and node.whole is not None:  # it should still be what was brought
+        node.partner, node.wrong = brought, wrong_ranks(node.whole, brought.value, bound)
+    comes = next(
+        (r for r in wrong if any(comes_of(found.places[end], node) for end in r.made if end in found.places)), None
+    )
+    said = replace(divergence(node, found, ranks), leads_to="" if comes is None else comes.what)
+    if node.partner is None and comes is not None and any(found.places.get(end) is node for end in comes.made):
+        rank = next((r for r in comes.ranks if comes.local and comes.right and r in comes.right), None)
+        if rank is not None and comes.local and comes.right:  # the result itself says what it should be
+            mine, want = comes.local[rank], comes.right[rank]
+            place, value, other = worst(mine, want)
+            beside, why = (near(mine, place), near(want, place)), explained(comes.local, comes.right, found.groups)
+            said = replace(
+                said, ranks=comes.ranks, place=place, value=value, right=other, beside=beside, why=said.why or why
+            )
+    return said
 
 
 __all__ = ["Divergence", "Proof", "apart", "first_divergence", "said"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onecard._torch.names import tree_flatten, tree_map
 from onecard.proof.alike import block_in
-from onecard.proof.watch import Value, Watched
+from onecard.proof.seen import Value, Watched
 from onecard.proof.whole import Whole, apart, scale_of, whole
 
 SCALARS = int | float | complex

@@ -25,7 +25,8 @@ from onecard.planning.plan import Plan
 from onecard.proof.begun import Begun
 from onecard.proof.results import frozen
 from onecard.proof.script import instead
-from onecard.proof.watch import Enough, Watch, Watched, hooks
+from onecard.proof.seen import Watched
+from onecard.proof.watch import Enough, Watch, hooks
 from onecard.proof.wide import Wide, copied, float64
 from onecard.static.api import Static
 from onecard.static.passes import withheld

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from onecard._torch.modes import DispatchMode
 from onecard.comm.base import record
 from onecard.comm.joined.hub import Told
 from onecard.proof.begun import Begun
-from onecard.proof.capacity import copied
+from onecard.proof.makers import Makers, Source
+from onecard.proof.seen import Entry, Held, Value, Watched
+from onecard.proof.words import library_line
 from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
@@ -40,76 +42,6 @@ _ROOM = (
     "lift_fresh",
     "set_",
 )
-
-
-Source = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor as a rank had it at one place of the program: its local part, and how it lies; no spec: a plain tensor.
-
-    ``made``: which entry has made it last, and as which of its values. ``shard``: of a parameter that a layer of fleet has cut.
-    """
-
-    local: Tensor
-    spec: Spec | None
-    made: Source | None = None
-    shard: Shard | None = None
-
-    @staticmethod
-    def of(x: Tensor) -> Value:
-        """A copy of what a tensor is now."""
-        local = x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
-        return Value(copied(local), x._spec if isinstance(x, DistTensor) else None)
-
-
-@dataclass(slots=True)
-class Entry:
-    """One operator as one rank ran it.
-
-    Attributes:
-        number: how many this rank ran before.
-        name: "aten.mm"; values: of its results, in order.
-        phase: forward, backward or optimizer; module: its path; line: the user's; in backward those of the forward call.
-        messages: that the rank began since the entry before.
-        draws: whether it draws random numbers.
-        inputs: for each value what it was made of: an entry, and which of its values.
-        message: this entry is a message that serves no operator: its values are what arrived.
-    """
-
-    number: int
-    name: str
-    values: list[Value]
-    phase: str
-    module: str
-    line: str
-    messages: tuple[Told, ...]
-    draws: bool
-    inputs: list[tuple[Source, ...]]
-    message: Told | None = None
-
-
-@dataclass(slots=True)
-class Held:
-    """A parameter, buffer, gradient or state of the program at one time."""
-
-    name: str
-    kind: str  # "initial", "gradient", "final", "buffer", "state"
-    step: int
-    value: Value
-    sure: bool = False  # its name is that which it has on one card
-
-
-@dataclass(slots=True)
-class Watched:
-    """All that was seen of one rank."""
-
-    entries: list[Entry] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
-    messages: list[Told] = field(default_factory=list)
-    steps: int = 0
-    returned: Any = None
 
 
 class Enough(BaseException):
@@ -137,7 +69,7 @@ class Watch(recorded.Listener, DispatchMode):
         self._paths: dict[int, str] = {}
         self._calls: dict[int, tuple[str, str]] = {}
         self._told: list[Told] = []
-        self._made: dict[int, Source] = {}
+        self._made = Makers()
         self._read: dict[float, Source] = {}  # numbers that Python has read, by their value
         self._stepping = 0
         self.serving: list[str] = []  # operators that run now, the innermost last
@@ -164,7 +96,7 @@ class Watch(recorded.Listener, DispatchMode):
         module, line = self._place()
         entry = Entry(
             len(self.seen.entries), message.kind, [], self._phase(), module, message.source if line == "?" else line,
-            (message,), False, [], message,
+            (message,), False, [], message, {}, library_line(),
         )  # fmt: skip
         self.seen.entries.append(entry)
         inputs = self._sources(given)
@@ -175,7 +107,7 @@ class Watch(recorded.Listener, DispatchMode):
                 for i, x in enumerate(into):
                     entry.values.append(Value.of(x))
                     entry.inputs.append(inputs)
-                    self._made[_memory(x)] = entry.number, i
+                    self._made.note(x, (entry.number, i))
 
         if message.kind == "send":
             arrived(given)
@@ -208,7 +140,7 @@ class Watch(recorded.Listener, DispatchMode):
         """What an operator has made, or ``written`` to, is an entry."""
         if name in _ROOM:
             for x in _tensors((result,)):
-                self._made.pop(_memory(x), None)
+                self._made.forget(x)
             return
         if isinstance(result, float):
             self._read |= dict.fromkeys([result], self._sources(args)[0]) if self._sources(args) else {}
@@ -222,8 +154,46 @@ class Watch(recorded.Listener, DispatchMode):
         module, line = self._place()
         told, self._told = tuple(self._told), []
         number, inputs = len(self.seen.entries), self._inputs(args, kwargs, len(made))
-        self.seen.entries.append(Entry(number, name, values, self._phase(), module, line, told, draws, inputs))
-        self._made.update({_memory(x): (number, i) for i, x in enumerate(made)})
+        self.seen.entries.append(
+            Entry(number, name, values, self._phase(), module, line, told, draws, inputs, None, {}, library_line())
+        )
+        for i, x in enumerate(made):
+            self._made.note(x, (number, i))
+
+    def source_of(self, x: Tensor) -> Source | None:
+        """What has made a tensor."""
+        return self._made.of(x)
+
+    def laid(self, part: Tensor, spec: Spec, source: Source | None = None) -> None:
+        """The library says that a plain tensor is a rank's part under a layout; ``source``: of the value that this has made.
+
+        A tensor that has been made as such is that from now on; a stretch of a larger one becomes an entry of its own.
+        """
+        at = self._made.of(part)
+        if self._off or self.serving or not self.keep or recorded.recorder is not None:
+            return  # what serves an operator is seen by its result
+        if at is None or not spec.here:
+            return
+        maker, (_, i) = self.seen.entries[at[0]], at
+        with self.paused():
+            value = replace(Value.of(part), spec=spec)
+        moved = {} if source is None else {i: source}
+        if maker.values[i].local.numel() == part.numel() and maker.values[i].spec is None and maker.message is None:
+            maker.values[i], maker.moved = value, maker.moved | moved
+            return
+        number, moved = len(self.seen.entries), dict.fromkeys([0][: len(moved)], at if source is None else source)
+        made = replace(maker, number=number, values=[value], draws=False, inputs=[(at,)], message=None, moved=moved)
+        self.seen.entries.append(made)
+        self._made.note(part, (number, 0))
+
+    def _lies(self, x: Tensor, source: Source | None) -> Source | None:
+        """What was made as a plain tensor and is a part of one with a layout by now was that part as it was made."""
+        if source is not None and isinstance(x, DistTensor) and x._spec.here:
+            entry, i = self.seen.entries[source[0]], source[1]
+            value = entry.values[i]
+            if value.spec is None and entry.message is None and value.local.shape == x._local.shape:
+                entry.values[i] = replace(value, spec=x._spec)
+        return source
 
     def _phase(self) -> str:
         return "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
@@ -240,7 +210,7 @@ class Watch(recorded.Listener, DispatchMode):
 
     def _sources(self, given: Any) -> tuple[Source, ...]:
         """What some tensors were made by."""
-        found = [self._made.get(_memory(x)) for x in _tensors(given)]
+        found = [self._lies(x, self._made.of(x)) for x in _tensors(given)]
         return tuple(dict.fromkeys([source for source in found if source is not None]))
 
     def _inputs(self, args: Any, kwargs: Any, count: int) -> list[tuple[Source, ...]]:
@@ -258,7 +228,7 @@ class Watch(recorded.Listener, DispatchMode):
         return Value(
             found.local,
             found.spec,
-            self._made.get(_memory(x)),
+            self._lies(x, self._made.of(x)),
             shard if isinstance(shard, Shard) and shard.is_cut() else None,
         )
 
@@ -330,12 +300,6 @@ def _tensors(given: Iterable[Any]) -> list[Tensor]:
         elif isinstance(x, list | tuple):
             found += _tensors(x)
     return found
-
-
-def _memory(x: Tensor) -> int:
-    """What tells the memory of a tensor from others that are there."""
-    local = x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
-    return int(local.untyped_storage()._cdata)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.proof.watch import Value
+from onecard.proof.seen import Value
 from onecard.rules.verify.split import coordinates, joined
 
 FLOOR = 1e-12

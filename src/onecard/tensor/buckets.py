@@ -22,6 +22,7 @@ from onecard.place.mesh import ProcessMesh
 from onecard.rules.call import Path
 from onecard.tensor.aliasing import memory
 from onecard.tensor.dist_tensor import DistTensor, announce
+from onecard.tensor.room import Room
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel; a tensor that fills a bucket alone is summed where it lies
 LARGE = 2**20  # bytes from which, on a CPU, a copy into a bucket takes longer than a message of its own takes to start
@@ -115,6 +116,7 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
         steps = resharding.plan((flat.numel(),), flat.element_size(), one_dim, one_dim.reduced(), machine.here)
         announce(steps, name, "self", shape, "summed once, in a bucket", explicit, len(bucket))
         in_steps = any(step.kind != "all_reduce" for step in steps)  # inside hosts, between them, inside
+    sources = [recorded.source_of(x) for x in bucket]
     record.serving.here = (name, label, shape)
     if in_steps:
         coming, others = run_or_start(steps, flat, (flat.numel(),), later), []
@@ -126,8 +128,10 @@ def _start_bucket(bucket: list[DistTensor], name: str, explicit: bool, later: bo
         total = coming.wait()
         record.serving.here = (name, label, shape)
         parts = _along(others, layout, total).split([x._local.numel() for x in bucket])
-        for x, part in zip(bucket, parts, strict=True):
-            memory.adopt(x, part.view(x._local.shape))
+        for x, part, source in zip(bucket, parts, sources, strict=True):
+            whole = part.view(x._local.shape)
+            recorded.laid(whole, x._spec.with_layout(x._spec.layout.reduced()), source)
+            memory.adopt(x, whole)
 
     return end
 
@@ -186,6 +190,10 @@ class Cut:
         """How many indices of the dim each rank along the axis has."""
         return lengths(self.layout, self.x.shape, self.dim, self.axis)
 
+    def uncut(self) -> Layout:
+        """The layout without the cut."""
+        return Layout.make(self.mesh, _without(self.layout, self.dim, self.axis), self.layout.pending)
+
     def own(self) -> Tensor:
         """The memory of this rank's part: a view; all of nothing outside the mesh."""
         if not self.x._spec.here:
@@ -201,27 +209,6 @@ def scatter_all(cuts: Sequence[Cut], name: str) -> list[Tensor]:
         This rank's part of each, in memory of its own.
     """
     return start_scatter(cuts, name, later=False)()
-
-
-class Room:
-    """Memory of large results from step to step: fresh pages cost more than what is written to them.
-
-    A result is taken again when nobody else has it any more.
-    """
-
-    LEAST = 16 * 2**20  # bytes; what is smaller the allocator keeps itself
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Tensor] = {}
-
-    def take(self, key: Any, numel: int, like: Tensor) -> Tensor | None:
-        """Memory for a result; None where there is nothing to gain."""
-        if like.device.type != "cpu" or numel * like.element_size() < self.LEAST or recorded.recorder is not None:
-            return None
-        found = self._known.get(key)
-        if found is None or found.numel() != numel or found.dtype != like.dtype:
-            found = self._known[key] = like.new_empty(numel)
-        return found if memory.users(found) == 1 else None
 
 
 def start_scatter(
@@ -285,15 +272,18 @@ def _scatter_bucket(
     _tell(bucket, flat, "reduce_scatter", op, name, label)
     for other, also in others:
         _tell(bucket, flat, "all_reduce", also, name, label, other)
-    own = [cut.own() for cut in bucket]
+    own, sources = [cut.own() for cut in bucket], [recorded.source_of(cut.x) for cut in bucket]
     into = None if room is None or len({*counts}) > 1 else room.take((label, len(flat)), counts[0], flat)
     coming = collectives.scattered(flat, line, 0, counts, op, into, later)
 
     def end() -> dict[int, Tensor]:
         record.serving.here = (name, label, _together([cut.x for cut in bucket]))
         part = _along(others, bucket[0].layout, coming.wait())
-        pieces = part.split([each.numel() for each in own])
-        return {id(cut): piece.view(each.shape) for cut, piece, each in zip(bucket, pieces, own, strict=True)}
+        split = part.split([each.numel() for each in own])
+        pieces = [piece.view(each.shape) for piece, each in zip(split, own, strict=True)]
+        for cut, piece, source in zip(bucket, pieces, sources, strict=True):
+            recorded.laid(piece, cut.x._spec.with_layout(cut.layout), source)
+        return {id(cut): piece for cut, piece in zip(bucket, pieces, strict=True)}
 
     return end
 
@@ -323,7 +313,7 @@ def start_gather(cuts: Sequence[Cut], name: str, later: bool = True, label: str 
 
 
 def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label: str) -> Callable[[], None]:
-    own = [cut.x._local for cut in bucket]
+    own, sources = [cut.x._local for cut in bucket], [recorded.source_of(cut.x) for cut in bucket]
     if line.process_group is None:
         for cut, mine in zip(bucket, own, strict=True):
             if cut.whole.data_ptr() != mine.data_ptr():
@@ -343,6 +333,8 @@ def _gather_bucket(bucket: list[Cut], line: Group, name: str, later: bool, label
         given = coming.wait()
         if not in_place:
             unpack(wholes, given, dims, sizes)
+        for cut, source in zip(bucket, sources, strict=True):
+            recorded.laid(cut.whole, cut.x._spec.with_layout(cut.uncut()), source)
 
     if coming.under_way:
         return end

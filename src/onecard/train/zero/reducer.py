@@ -21,8 +21,9 @@ from onecard.comm.issue.groups import group
 from onecard.recorded import unrecorded
 from onecard.tensor import DistTensor
 from onecard.tensor.aliasing import memory, strides
-from onecard.tensor.buckets import Cut, Room, fill, start_reduce, start_scatter
+from onecard.tensor.buckets import Cut, fill, start_reduce, start_scatter
 from onecard.tensor.dist_tensor import wrap
+from onecard.tensor.room import Room
 from onecard.tensor.spec import Spec, contiguous_stride
 
 SHARES, LEAST = 24, 2**20  # buckets of a model whose sums overlap with backward, at least; bytes of one, at least
