@@ -52,11 +52,14 @@ def test_bugs_of_megatrons_kind_are_found_and_named(bug):
 
 @pytest.mark.parametrize("number", share(range(len(CASES)), 4))
 def test_rounding_is_told_from_small_faults(number):
+    world = (2, 3, 4)[number % 3]
     program, one = pair(CASES[number], 0.0)
-    proof = oc.prove(program, world=2, against=one)
+    proof = oc.prove(program, world=world, against=one)
     assert proof and proof.exact, str(proof)
+    assert proof.rounding[0] > 1e-5 and "in its own precision" in str(proof), proof.rounding
     program, one = pair(CASES[number], 1e-4)
-    assert not oc.prove(program, world=2, against=one, rounding=False)
+    fault = oc.prove(program, world=world, against=one, rounding=False)
+    assert not fault and not fault.rounded and fault.first is not None, str(fault)
 
 
 @pytest.mark.parametrize(("kind", "seed"), share([*prove.cases(0, 500)], 3))
