@@ -4,8 +4,7 @@
     PYTHONPATH=tests python -m fuzz.prove --kind zero --seed 17 --count 1
 
 Seed n is a program of kind n modulo the number of kinds. What a generator's own tests refuse is refused here, too, and
-counted apart. Of ``fuzz.recorded`` nothing is here: under ``prove`` steps of ``to_static`` run as they are, so its programs are
-those of ``marks``; nor of ``fuzz.cuts``, whose stages run one after the other in one process, without ranks.
+counted apart. Steps that are recorded, and cut into stages, are in ``fuzz.prove_recorded``: there recordings are proved.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import moe_programs
 import torch
 import tyro
 from fleet_programs import begin
 from torch import nn
 
 import onecard as oc
-from fuzz import manual, plans, stages, twin, zero
+from fuzz import manual, moe_manual, plans, prove_recorded, rows, stages, twin, zero
 from fuzz.draw import draw
 from fuzz.program import axes_of, helpers, size_of
 from onecard import fleet
-from onecard.errors import OnecardError, ProofError
+from onecard.errors import OnecardError, PlanError, ProofError, RecordingError
 from onecard.tensor import buckets
 
-Made = tuple[Callable[[], Any], Callable[[], Any] | None, int]
+Made = tuple[Callable[[], Any], Callable[[], Any] | None, int] | prove_recorded.Recorded
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,42 @@ def pipelines(seed: int) -> Made | None:
     return run, None, ranks
 
 
-def planned(seed: int) -> Made | None:
-    """Plain programs under random plans; one with stages or microbatches is a recorded step, which is not looked into."""
+def planned(seed: int) -> Made:
+    """Plain programs under random plans; one with stages or microbatches by recordings."""
     ranks = (2, 4)[seed % 2]
     name, plan = plans.drawn(seed, ranks)
     if plan.pp > 1 or plan.microbatches > 1:
-        return None
+        return prove_recorded.by_plans(seed)
     program = plans.program_of(name)
     return lambda: plans.trained(program, plan, 2), lambda: plans.trained(program, None, 2), ranks
 
 
+def mixtures(seed: int) -> Made:
+    """fleet's mixtures of experts against the same in a world of one."""
+    what = moe_manual.draw(seed)
+    alone = replace(what, degrees={}, zero="", overlap=False)
+    return lambda: moe_programs.train(what)["losses"], lambda: moe_programs.train(alone)["losses"], what.ranks
+
+
+def chosen_rows(seed: int) -> Made:
+    """Chosen rows, and experts in loops, on marked tensors."""
+    count, source = rows.program(seed)
+    grid = seed % 3 == 0
+
+    def run(parallel: bool) -> Any:
+        given, world = rows.values(seed, count), torch.arange(oc.get_world_size())
+        if not parallel:
+            return rows.ran(source, [nn.Parameter(x) for x in given])
+        mesh = oc.ProcessMesh(world.view(2, -1) if grid else world, ["dp", "ep"][: 1 + grid])
+        lie = zip(given, rows.layouts(seed, grid), strict=True)
+        return rows.ran(source, [nn.Parameter(oc.shard_tensor(x, mesh, each)) for x, each in lie])
+
+    return lambda: run(True), lambda: run(False), 4 if grid else 2
+
+
 KINDS: dict[str, Callable[[int], Made | None]] = {
     "marks": marks, "zero": levels, "manual": by_hand, "stages": pipelines, "plans": planned,
+    "recorded": prove_recorded.by_marks, "cuts": prove_recorded.by_plans, "mixtures": mixtures, "rows": chosen_rows,
 }  # fmt: skip
 
 
@@ -156,18 +180,24 @@ def judge(kind: str, seed: int) -> Verdict:
     """Prove the program of a seed: it is right, whatever the ranks."""
     with warnings.catch_warnings(), small_buckets():
         warnings.simplefilter("ignore")
-        made = KINDS[kind](seed)
-        if made is None:
-            return Verdict("void")
-        program, against, world = made
         try:
-            proof = oc.prove(program, world=world, against=against, rounding=False)
+            made = KINDS[kind](seed)
+            if made is None:
+                return Verdict("void")
+            if isinstance(made, prove_recorded.Recorded):
+                proof = made.prove()
+            else:
+                program, against, world = made
+                proof = oc.prove(program, world=world, against=against, rounding=False)
+        except (RecordingError, PlanError) as fault:
+            return Verdict("refused", str(fault))
         except ProofError as fault:
             if kind == "zero" and isinstance(fault.__cause__, TypeError) and "fails on one card" in str(fault):
                 return Verdict(
                     "void"
                 )  # torch's fused SGD, of a parameter that gets its first gradient later than others
-            refused = isinstance(fault.__cause__, OnecardError) and kind == "plans"
+            refused = isinstance(fault.__cause__, OnecardError) and kind in ("plans", "rows", "mixtures")
+            refused = refused or "nothing says which part" in str(fault)  # two inputs of recordings have one name
             return Verdict("refused" if refused or REFUSED.search(str(fault)) else "wrong", str(fault))
     return Verdict(_named(proof), "" if proof else str(proof), proof.values, proof.share)
 

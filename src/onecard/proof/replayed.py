@@ -22,7 +22,7 @@ from onecard.proof.given import Values, of_rank
 from onecard.proof.running import failed
 from onecard.proof.seen import Entry, Held, Value, Watched
 from onecard.proof.watch import Watch
-from onecard.proof.wide import SCALING, copied, float64, scaled, widened
+from onecard.proof.wide import SCALING, copied, float64, scaled, wide_bits, widened
 from onecard.rules.call import schema_of
 from onecard.static.code.compiled import below, compiled
 from onecard.static.step.memory import Memory
@@ -98,6 +98,7 @@ class Player(Watch):
         self.times, self._node = count, next(iter(step.graph.nodes))
         self._after = _filled_later(step.graph)
         self._specs: dict[fx.Node, Spec | None] = {}
+        self._bits: set[fx.Node] = set()  # what comes of a float's bits
         self.gradients: dict[Where, tuple[Any, Spec | None]] = {}
         self.made: dict[Where, tuple[Any, Spec | None]] = {}
 
@@ -153,6 +154,10 @@ class Player(Watch):
         target: Any = node.target
         if self.in_float64 and isinstance(target, OpOverload):
             args, kwargs = tree_map(widened, (args, kwargs))
+            seen = target is torch.ops.aten.view.dtype and args[0].is_floating_point()
+            if seen or any(x in self._bits for x in node.all_input_nodes):
+                self._bits.add(node)
+                args, kwargs = wide_bits((args, kwargs))
         scales = self.in_float64 and isinstance(target, OpOverload) and schema_of(target).functional.endswith(_SCALES)
         result = scaled(target, args, kwargs) if scales else target(*args, **kwargs)
         self._specs[node] = self._spec(node)

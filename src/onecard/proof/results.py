@@ -195,6 +195,8 @@ def _piece(x: Tensor, start: int, length: int) -> Tensor:
 def _result(
     what: str, kind: str, values: Mapping[int, Value], right: Tensor, parts: Mapping[int, Part], bound: float
 ) -> Result:
+    if len({value.spec.layout.mesh for value in values.values() if value.spec is not None}) > 1:
+        values = {rank: _alone(value) for rank, value in values.items()}
     first = next(iter(values.values()))
     if first.spec is not None:
         held = whole({rank: value for rank, value in values.items() if value.spec is not None}, bound)
@@ -223,6 +225,11 @@ def _result(
     scale = max(scale_of(right), 1e-12)
     off = max((apart(x, want[rank]) * scale_of(x, want[rank]) / scale for rank, x in local.items()), default=0.0)
     return Result(what, kind, off, _wrong(local, want, bound) if off > bound else (), "", local, want)
+
+
+def _alone(value: Value) -> Value:
+    """A value that lies on a mesh of this rank alone: a plain one, whose part of the whole another rank's mesh does not say."""
+    return replace(value, spec=None) if value.spec is not None and value.spec.layout.mesh.size == 1 else value
 
 
 def _odd(what: str, kind: str, held: Whole, right: Tensor, bound: float) -> Result:

@@ -95,3 +95,17 @@ def float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+_BITS = {31: 63, 2**31 - 1: 2**63 - 1}
+"""Numbers of an operator on a float's 32 bits, and those of 64."""
+
+
+def wide_bits(given: Any) -> Any:
+    """What an operator is given that looks at a float's bits, as a maximum over ranks does: for a float that is wide now.
+
+    Example:
+        >>> wide_bits((torch.int32, 31, 7))
+        (torch.int64, 63, 7)
+    """
+    return tree_map(lambda x: torch.int64 if x is torch.int32 else _BITS.get(x, x) if isinstance(x, int) else x, given)
