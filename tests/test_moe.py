@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard import fleet
+from onecard.comm.issue.blocks import turned as turned_blocks
 from onecard.fleet.experts import batch as batches
-from onecard.fleet.experts import exchange
 from onecard.fleet.experts import layer as layers
 from onecard.fleet.gradients import holders
 from onecard.testing import run_ranks
@@ -307,7 +307,7 @@ def there_and_back() -> None:
 def test_blocks_that_are_alike_change_their_order_as_others_do(blocks: list[list[int]]) -> None:
     names = [(i, j) for i, row in enumerate(blocks) for j, count in enumerate(row) for _ in range(count)]
     rows = torch.tensor(names, dtype=torch.float32).reshape(-1, 2).requires_grad_()
-    turned = exchange._turned(rows, blocks)
+    turned = turned_blocks(rows, blocks)
     assert turned.tolist() == sorted(turned.tolist(), key=lambda name: (name[1], name[0])), (
         "by their second number first"
     )

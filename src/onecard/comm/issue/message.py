@@ -215,6 +215,11 @@ def _all_to_all(pg: Any, ready: Ready, into_sizes: list[int], given_sizes: list[
     return lambda into, given: pg.alltoall_base(moved(into), moved(given), into_sizes, given_sizes, options)
 
 
+def _all_to_all_pieces(pg: Any, ready: Ready, into_spans: Any, given_spans: Any) -> Begin:
+    options = ready(dist.AllToAllOptions())
+    return lambda into, given: pg.all_to_all_pieces(moved(into), moved(given), into_spans, given_spans, options)
+
+
 def _broadcast(pg: Any, ready: Ready, root: int) -> Begin:
     options = ready(dist.BroadcastOptions())
     options.rootRank, options.rootTensor = root, 0
@@ -231,6 +236,7 @@ _BEGIN: dict[str, tuple[str, Callable[..., Begin]]] = {
     "all_gather_into_tensor": ("all_gather", _all_gather),
     "reduce_scatter_tensor": ("reduce_scatter", _reduce_scatter),
     "all_to_all_single": ("all_to_all", _all_to_all),
+    "all_to_all_pieces": ("all_to_all", _all_to_all_pieces),
     "broadcast": ("broadcast", _broadcast),
     "barrier": ("barrier", _barrier),
 }
@@ -247,7 +253,7 @@ def name_of(operation: str) -> str:
     return _BEGIN[operation][0]
 
 
-COLLECTIVES = frozenset(_BEGIN) - {"barrier"}
+COLLECTIVES = frozenset(_BEGIN) - {"all_to_all_pieces", "barrier"}
 """Those that a graph can hold: torch's functional ones."""
 
 

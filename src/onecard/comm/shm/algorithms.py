@@ -8,7 +8,7 @@ one crossing a chunk is enough.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +22,9 @@ DIRECT = 32 * 1024
 
 RELAY = 4 * 1024 * 1024
 """Bytes from which a running total goes from rank to rank: the way with the least traffic, and the longest start."""
+
+Pieces = Sequence[tuple[int, int]]
+"""Memory that counts as one stretch: addresses and bytes."""
 
 _move = ctypes.memmove
 
@@ -134,13 +137,12 @@ def all_to_all(
     channel: Channel,
     signature: Signature,
     deadline: float,
-    sources: Sequence[int],
-    sent: Sequence[int],
-    targets: Sequence[int],
-    received: Sequence[int],
+    sources: Sequence[Pieces],
+    targets: Sequence[Pieces],
 ) -> None:
-    """Sends `sent[r]` bytes at `sources[r]` to each rank r and receives `received[r]` at `targets[r]`."""
+    """Sends what lies at `sources[r]` to each rank r and receives at `targets[r]`: pieces of memory, one after the other."""
     rank, size = channel.rank, channel.size
+    sent, received = ([sum(length for _, length in pieces) for pieces in each] for each in (sources, targets))
     room = channel.segment.plan.chunk // size & -64
     start, end = 0, 1
     while start < end:
@@ -149,7 +151,8 @@ def all_to_all(
         for other in range(size):
             count = min(room, sent[other] - start)
             if count > 0 and other != rank:
-                _move(slot + other * room, sources[other] + start, count)
+                for address, at, length in _between(sources[other], start, count):
+                    _move(slot + other * room + at, address, length)
         if start:
             channel.cross(deadline)
         else:
@@ -159,10 +162,25 @@ def all_to_all(
             other = (rank + away) % size
             count = min(room, received[other] - start)
             if count > 0:
-                _move(targets[other] + start, channel.slots(turn)[other] + rank * room, count)
+                for address, at, length in _between(targets[other], start, count):
+                    _move(address, channel.slots(turn)[other] + rank * room + at, length)
         start += room
-    if targets[rank] != sources[rank]:
-        _move(targets[rank], sources[rank], sent[rank])
+    if sources[rank] != targets[rank]:
+        start = 0
+        for given, length in sources[rank]:
+            for address, at, part in _between(targets[rank], start, length):
+                _move(address, given + at, part)
+            start += length
+
+
+def _between(pieces: Pieces, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Where the bytes from `start` on lie in pieces, `count` of them: addresses, which byte that is, and how many follow."""
+    begin = 0
+    for address, length in pieces:
+        low, high = max(start - begin, 0), min(start + count - begin, length)
+        if low < high:
+            yield address + low, begin + low - start, high - low
+        begin += length
 
 
 def _check_tables(channel: Channel, turn: int, received: Sequence[int]) -> int:

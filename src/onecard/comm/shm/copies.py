@@ -14,6 +14,19 @@ from onecard.comm.shm.base import Collectives, in_turn
 from onecard.comm.shm.signature import Signature
 from onecard.comm.shm.work import Body
 
+Spans = Sequence[Sequence[tuple[int, int]]]
+
+
+def _pieces(tensor: Tensor, spans: Spans) -> list[algorithms.Pieces]:
+    base, size = tensor.data_ptr(), tensor.element_size()
+    return [[(base + start * size, length * size) for start, length in each if length] for each in spans]
+
+
+def _check_spans(tensor: Tensor, spans: Spans, ranks: int) -> None:
+    most = tensor.numel()
+    if len(spans) != ranks or any(min(at, n) < 0 or at + n > most for each in spans for at, n in each):
+        raise ValueError(f"all_to_all: the stretches {spans} of {ranks} ranks do not lie in {most} elements")
+
 
 def root_of(options: Any) -> int:
     """The rank that has, or gets, what the others do not."""
@@ -164,18 +177,33 @@ class Copies(Collectives):
 
     all_to_all_single = alltoall_base
 
+    def all_to_all_pieces(self, output: Tensor, source: Tensor, come: Spans, leave: Spans, opts: Any = None) -> Any:
+        """`alltoall_base` of parts that are several stretches each, of elements: what comes is put where it belongs at once.
+
+        Args:
+            output, source: contiguous.
+            come, leave: for each rank where its stretches begin, and their lengths.
+        """
+        for tensor, spans in ((output, come), (source, leave)):
+            _check_spans(tensor, spans, self.size())
+        channel, signature = self._channel, self._sign("all_to_all", -1, output)
+
+        def body(deadline: float) -> None:
+            algorithms.all_to_all(channel, signature, deadline, _pieces(source, leave), _pieces(output, come))
+
+        return self._start(body, [output], opts)
+
     def _exchange(self, signature: Signature, sent: Sequence[Tensor], received: Sequence[Tensor | None]) -> Body:
         """Sends `sent[rank]` to each rank (none at all: nothing), fills `received[rank]` from it."""
-        channel, none = self._channel, [0] * self.size()
+        channel, nothing = self._channel, [()] * self.size()
 
         def body(deadline: float) -> None:
             sources = [tensors.dense(t) for t in sent]
             targets = [None if t is None else tensors.dense(t, read=False) for t in received]
             algorithms.all_to_all(
                 channel, signature, deadline,
-                [t.data_ptr() for t in sources] or none, [t.nbytes for t in sources] or none,
-                [0 if t is None else t.data_ptr() for t in targets],
-                [0 if t is None else t.nbytes for t in targets],
+                [[(t.data_ptr(), t.nbytes)] for t in sources] or nothing,
+                [() if t is None else [(t.data_ptr(), t.nbytes)] for t in targets],
             )  # fmt: skip
             for tensor, dense in zip(received, targets, strict=True):
                 if tensor is not None and dense is not None and dense is not tensor:

@@ -33,6 +33,8 @@ class ShmGroup(Reductions, Copies):
 
     scatters = True
     """It adds and divides in one step."""
+    puts = True
+    """It puts what comes where it belongs (``all_to_all_pieces``)."""
 
     def __init__(self, store: Any, channel: Channel, timeout: timedelta) -> None:
         super().__init__(store, channel, timeout)

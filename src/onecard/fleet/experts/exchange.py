@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.comm.issue import plain, started
+from onecard.comm.issue import blocks, plain
+from onecard.comm.issue.blocks import Blocks
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
@@ -93,34 +94,12 @@ def balanced_sizes(rows: int, owned: Sequence[int], group: Ranks) -> Sizes:
 
 def to_experts(rows: Tensor, sizes: Sizes) -> Tensor:
     """Rows in the order of all experts -> the rows of all ranks for this one's experts, in their order."""
-    return _by_expert(_travel(rows, sizes.to_ranks(), sizes.from_ranks(), sizes.group, _CALL), sizes)
+    return _travel(rows, Blocks(sizes.leave), Blocks(sizes.come, by_rank=False), sizes.group, _CALL)
 
 
 def from_experts(rows: Tensor, sizes: Sizes) -> Tensor:
     """The way back of ``to_experts``."""
-    return _travel(_by_rank(rows, sizes), sizes.from_ranks(), sizes.to_ranks(), sizes.group, _BACK)
-
-
-def _by_expert(rows: Tensor, sizes: Sizes) -> Tensor:
-    """Rows that lie by rank, and there by expert -> by expert, and there by rank."""
-    return _turned(rows, sizes.come)
-
-
-def _by_rank(rows: Tensor, sizes: Sizes) -> Tensor:
-    return _turned(rows, [*zip(*sizes.come, strict=True)])
-
-
-def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
-    """Blocks of rows with their two orders exchanged; a copy only where there is something to exchange."""
-    outer, inner = len(blocks), len(blocks[0]) if blocks else 0
-    if outer < 2 or inner < 2:
-        return rows
-    sizes = [n for row in blocks for n in row]
-    if len({*sizes}) == 1:
-        each = rows.unflatten(0, (outer, inner, sizes[0]))
-        return each.transpose(0, 1).reshape(rows.shape)
-    parts = rows.split(sizes)
-    return torch.cat([parts[i * inner + j] for j in range(inner) for i in range(outer)])
+    return _travel(rows, Blocks(sizes.come, by_rank=False), Blocks(sizes.leave), sizes.group, _BACK)
 
 
 def _anchor() -> Tensor:
@@ -128,17 +107,15 @@ def _anchor() -> Tensor:
     return torch.empty(0, requires_grad=torch.is_grad_enabled())
 
 
-def _travel(rows: Tensor, leave: list[int], come: list[int], group: Ranks, call: str) -> Tensor:
+def _travel(rows: Tensor, leave: Blocks, come: Blocks, group: Ranks, call: str) -> Tensor:
     return rows if group.size == 1 else _Exchange.apply(_anchor(), rows, leave, come, group, call)
 
 
 class _Exchange(Function):
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, rows: Tensor, leave: list[int], come: list[int], group: Ranks, call: str
-    ) -> Any:
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, leave: Blocks, come: Blocks, group: Ranks, call: str) -> Any:
         ctx.given = (come, leave, group, call)
-        return plain.all_to_all(rows.contiguous(), group, 0, 0, come, leave, call)
+        return blocks.exchange(rows, group, come, leave, call).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -149,21 +126,21 @@ class Departure:
     """Rows that are on their way to the experts while something else is computed; backward leaves theirs on its way, too."""
 
     def __init__(self, rows: Tensor, sizes: Sizes) -> None:
-        self._sizes = sizes
+        self._group = sizes.group
         self._handle: Handle | None = None
-        self._leave, self._come = sizes.to_ranks(), sizes.from_ranks()
-        self._stand_in = rows if sizes.group.size == 1 else _Start.apply(_anchor(), rows, self)
+        self._leave, self._come = Blocks(sizes.leave), Blocks(sizes.come, by_rank=False)
+        self._stand_in = rows if self._group.size == 1 else _Start.apply(_anchor(), rows, self)
 
     def arrive(self) -> Tensor:
-        """The rows for this rank's experts."""
-        if self._sizes.group.size > 1:
+        """The rows for this rank's experts, in their order."""
+        if self._group.size > 1:
             self._stand_in = _Arrive.apply(self._stand_in, self)
-        return _by_expert(self._stand_in, self._sizes)
+        return self._stand_in
 
     def send(self, rows: Tensor, back: bool) -> None:
         """Start the rows, or their gradients back."""
-        leave, come = (self._come, self._leave) if back else (self._leave, self._come)
-        self._handle = started.all_to_all(rows.contiguous(), self._sizes.group, come, leave, _CALL)
+        come, leave = (self._leave, self._come) if back else (self._come, self._leave)
+        self._handle = blocks.exchange(rows, self._group, come, leave, _CALL, later=True)
 
     def receive(self) -> Tensor:
         """What was started."""
@@ -177,7 +154,7 @@ class _Start(Function):
     def forward(ctx: Any, anchor: Tensor, rows: Tensor, way: Departure) -> Tensor:
         ctx.way = way
         way.send(rows, back=False)
-        return rows.new_zeros(()).expand(sum(way._come), *rows.shape[1:])
+        return rows.new_zeros(()).expand(sum(way._come.of_ranks()), *rows.shape[1:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -17,6 +17,7 @@ from onecard.comm.world import world
 from onecard.errors import FleetError
 from onecard.fleet.experts import exchange
 from onecard.fleet.experts.batch import Batch
+from onecard.fleet.experts.choices import Choices, to_rows, to_tokens
 from onecard.fleet.experts.exchange import Departure, Sizes
 from onecard.fleet.experts.gates import BaseGate, GShardGate, NaiveGate, SwitchGate
 from onecard.fleet.experts.networks import ExpertList, GroupedExperts, build, group_of_experts, mark_experts
@@ -164,8 +165,8 @@ class MoELayer(nn.Module):
         flat = indices.reshape(-1)
         sizes = self._sizes(flat)
         order = flat.argsort(stable=True)[flat.numel() - sum(sizes.to_ranks()) :]  # those that go nowhere come first
-        token = order // indices.shape[1]
-        rows = tokens.index_select(0, token)
+        choices = Choices(order, tokens.shape[0], indices.shape[1])
+        rows = to_rows(tokens, choices)
         shared: Tensor | None = None
         if self.overlap and self.shared_experts is not None:
             way = Departure(rows, sizes)
@@ -175,9 +176,7 @@ class MoELayer(nn.Module):
             arrived = exchange.to_experts(rows, sizes)
             shared = None if self.shared_experts is None else self.shared_experts(x)
         back = exchange.from_experts(self._run(arrived, sizes.of_experts()), sizes)
-        weighed = back * weights.reshape(-1, 1).index_select(0, order)
-        out = back.new_zeros(tokens.shape[0], back.shape[1]).index_add(0, token, weighed)
-        return self._leave(out, given), shared
+        return self._leave(to_tokens(back, weights, choices), given), shared
 
     def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         if not self.recompute_interval or not torch.is_grad_enabled():
