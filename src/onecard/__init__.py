@@ -64,6 +64,7 @@ from onecard.planning.search.plans import Choice, Plans
 from onecard.planning.transformer import Transformer
 from onecard.proof.api import prove
 from onecard.proof.report import Divergence, Proof
+from onecard.reports.experts import ExpertBalance
 from onecard.reports.messages import Report, explain, no_implicit_communication
 from onecard.reports.operators import Coverage, coverage
 from onecard.rules import register_rule
@@ -105,7 +106,7 @@ __all__ = [
     "CostlyExpertsWarning", "Coverage", "DistTensor", "DistributedBatchSampler",
     "GatheredOperatorWarning", "JobCost", "Layout", "Link", "Machine",
     "Partial", "PieceCost", "Plan", "RankCost", "price", "plan", "Plans", "Choice",
-    "Divergence", "Proof", "prove",
+    "Divergence", "ExpertBalance", "Proof", "prove",
     "ProcessMesh", "Recording", "Replicate", "Report", "Shard", "ShardDataloader", "ShardingStage1", "ShardingStage2",
     "ShardingStage3", "Static", "Transformer", "coverage", "explain", "from_device_mesh", "from_dtensor", "from_json",
     "from_local",

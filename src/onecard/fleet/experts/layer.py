@@ -21,7 +21,7 @@ from onecard.fleet.experts.choices import Choices, to_rows, to_tokens
 from onecard.fleet.experts.exchange import Departure, Sizes
 from onecard.fleet.experts.gates import BaseGate, GShardGate, NaiveGate, SwitchGate
 from onecard.fleet.experts.networks import ExpertList, GroupedExperts, build, group_of_experts, mark_experts
-from onecard.fleet.experts.statistics import Balance, Counts
+from onecard.fleet.experts.statistics import Counts
 from onecard.fleet.experts.top_k import TopKGate
 from onecard.fleet.grid import topology
 from onecard.fleet.layers import mappings, sequence
@@ -29,6 +29,7 @@ from onecard.fleet.layers.layer_desc import LayerDesc
 from onecard.fleet.layers.parameters import part_sizes
 from onecard.fleet.layers.recomputing import recompute_hybrid
 from onecard.fleet.layers.sequence import mark_as_sequence_parallel_parameter
+from onecard.train.balance import Balance
 from onecard.train.shard import held
 
 GATES: dict[str, Any] = {"naive": NaiveGate, "gshard": GShardGate, "switch": SwitchGate, "topk": TopKGate}

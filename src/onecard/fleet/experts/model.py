@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from onecard.fleet.experts.gates import BaseGate
 from onecard.fleet.experts.layer import MoELayer
 from onecard.fleet.experts.top_k import TopKGate
+from onecard.train.balance import table
 
 
 def _gates(model: nn.Module) -> Iterator[BaseGate]:
@@ -59,19 +59,5 @@ def balance(model: nn.Module) -> Any:
         >>> balance(model).row_count
         1
     """
-    table = Table(
-        "layer", "choices", "dropped", "largest / mean", "idle", "tokens for each expert", title="Balance of experts"
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            found = module.statistics()
-            shown = " ".join(map(str, found.tokens[:16])) + (" ..." if len(found.tokens) > 16 else "")
-            table.add_row(
-                name or "(it)",
-                str(found.choices),
-                f"{found.dropped:.1%}",
-                f"{found.largest:.2f}",
-                str(found.idle),
-                shown,
-            )
-    return table
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+    return table({name: module.statistics() for name, module in mixtures.items()})
