@@ -94,9 +94,7 @@ def sent(layer: str, name: str, tokens: int) -> tuple[list[int], list[int]]:
 
 def all_sent(names: list[str]) -> dict[tuple[str, str], tuple[list[int], list[int]]]:
     cells = [(layer, name) for layer in ("grouped", "grouped_added", "loop") for name in names]
-    return {
-        cell: sent(*cell, 64) for cell in cells if cell != ("loop", "ep in dp")
-    }  # a loop is at the bound on one axis alone
+    return {cell: sent(*cell, 64) for cell in cells}
 
 
 @pytest.mark.parametrize("names", [["ep=2"], ["ep=4", "ep in dp"]], ids=["2 ranks", "4 ranks"])
@@ -220,4 +218,46 @@ def views() -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_expert_is_a_view_of_the_stack(ranks):
     for wrong in run_ranks(views, ranks):
+        assert wrong == []
+
+
+# ---- Rows beside another axis
+
+
+def rows_of_turned_features() -> list[str]:
+    """Chosen rows whose features are cut, but not in one stretch: what is computed of them, written to them, and no rows."""
+    mesh, wrong = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "ep"]), []
+    torch.manual_seed(0)
+    y, b = torch.randn(8, 4), torch.randn(4)
+    turns = {
+        "turned": lambda t: t.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4),
+        "as they are": lambda t: t * 1,
+        "none": lambda t: t[:, :0],
+    }
+    programs = {
+        "chosen": lambda v, b: v * 1,
+        "added up": lambda v, b: torch.zeros(8, v.shape[1]).index_add(0, torch.tensor([0, 0, 1, 5]), v),
+        "written to": lambda v, b: v.mul_(b[: v.shape[1]]),
+    }
+    for name, turn in turns.items():
+        for what, made in programs.items():
+            for lie in ([S(0), S(0)], [R, R]):
+                found = []
+                for marked_ in (False, True):
+                    x, c = (
+                        (y.clone(), b)
+                        if not marked_
+                        else (oc.shard_tensor(y.clone(), mesh, [S(0), S(1)]), oc.shard_tensor(b, mesh, lie))
+                    )
+                    x.requires_grad_()
+                    rows = made(turn(x)[torch.tensor([4, 3, 6, 5])], c)
+                    rows.square().sum().backward()
+                    found.append([oc.unshard(t.detach()) if marked_ else t.detach() for t in (rows, x.grad)])
+                if not all(torch.allclose(one, other) for one, other in zip(*found, strict=True)):
+                    wrong.append(f"{name}, {what}, {lie}")
+    return wrong
+
+
+def test_rows_keep_which_features_a_rank_has():
+    for wrong in run_ranks(rows_of_turned_features, 4):
         assert wrong == []

@@ -72,6 +72,8 @@ def cases(least: int) -> dict[str, list[str]]:
         for name, layer in (LAYERS | {"iterated": iterated}).items():
             if name in ("grouped", "loop", "buffered", "einsum", "iterated"):
                 found[f"{name} {mesh.ndim}"] = told(layer, values, [2], marks, mesh)
+    beside = [[S(0), S(0)], [R, R], [S(1), S(0)], [S(1), S(0)]]
+    found["loop beside features"] = told(LAYERS["loop"], values, [2], beside, grid)
     apart = [x.contiguous() for x in values[3]]
     found["listed"] = told(listed, [*values[:2], *apart], [], [[S(0)], [R], *[[S(0)]] * 8], line)
     found["dense"] = told(
@@ -82,14 +84,17 @@ def cases(least: int) -> dict[str, list[str]]:
 
 def test_what_is_dear_is_told_once_and_what_is_cheap_is_not() -> None:
     said = run_ranks(cases, 4, 1)[0]
-    cheap = {name: words for name, words in said.items() if name in ("grouped 1", "grouped 2", "loop 1", "dense")}
+    cheap = {
+        name: words for name, words in said.items() if name in ("grouped 1", "grouped 2", "loop 1", "loop 2", "dense")
+    }
     assert not any(cheap.values()), cheap
     kinds = {name: {*words} for name, words in said.items() if name not in cheap}
     assert kinds == {
-        "loop 2": {"select"}, "buffered 1": {"bmm"}, "buffered 2": {"bmm"}, "einsum 1": {"einsum"}, "einsum 2": {"einsum"},
+        "loop beside features": {"linear"},
+        "buffered 1": {"bmm"}, "buffered 2": {"bmm"}, "einsum 1": {"einsum"}, "einsum 2": {"einsum"},
         "iterated 1": {"unbind"}, "iterated 2": {"unbind"}, "listed": {"linear"},
     }  # fmt: skip
-    assert said["loop 2"] == ["select"], "one line, in two steps: once"
+    assert said["loop beside features"] == ["linear"], "one line, in two steps: once"
 
 
 def test_small_models_are_told_nothing() -> None:

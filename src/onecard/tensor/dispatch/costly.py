@@ -63,8 +63,8 @@ def look(operator: str, operands: Sequence[Any], moves: Sequence[tuple[int, Layo
                 )
 
 
-def expert(x: DistTensor, operator: str = "select") -> None:
-    """One expert of a stack whose ranks give zeros but for one: its weights will be summed over them."""
+def expert(x: DistTensor, operator: str) -> None:
+    """One expert of a stack that is cut along an axis that divides its tokens, too: its weights will be summed over the ranks."""
     axes = [a for a in axes_of(x._spec.layout.dims[0]) if x.mesh.shape[a] > 1]
     if x.dim() != 3 or not axes or not _now():
         return

@@ -168,6 +168,8 @@ def _chosen(spec: Spec, local: Tensor, source: Owners, numbers: Tensor, index: T
 def _added(grad: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -> Tensor:
     owners = source.of(numbers)
     extra = {}
+    if isinstance(grad, Rows) and grad._along:
+        spread(grad)
     if isinstance(grad, Rows):
         extra = {a: p for a, p in grad._owners.places.items() if a not in owners.places}
     elif isinstance(grad, DistTensor) and grad._spec.layout.axes(0):

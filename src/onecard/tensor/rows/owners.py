@@ -178,7 +178,7 @@ def _exchange(values: Tensor, dim: int, source: Owners, target: Owners, axis: in
     came = [n * width for n in _by_rank(arrive, line)]
     anything = bool(width) and bool(alike.any())
     flat = collectives.exchanged(flat, came, sent, line, anything).wait()
-    made = flat.view(-1, *row)
+    made = flat.view(sum(arrive), *row)
     back = _order(came_from, line)
     if back is not None:  # what came lies by sender; rows lie by number
         made = torch.empty_like(made).index_copy_(0, back, made)

@@ -118,10 +118,11 @@ def layout_of(layout: Layout, dim: int, owners: Owners) -> Layout:
 
 
 def without(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout with some axes idle."""
-    if layout.merged:
-        layout = layout.in_one_piece()
-    dims = tuple(tuple(a for a in dim if a not in axes) for dim in layout.dims)
+    """The layout with some axes idle. A merged dim that they do not cut stays as it is: it says which elements a rank has."""
+    dims = tuple(
+        tuple(a for a in axes_of(dim) if a not in axes) if any(a in axes for a in axes_of(dim)) else dim
+        for dim in layout.dims
+    )
     return Layout.make(layout.mesh, dims, tuple(p for p in layout.pending if p[0] not in axes))
 
 

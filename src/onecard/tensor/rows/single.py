@@ -39,6 +39,7 @@ from onecard.tensor.rows.rows import (
     small,
     unknown,
     whole_of,
+    without,
 )
 from onecard.tensor.spec import Spec
 
@@ -69,12 +70,6 @@ class _Select:
         return self.ordinary(args, kwargs)
 
 
-def _several_axes(x: Any) -> bool:
-    """Whether a stack of experts lies on a mesh of several axes, where one of them is sent to all."""
-    cut = any(x.mesh.shape[a] > 1 for a in axes_of(x._spec.layout.dims[0]))
-    return cut and bool(getattr(x, "_is_param", False))
-
-
 @program(aten.select.int)
 def _decide(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, *rest = args
@@ -82,12 +77,8 @@ def _decide(func: Any, args: Any, kwargs: Any) -> Any:
         return build(func, args, kwargs)
     layout = x._spec.layout
     cut = layout.dims[0]
-    # Beside another axis, rows and experts may be divided along it in ways that were found to fail: there the rules decide.
-    lone = sum(size > 1 for size in layout.mesh.shape) == 1
-    divided = lone and not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
+    divided = not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
     here = x._spec.here and not layout.pending and not layout.merged
-    if not (divided and here) and _several_axes(x):
-        costly.expert(x)
     return _Select(func) if divided and here else build(func, args, kwargs)
 
 
@@ -255,11 +246,21 @@ class _Alone:
         if self.tokens is not None and dim is not None and (isinstance(x, Rows) or self.tokens.extra):
             return as_rows(x, dim, self.tokens, operator, name)
         if isinstance(x, Rows):
+            rest = _rest(x)
             if x._owners.place is None or x._owners.extra:
                 return None
-            return x._held, _rest(x)
+            if self._divided(rest):
+                costly.expert(x._view_of[0] if x._view_of is not None else x, operator)
+                return None
+            return x._held, rest
         axes = self.tokens.axes if self.tokens is not None else tuple(self.place)
         return whole_of(x, axes, operator, name)
+
+    def _divided(self, expert: Layout) -> bool:
+        """Whether an expert is cut, or waits for a sum, along an axis that divides its tokens: each rank would need all of it."""
+        extra = self.tokens.extra if self.tokens is not None else ()
+        used = {a for dim in expert.dims for a in axes_of(dim)} | {a for a, _ in expert.pending}
+        return not used.isdisjoint(extra)
 
     def _wrapped(self, func: Any, args: Any, kwargs: Any, values: Any, results: Any, lie: Any, busy: bool) -> Any:
         call = self.call
@@ -269,6 +270,8 @@ class _Alone:
         base = values[0] if call.schema.views and isinstance(values[0], Rows) else None
         wrapped: list[Any] = []
         for number, (local, whole, layout) in enumerate(zip(given, call.results, lie, strict=True)):
+            if self.tokens is None or self._dim(self.bound.results[number]) is None:
+                layout = _with_a_dim(layout)
             if local is not None and busy:
                 local = agreed(local, layout, call.schema.name)
             rows = self._one(local, whole, layout, self.bound.results[number])
@@ -300,6 +303,11 @@ class _Alone:
             shape[along] = 0
             local = torch.empty(shape, dtype=whole.dtype, device=device)
         return made(local, layout, whole, along, owners, device)
+
+
+def _with_a_dim(layout: Layout) -> Layout:
+    """A layout with a dim that is whole, along which all of it can be rows of one place."""
+    return layout if not layout.dims or () in layout.dims else without(layout, layout.axes(0))
 
 
 def _rest(x: Rows) -> Layout:
