@@ -1,7 +1,8 @@
 """CPU seconds of each test, its processes' included: what a machine with much to do at the same time does not change.
 
 At the end of a run: all in all, and the dearest files and tests. Tests wait for one another and for other programs, so that
-their seconds by the clock say little about which to make cheaper; these do.
+their seconds by the clock say little about which to make cheaper; these do. ONECARD_CPU_LOG=FILE has a line for each test:
+its seconds in setup, in the test and in teardown, and its name; and one for what each process spent beside tests.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import pytest
 
 NAME = "cpu seconds"
 SHOWN = 20  # files, and tests
+LOG = os.environ.get("ONECARD_CPU_LOG")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 _begun = 0.0
 _by_test: Counter[str] = Counter()
+_phases: dict[str, list[float]] = {}
+_in_tests = 0.0
 
 
 def spent() -> float:
@@ -46,16 +50,41 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport() -> Iterator[None]:
+    global _begun, _in_tests
     report = yield
-    if call.when == "teardown":
-        report.user_properties.append((NAME, spent() - _begun))
+    now = spent()
+    report.user_properties.append((NAME, now - _begun))
+    _in_tests += now - _begun
+    _begun = now
     return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "teardown":  # with workers: only the process that shows the results keeps them for a summary
-        _by_test[report.nodeid] += dict(report.user_properties).get(NAME, 0.0)
+    # With workers: only the process that shows the results keeps them for a summary.
+    seconds = dict(report.user_properties).get(NAME, 0.0)
+    _by_test[report.nodeid] += seconds
+    _phases.setdefault(report.nodeid, []).append(seconds)
+    if report.when == "teardown":
+        _log(*_phases.pop(report.nodeid), report.nodeid)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _log(spent(), f"({_worker()} after collection)")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _log(spent() - _in_tests, f"({_worker()} beside tests)")
+
+
+def _worker() -> str:
+    return os.environ.get("PYTEST_XDIST_WORKER", "main")
+
+
+def _log(*row: object) -> None:
+    if LOG and (_worker() == "main" or str(row[-1])[0] == "("):
+        with open(LOG, "a") as file:
+            print(*[f"{each:.2f}" if isinstance(each, float) else each for each in row], file=file)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
