@@ -56,12 +56,16 @@ def _play(scene: Callable[..., Any], folder: Path, given: Sequence[Any], etc: st
     dist.destroy_process_group()
     _unshare(NEW_NETWORK)  # the cable lies in a network of its own, which ends with this process
     hosts = [Host(folder, number, etc) for number in (0, 1)]
-    ends = ["oc-a", "oc-b"]
-    _run(_ip(), "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-    for host, end in zip(hosts, ends, strict=True):
-        _run(_ip(), "link", "set", end, "netns", str(host.pid))
-        host.ask("network", end)
-    return scene(hosts, *given)
+    try:
+        ends = ["oc-a", "oc-b"]
+        _run(_ip(), "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for host, end in zip(hosts, ends, strict=True):
+            _run(_ip(), "link", "set", end, "netns", str(host.pid))
+            host.ask("network", end)
+        return scene(hosts, *given)
+    finally:
+        for host in hosts:
+            host.end()
 
 
 class Host:
@@ -73,10 +77,16 @@ class Host:
         (self.folder / "etc_hosts").write_text(ETC_HOSTS[etc][number])
         self._pipe, theirs = Pipe()
         ready, told = os.pipe()
-        outer = os.fork()
-        if not outer:
+        self._outer = os.fork()
+        if not self._outer:
             _be_host(self, theirs, told)
         self.pid = int(os.read(ready, 32))
+
+    def end(self) -> None:
+        """With its first process, all of a namespace end. The end of the scene alone would end none: each host has a copy
+        of both pipes, so that neither is ever closed."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self._outer, 0)
 
     def ask(self, what: str, *given: Any) -> Any:
         """Have it do something, and wait for the answer."""

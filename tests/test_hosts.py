@@ -1,6 +1,7 @@
 """Several hosts as hosts: two network namespaces with a cable, and what can go wrong between them."""
 
 from ast import literal_eval
+from pathlib import Path
 
 import pytest
 from host_faults import FAULTS
@@ -214,3 +215,11 @@ def test_what_is_for_a_host_crosses_once(tmp_path):
     assert found.keys() == LEAST.keys()
     for what, share in found.items():
         assert 0.95 < share / LEAST[what] < 1.1, (what, found)
+
+
+def processes(hosts: list[Host]) -> list[int]:
+    return [host.pid for host in hosts]
+
+
+def test_hosts_end_with_their_scene(tmp_path):
+    assert not [pid for pid in on_two_hosts(processes, tmp_path) if Path(f"/proc/{pid}").exists()]
