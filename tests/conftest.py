@@ -41,14 +41,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     if not amounts.PROOF:
-        return "amounts: a share of the programs and cells, with fixed seeds; `make proof` has all"
+        return (
+            "amounts: a share of tests, programs and cells, with fixed seeds; `make proof` has all, the deselected too"
+        )
     return f"amounts: all, for src {amounts.tree()}; ONECARD_SEEDS={amounts.base()} has these seeds again"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items if not amounts.PROOF else ():
-        if item.get_closest_marker("proof"):
-            item.add_marker(pytest.mark.skip(reason="long and thorough: `make proof`"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves what is marked ``proof`` to a proof; and of the cells of a test that is marked ``share(n)`` all but n."""
+    if amounts.PROOF:
+        return
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("share"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {item for item in items if item.get_closest_marker("proof")}
+    for cells in tables.values():
+        left |= {*cells} - {*amounts.share(cells, cells[0].get_closest_marker("share").args[0])}
+    if left:
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
