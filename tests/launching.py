@@ -1,6 +1,7 @@
 """The launcher as tests call it: in a rank of the harness, or as a shell does; and which processes are left of it."""
 
 import atexit
+import io
 import logging
 import os
 import runpy
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -29,6 +31,7 @@ from onecard.comm.agree import sparse_check
 from onecard.comm.base import flight
 from onecard.comm.world import world
 from onecard.testing import run_ranks
+from onecard.testing._run import _context, _importable
 
 
 def launch_here(folder: Path, argv: list[str], terminal: bool = False) -> tuple[int, str]:
@@ -112,8 +115,14 @@ def _become(argv: list[str], environment: dict[str, str]) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         _forget()
-        sys.argv, sys.path[:0] = argv, [os.path.dirname(argv[0])]
-        runpy.run_path(argv[0], run_name="__main__")
+        if argv[0] == "-m":
+            sys.argv, sys.path[:0] = argv[1:], [""]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:0] = argv, [os.path.dirname(argv[0])]
+            names = runpy.run_path(argv[0], run_name="__main__")
+            for file in (value for value in names.values() if isinstance(value, io.IOBase)):
+                file.close()  # which Python's own end would do
         code = 0
     except SystemExit as request:
         if not (request.code is None or isinstance(request.code, int)):
@@ -174,6 +183,33 @@ def _fork_each(folder: Path, environments: list[dict[str, str]], within: float) 
     return [(code, (folder / f"output{number}").read_text()) for number, code in enumerate(codes)]
 
 
+def python(folder: Path, *words: Any, within: float = 200.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What ``python words ...`` does in a folder, by a fork that has imported torch and onecard already.
+
+    The launcher's ranks are forks, too. Where the start of an interpreter is what a test is about, it takes `subprocess`.
+    """
+    [found] = run_ranks(_python, 1, folder, [*map(str, words)], within, environment, timeout=within + 60)
+    return subprocess.CompletedProcess(words, *found)
+
+
+def _python(folder: Path, words: list[str], within: float, environment: dict[str, str]) -> tuple[int | None, str, str]:
+    dist.destroy_process_group()
+    os.chdir(folder)
+    clean = {name: text for name, text in os.environ.items() if name not in (*_OF_RANKS, "GLOO_SOCKET_IFNAME")}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        subprocess_handler.Popen = Forked  # type: ignore[attr-defined, misc, assignment]
+        process = Forked([sys.executable, *words], clean | environment, True)
+        try:
+            code = process.wait(within)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        said = [os.pread(number, 1 << 24, 0).decode() for number in (1, 2)]
+    return code, *said
+
+
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
@@ -202,6 +238,47 @@ def start(
     }
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+class StartedFork:
+    """The same in a process group of its own that is forked, with forked ranks; as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, folder: Path, source: str, *options: str) -> None:
+        argv = ["-m", "onecard.launch", *options, write(folder, source)]
+        with _importable():
+            self._process = _context().Process(target=_start_fork, args=(folder, argv, dict(os.environ)))
+            self._process.start()
+        self._folder, self.pid = folder, self._process.pid
+
+    def __enter__(self) -> "StartedFork":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        self._process.join(10)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)  # type: ignore[arg-type]
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self._process.join(timeout)
+        return (self._folder / "out").read_text(), (self._folder / "err").read_text()
+
+
+def _start_fork(folder: Path, argv: list[str], environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        with open(name, "wb") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    subprocess_handler.Popen = Forked  # type: ignore[attr-defined, misc, assignment]
+    _become(argv, environment)
 
 
 def alive(pid: int) -> bool:

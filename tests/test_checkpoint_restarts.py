@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import resumed
 import torch
-from launching import start
+from launching import StartedFork
 
 import onecard as oc
 from onecard.errors import LayoutError
@@ -74,7 +74,7 @@ STOPPED = """
 
 def test_sigterm_saves_and_ends_cleanly(tmp_path: Path) -> None:
     source = STOPPED.format(tests=str(Path(__file__).parent))
-    with start(tmp_path, source, "--nproc_per_node", "2") as process:
+    with StartedFork(tmp_path, source, "--nproc_per_node", "2") as process:
         until = time.monotonic() + 120
         while not (tmp_path / "waiting").exists():
             assert process.poll() is None and time.monotonic() < until, process.communicate()

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import estimated_programs as programs
 import pytest
 import torch
 from amounts import share
+from launching import python
 
 import onecard as oc
 from onecard.cli import main
@@ -185,8 +185,7 @@ SEEDS = {
 
 def in_a_process(tmp_path, script, world, *arguments):
     """`onecard estimate` as it is typed."""
-    command = [sys.executable, "-m", "onecard", "estimate", str(script), "--world", str(world), "--json"]
-    done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = python(tmp_path, "-m", "onecard", "estimate", script, "--world", world, "--json", "--", *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

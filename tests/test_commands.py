@@ -7,12 +7,12 @@ import io
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import estimated_programs as programs
 import pytest
 import torch
+from launching import python
 
 import onecard as oc
 from onecard.cli import main
@@ -207,9 +207,7 @@ def test_plan_of_a_script_is_run_autos(tmp_path, monkeypatch):
     assert {choice["name"] for choice in data["obvious"]} <= {"pure dp", "ZeRO-3", "Megatron's recipe"}
     assert plan_file("plan.json") == oc.Plan.from_json(data["plan"])
     dry = ["run", "--auto", "--dry_run", "auto.json", "--machine", "A100", "--nproc_per_node", "4", "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "onecard", *dry], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python(tmp_path, "-m", "onecard", *dry)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(Path("auto.json").read_text())["plan"] == data["plan"]
     estimated = json.loads(called("estimate", "train.py", "--plan", "plan.json", "--machine", "A100", "--json")[1])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import launch_forked
+from launching import launch_forked, python
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -220,19 +218,6 @@ def command_line(corpus: Path, out: Path, mesh: str) -> list[str]:
     ]
 
 
-def run(command: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def on_two_ranks(folder: Path, program: list[str]) -> tuple[int, str]:
     """Exit status and output of the launcher."""
     [found] = run_ranks(launch_forked, 1, folder, ["--nproc_per_node", "2", *program], {})
@@ -254,7 +239,7 @@ def assert_results(gpt: Any, status: int, printed: str, out: Path) -> None:
 
 
 def test_single(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
-    done = run(command_line(corpus_folder, tmp_path / "out", "single"))
+    done = python(tmp_path, *command_line(corpus_folder, tmp_path / "out", "single"))
     assert_results(gpt, done.returncode, done.stdout + done.stderr, tmp_path / "out")
 
 
@@ -262,13 +247,7 @@ def test_single(gpt: Any, corpus_folder: Path, tmp_path: Path) -> None:
 def test_two_ranks_end_at_the_weights_of_one_card(gpt: Any, corpus_folder: Path, tmp_path: Path, mesh: str) -> None:
     program = command_line(corpus_folder, tmp_path / "out", mesh)
     # Without dropout: Adam turns the round-off of a gradient that is next to nothing into a visible step.
-    if mesh == "dp=2":  # one of all as a user starts it
-        done = run(
-            ["-m", "onecard.launch", "--nproc_per_node", "2", "--log_dir", "logs", *program, "--dropout", "0"], tmp_path
-        )
-        status, printed = done.returncode, done.stdout + done.stderr
-    else:
-        status, printed = on_two_ranks(tmp_path, [*program, "--dropout", "0"])
+    status, printed = on_two_ranks(tmp_path, [*program, "--dropout", "0"])
     assert_results(gpt, status, printed, tmp_path / "out")
     assert "Messages of one training step" in printed
     args = gpt.train.TrainArgs(corpus=corpus_folder, out=tmp_path / "single", dropout=0.0, **TINY)
@@ -284,7 +263,7 @@ def test_dropout_draws_the_numbers_of_one_card(gpt: Any, corpus_folder: Path, tm
 
 
 def test_a_mesh_that_does_not_fit_names_the_call_that_works(corpus_folder: Path, tmp_path: Path) -> None:
-    done = run(command_line(corpus_folder, tmp_path / "out", "tp=2"))
+    done = python(tmp_path, *command_line(corpus_folder, tmp_path / "out", "tp=2"))
     assert done.returncode != 0
     assert "onecard run --nproc_per_node 2 examples/gpt/train.py --mesh tp=2" in done.stderr
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launching import python
 from torch import nn
 from torch.nn import functional as F
 
@@ -417,17 +416,9 @@ def test_the_command(tmp_path):
         "    loss = model(x).square().mean(); loss.backward(); optimizer.step(); optimizer.zero_grad()\n"
         "print('printed')\n"
     )
-    right = subprocess.run(
-        [sys.executable, "-m", "onecard", "prove", str(script), "--world", "2"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    right = python(tmp_path, "-m", "onecard", "prove", script, "--world", "2")
     assert right.returncode == 0 and right.stdout.startswith("Equal"), right.stderr
-    wrong = subprocess.run(
-        [sys.executable, "-m", "onecard", "prove", str(script), "--world", "2", "--", "apart"],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    wrong = python(tmp_path, "-m", "onecard", "prove", script, "--world", "2", "--", "apart")
     assert wrong.returncode == 1 and "train.py" in wrong.stdout and "First value" in wrong.stdout, (
         wrong.stdout + wrong.stderr
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def test_a_program_of_the_page_without_its_two_lines_under_auto(tmp_path, title,
     assert "onecard" not in text
     quiet = "import warnings\nwarnings.simplefilter('ignore')  # of the libraries\n"
     one, other = folders(tmp_path, quiet + text, "one", "several")
-    wanted = ran(one, sys.executable, "program.py").splitlines()
+    wanted = ran(one, "program.py").splitlines()
     found = several(other, {"dp": 2, "zero": 1}).splitlines()
     assert len(wanted) == len(found) > 1
     for mine, theirs in zip(found, wanted, strict=True):
