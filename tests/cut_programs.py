@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from amounts import amount
 from torch import Tensor, nn
 
 import onecard as oc
@@ -36,7 +37,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(10, 8), nn.Parameter(torch.randn(3, 8))
-        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(amount(2, 4)))
         self.head = nn.Linear(8, 10, bias=False)
         self.head.weight = self.embedding.weight
 

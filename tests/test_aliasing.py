@@ -36,17 +36,17 @@ def few_refusals(mesh, quick, proof, grad):
 
 @multirank(2)
 def test_random_programs():
-    few_refusals(MESH, 60, 1000, grad=False)
+    few_refusals(MESH, 20, 1000, grad=False)
 
 
 @multirank(2)
 def test_random_programs_with_gradients():
-    few_refusals(MESH, 60, 800, grad=True)
+    few_refusals(MESH, 20, 800, grad=True)
 
 
 @multirank(4)
 def test_random_programs_on_two_axes():
-    few_refusals(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]), 40, 400, grad=False)
+    few_refusals(oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"]), 20, 400, grad=False)
 
 
 @multirank(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 import weakref
 from contextlib import redirect_stdout
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from amounts import PROOF
 from auto_habits import HABITS
 from auto_programs import CLASSIFIER, LANGUAGE, REFUSED
+from launching import python
 from torch import nn
 
 import onecard as oc
@@ -26,15 +26,12 @@ from onecard.commands.run import main
 from onecard.errors import PlanError
 from onecard.testing import RankError, run_ranks
 
-LAUNCH = [sys.executable, "-m", "onecard", "run", "--auto"]
+LAUNCH = ["-m", "onecard", "run", "--auto"]
 
 
 def ran(folder: Path, *words: Any) -> str:
     """What a program prints, in a folder of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        [*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python(folder, *words, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
     assert done.returncode == 0, done.stdout + done.stderr
     return "\n".join(line for line in done.stdout.splitlines() if not line.startswith("onecard run --auto: "))
 
@@ -97,7 +94,7 @@ def folders(tmp_path: Path, text: str, *names: str) -> list[Path]:
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero": 1}, *([{"dp": 4, "zero": 3}] if PROOF else [])], ids=str)
 def test_a_classifier_with_checkpoints_and_resume(tmp_path, plan):
     one, other = folders(tmp_path, CLASSIFIER, "one", "several")
-    wanted = [ran(one, sys.executable, "program.py"), ran(one, sys.executable, "program.py", "--epochs", 3, "--resume")]
+    wanted = [ran(one, "program.py"), ran(one, "program.py", "--epochs", 3, "--resume")]
     found = [ran(other, *LAUNCH, "--nproc_per_node", oc.Plan(**plan).world, "program.py")]
     found.append(several(other, plan, "--epochs", "3", "--resume"))
     assert found == wanted
@@ -116,9 +113,10 @@ LANGUAGE_PLANS = [
 def language_on_one_card(tmp_path_factory) -> tuple[str, dict[str, Any]]:
     """What it prints, and the files that it leaves: the same for all plans."""
     (folder,) = folders(tmp_path_factory.mktemp("language"), LANGUAGE, "one")
-    return ran(folder, sys.executable, "program.py"), files(folder)
+    return ran(folder, "program.py"), files(folder)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", LANGUAGE_PLANS, ids=str)
 def test_a_language_model(tmp_path, plan, language_on_one_card):
     said, left = language_on_one_card
@@ -246,6 +244,7 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_in_place(plan):
     wanted, _ = _trained(None)
@@ -353,9 +352,8 @@ def test_a_plan_file_for_the_launcher(tmp_path, capsys):
 def test_a_script_that_copies_its_model_is_priced(tmp_path):
     """An average is a deep copy: made without data, it can still be computed with."""
     (tmp_path / "program.py").write_text(CLASSIFIER)
-    words = [*LAUNCH, "--dry_run", "--nproc_per_node", "2", "program.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
-    assert "the fastest of" in done.stderr and "no price is known" not in done.stderr
+    done = python(tmp_path, *LAUNCH, "--dry_run", "--nproc_per_node", "2", "program.py")
+    assert done.returncode == 0 and "the fastest of" in done.stderr and "no price is known" not in done.stderr
 
 
 def test_help_says_what_auto_is(capsys):

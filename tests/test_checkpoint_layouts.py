@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import amount, share
 from torch import Tensor, nn
 
 import onecard as oc
@@ -20,7 +21,7 @@ from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.testing import multirank
 
-PAIRS, A_SAVE = 300, 15
+PAIRS, A_SAVE = amount(75, 300), 15
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64,
           torch.complex128, torch.float8_e4m3fn, torch.uint16]  # fmt: skip
 
@@ -216,7 +217,7 @@ def test_training_goes_on_under_another_layout() -> None:
     with tempfile.TemporaryDirectory() as mine:
         where = [mine]
         torch.distributed.broadcast_object_list(where)
-        for number, (first, second) in enumerate(PAIRS_OF_LAYOUTS):
+        for number, (first, second) in enumerate(share(PAIRS_OF_LAYOUTS, 3)):
             state = make(first)
             losses = train(state, 10)
             folder = Path(where[0]) / str(number)

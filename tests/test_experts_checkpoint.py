@@ -50,7 +50,7 @@ def loaded(names: list[str], folder: str, ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_of_transformers_is_loaded_as_transformers_loads_it(ranks, tmp_path):
-    names = share(MODELS, 9 if ranks == 1 else 2)
+    names = share(MODELS, 3 if ranks == 1 else 2)
     for name in names:
         model_of(name).save_pretrained(tmp_path / name)  # type: ignore[attr-defined]
     found = run_ranks(loaded, ranks, names, str(tmp_path), ranks) if ranks > 1 else [loaded(names, str(tmp_path), 1)]

@@ -70,7 +70,7 @@ def levels() -> None:
     fleet.init(is_collective=True)
     group = oc.new_group(list(range(ranks)))
     settings = {"momentum": (1, True), "foreach": (3, False), "fused": (2, True)}
-    for level, name in cells(LEVELS, [*settings], every=2):
+    for level, name in cells(LEVELS, [*settings], every=3):
         accumulate, clip = settings[name]
         alone = Deep()
         expected = train(alone, OPTIMIZERS[name](alone.parameters()), accumulate, clip)

@@ -130,7 +130,7 @@ def changes(count, ops=("sum", "avg", "max", "product")):
 
 def test_any_chain_gives_the_target():
     seen, numbers = Counter(), np.random.default_rng(1)
-    count = amount(600, 6000)
+    count = amount(200, 6000)
     for shape, source, target in changes(count):
         whole = numbers.uniform(0.5, 2, size=shape)
         steps, found = plan(shape, ITEM, source, target), alike(shape, source, target)

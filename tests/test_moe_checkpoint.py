@@ -65,7 +65,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", share(WAYS, 2), ids=str)
+@pytest.mark.parametrize("way", share(WAYS, 1), ids=str)
 def test_experts_are_found_on_other_ranks(way: Any, tmp_path: Path) -> None:
     kind, before, after = way
     run_ranks(saves, before.get("dp", 1), kind, before, str(tmp_path / "c"))

@@ -112,7 +112,7 @@ def by_hand(schedule, times):
 # Corruptions
 
 
-@settings(deadline=None, max_examples=amount(120, 1500), suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=amount(40, 1500), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), schedules(4, 5))
 def test_corrupted_schedules_are_rejected_by_name_or_harmless(data, schedule):
     rows = [list(row) for row in schedule.ranks]

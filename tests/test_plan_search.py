@@ -74,7 +74,7 @@ def subjects() -> list[Subject]:
 def test_as_good_as_looking_at_everything(subjects):
     """Over random spaces the best of all; of memory limits, so that it matters what fits."""
     priced = looked = 0
-    for number, (subject, world, machine, fixed) in enumerate(spaces(200 if PROOF else 6, subjects)):
+    for number, (subject, world, machine, fixed) in enumerate(spaces(200 if PROOF else 2, subjects)):
         costs = list(Search(Space(subject, world, machine, fixed), machine, 0).everything())
         if not costs:
             continue
@@ -93,7 +93,7 @@ def test_as_good_as_looking_at_everything(subjects):
 def test_bounds_are_below_prices(subjects):
     """For every plan of some spaces, schedules and stages of all kinds among them."""
     seen = set()
-    for subject, world, machine, fixed in spaces(24 if PROOF else 4, subjects):
+    for subject, world, machine, fixed in spaces(24 if PROOF else 2, subjects):
         search = Search(Space(subject, world, machine, {**fixed, "tp": 1}), machine, 0)
         for group in search.space.groups():
             for one in (group, *search.space.again(group)):

@@ -16,7 +16,7 @@ from prove_examples import ALL
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("example", share(ALL, 3), ids=lambda example: example.name)
+@pytest.mark.parametrize("example", share(ALL, 2), ids=lambda example: example.name)
 def test_an_example_is_one_cards(example):
     proof = example.prove(rounding=False)
     assert proof, str(proof)

@@ -18,7 +18,7 @@ ALL = faults.all_faults()
 
 
 def test_planted_faults_are_found_and_named():
-    outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 12)]
+    outcomes = [(fault, faults.tried(fault)) for fault in share(ALL, 6)]
     counted = [(fault, outcome) for fault, outcome in outcomes if not outcome.idle]
     missed = [fault.name for fault, outcome in counted if not outcome.found]
     # A few faults in the library's source ("*") are named one operator late: a few cases may be just these.
@@ -26,7 +26,7 @@ def test_planted_faults_are_found_and_named():
     unnamed = [f"{fault.name}: {outcome.said}" for fault, outcome in asked if not outcome.named]
     assert len(missed) <= 0.01 * len(counted), missed
     assert len(unnamed) <= 0.05 * len(asked), unnamed
-    assert len(counted) >= (150 if PROOF else 8)
+    assert len(counted) >= (150 if PROOF else 4)
 
 
 @pytest.mark.parametrize(("fault", "operator", "wrong"), [
@@ -43,14 +43,14 @@ def test_what_is_wrong_behind_a_bucket_is_named_with_its_parameter(fault, operat
     assert proof.data()["first"]["leads_to"] == wrong
 
 
-@pytest.mark.parametrize("bug", share([*faults.programs.BUGS], 4))
+@pytest.mark.parametrize("bug", share([*faults.programs.BUGS], 2))
 def test_bugs_of_megatrons_kind_are_found_and_named(bug):
     (fault,) = [f for f in ALL if f.name == bug]
     outcome = faults.tried(fault)
     assert outcome.found and outcome.named, outcome.said
 
 
-@pytest.mark.parametrize("number", share(range(len(CASES)), 4))
+@pytest.mark.parametrize("number", share(range(len(CASES)), 2))
 def test_rounding_is_told_from_small_faults(number):
     world = (2, 3, 4)[number % 3]
     program, one = pair(CASES[number], 0.0)
@@ -66,7 +66,7 @@ AGAIN = [("cuts", 1), ("mixtures", 0)]
 """Were alarms once: a maximum over ranks of recordings, which looks at a float's bits; gradients on meshes of one rank each."""
 
 
-@pytest.mark.parametrize(("kind", "seed"), [*AGAIN, *share([*prove.cases(0, 500)], 4)])
+@pytest.mark.parametrize(("kind", "seed"), [*AGAIN, *share([*prove.cases(0, 500)], 2)])
 def test_random_right_programs_raise_no_alarm(kind, seed):
     verdict = prove.judge(kind, seed)
     assert verdict.kind in ("right", "void", "refused"), verdict.why

@@ -24,7 +24,7 @@ RIGHT: dict[str, Any] = {
 SCHEDULES = ["1F1B", "F-then-B", "VPP", "ZBH1", "ZBV"]
 
 
-@pytest.mark.parametrize("case", share([*RIGHT], 3))
+@pytest.mark.parametrize("case", share([*RIGHT], 2))
 def test_recordings_of_all_ranks_are_one_cards(case):
     program, world, *args = RIGHT[case]
     proof = oc.prove(on_ranks(program, world, *args), against=alone(program, *args), args=batch(3), steps=2)

@@ -72,7 +72,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize("chunk", [2, 16, 2**15])
-@settings(max_examples=amount(60, 500), deadline=None)
+@settings(max_examples=amount(20, 500), deadline=None)
 @given(data=st.data())
 def test_a_part_has_the_values_of_the_whole(data, chunk):
     shape, layout = data.draw(layouts())
@@ -106,7 +106,7 @@ def check_in_turn(name, shape, layout, seed):
             assert torch.equal(torch.get_rng_state(), after)  # generators stay in step
 
 
-@settings(max_examples=amount(120, 1500), deadline=None)
+@settings(max_examples=amount(40, 1500), deadline=None)
 @given(case=layouts(ones=False), name=st.sampled_from(sorted(OPERATORS)), seed=st.integers(0, 2**32))
 def test_every_operator_under_every_layout(case, name, seed):
     check_in_turn(name, *case, seed)
@@ -125,7 +125,7 @@ def test_each_operator_is_seen_on_its_own(name):
             check_in_turn(name, shape, layout, 3)
 
 
-@settings(max_examples=amount(50, 400), deadline=None)
+@settings(max_examples=amount(15, 400), deadline=None)
 @given(case=layouts(), name=st.sampled_from(sorted(MAKERS)), seed=st.integers(0, 2**32))
 def test_new_tensors_under_every_layout(case, name, seed):
     shape, layout = case

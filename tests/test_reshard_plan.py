@@ -86,7 +86,7 @@ def changes(draw):
 executed = Counter()
 
 
-@settings(max_examples=amount(400, 4000), deadline=None)
+@settings(max_examples=amount(120, 4000), deadline=None)
 @given(changes(), st.integers(0, 2**32))
 # Ones that fill up a product may not come while a sum is pending: it would add them.
 @example(((), Layout.make(CUBE, (), ((1, "sum"),)), Layout.make(CUBE, (), ((2, "product"),))), 0)
@@ -104,7 +104,7 @@ def check_a_chain(change, seed):
 
 def test_any_chain_gives_the_target():
     check_a_chain()
-    assert executed["chains"] >= amount(400, 4000)
+    assert executed["chains"] >= amount(120, 4000)
 
 
 @settings(max_examples=100, deadline=None)

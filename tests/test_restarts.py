@@ -82,6 +82,7 @@ def test_a_resumed_job_ends_well(tmp_path, backend, size, last):
     check(found, last, backend)
 
 
+@pytest.mark.proof  # six interpreters
 @pytest.mark.parametrize("backend", ["shm"])
 def test_under_torchrun(tmp_path, backend):
     program = write(tmp_path, RESUMED.format(first="", last=1))

@@ -67,6 +67,7 @@ def resumed(model: nn.Module, made: torch.optim.Optimizer, fresh: Any) -> torch.
     return optimizer
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @multirank(2)
 def test_a_resumed_optimizer(name: str) -> None:

@@ -215,6 +215,7 @@ def test_values_and_gradients_are_those_of_one_card(family):
             raise
 
 
+@pytest.mark.share(1)
 @multirank(4)
 @pytest.mark.parametrize("family", ["reduction", "softmax", "loss", "norm"])
 def test_two_axes(family):

@@ -124,6 +124,7 @@ def compare(model, layouts, loss_of, *inputs):
         assert_close(a.grad, b.grad, rtol=2e-5)
 
 
+@pytest.mark.share(6)
 @multirank(2)
 @pytest.mark.parametrize("layouts", BLOCK_LAYOUTS)
 @pytest.mark.parametrize("batch", [4, 3, 1])
@@ -163,6 +164,7 @@ CNN_LAYOUTS = {
 }
 
 
+@pytest.mark.share(4)
 @multirank(2)
 @pytest.mark.parametrize("layouts", CNN_LAYOUTS)
 @pytest.mark.parametrize("batch", [4, 3])

@@ -21,10 +21,11 @@ def test_every_optimizer_on_one_card(kind: str) -> None:
 
 
 def test_one_cards_programs() -> None:
-    for make in (
+    programs = (
         partial(mixed, None, parts=4), partial(gpt, None), partial(gpt, None, dropout=0.0), partial(seed_002, "single_card_002"),
         partial(seed_003, "single_card_003"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for make in share(programs, 2):
         assert_replays(make)
 
 
@@ -37,7 +38,7 @@ def on_two_ranks() -> None:
         "gpt tp foreach": partial(gpt, tp, kind="foreach"), "seed 000": seed_000,
         **{name: partial(seed_003, f"semi_auto_{name}_parallel_003") for name in ("data", "model", "pipeline")},
     }  # fmt: skip
-    for name, make in share(programs.items(), 4):
+    for name, make in share(programs.items(), 2):
         check(name, make)
 
 
@@ -59,7 +60,7 @@ def on_four_ranks() -> None:
         "gpt dp x tp": partial(gpt, both), "mixed dp x tp": partial(mixed, both),
         **{name: partial(seed_002, name) for name in ("tensor_parallel_002", "data_parallel_002")},
     }  # fmt: skip
-    for name, make in programs.items():
+    for name, make in share(programs.items(), 1):
         check(name, make)
 
 
@@ -72,5 +73,5 @@ def test_eight_ranks_and_two_meshes() -> None:
 
 
 def on_eight_ranks() -> None:
-    for name in ("pipeline_parallel_002", "hybrid_parallel_002"):
+    for name in share(("hybrid_parallel_002", "pipeline_parallel_002"), 1):
         check(name, partial(seed_002, name))

@@ -106,7 +106,7 @@ def train(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Tensor], 
 
 def all_programs() -> dict[str, str]:
     said = {}
-    for name, degrees, make, loss_of in share(programs(), 3):
+    for name, degrees, make, loss_of in share(programs(), 2):
         begin(**degrees)
         try:
             pairs = zip(train(make, loss_of, False), train(make, loss_of, True), strict=True)
@@ -119,7 +119,7 @@ def all_programs() -> dict[str, str]:
 def test_manual_programs_replay_bit_for_bit() -> None:
     found = run_ranks(all_programs, 2)
     assert [{name: why for name, why in each.items() if why} for each in found] == [{}, {}]
-    assert len(found[0]) == amount(3, 8)
+    assert len(found[0]) == amount(2, 8)
 
 
 def ids_out_of_range() -> None:

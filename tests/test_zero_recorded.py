@@ -139,7 +139,7 @@ def check(level: str, running: bool, bits: list[Any]) -> None:
 def all_levels() -> None:
     buckets.LARGE = 2**17  # the weights travel alone
     bits: dict[str, Any] = {}
-    for level, running in share(CASES, 4):
+    for level, running in share(CASES, 2):
         if level not in bits:
             plain = Trained(level, False)
             bits[level] = plain.bits(plain.step)
