@@ -2,7 +2,7 @@
 
 At the end of a run: all in all, and the dearest files and tests. Tests wait for one another and for other programs, so that
 their seconds by the clock say little about which to make cheaper; these do. ONECARD_CPU_LOG=FILE has a line for each test:
-its seconds in setup, in the test and in teardown, and its name; and one for what each process spent beside tests.
+its seconds in setup, in the test and in teardown, and its name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,18 @@ TICKS = os.sysconf("SC_CLK_TCK")
 _begun = 0.0
 _by_test: Counter[str] = Counter()
 _phases: dict[str, list[float]] = {}
-_in_tests = 0.0
+_workers: list[float] = []  # all that each has spent
 
 
 def spent() -> float:
     """Of this process, of those that it has waited for, and of the ranks, whose parent is the server that forks them."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used) + _server()
+
+
+def _own() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _server() -> float:
@@ -51,11 +57,10 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    global _begun, _in_tests
+    global _begun
     report = yield
     now = spent()
     report.user_properties.append((NAME, now - _begun))
-    _in_tests += now - _begun
     _begun = now
     return report
 
@@ -69,20 +74,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _log(*_phases.pop(report.nodeid), report.nodeid)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    _log(spent(), f"({_worker()} after collection)")
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _workers.append(getattr(node, "workeroutput", {}).get(NAME, 0.0))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _log(spent() - _in_tests, f"({_worker()} beside tests)")
-
-
-def _worker() -> str:
-    return os.environ.get("PYTEST_XDIST_WORKER", "main")
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[NAME] = spent()
 
 
 def _log(*row: object) -> None:
-    if LOG and (_worker() == "main" or str(row[-1])[0] == "("):
+    if LOG and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(LOG, "a") as file:
             print(*[f"{each:.2f}" if isinstance(each, float) else each for each in row], file=file)
 
@@ -94,7 +97,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for test, seconds in _by_test.items():
         by_file[test.partition("::")[0]] += seconds
     total = sum(_by_test.values())
-    terminalreporter.section(f"{NAME}: {total:.0f} in {len(_by_test)} tests of {len(by_file)} files")
+    beside = _own() + sum(_workers) - total if _workers else spent() - total  # collection, imports, and the like
+    terminalreporter.section(
+        f"{NAME}: {total:.0f} in {len(_by_test)} tests of {len(by_file)} files, {beside:.0f} beside them"
+    )
     for counted in (by_file, _by_test):
         for name, seconds in counted.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:7.1f} {name}")

@@ -98,6 +98,7 @@ def _pipeline(stages: int) -> tuple[list[float], str]:
     return [float(value) for value in losses], "" if engine.plans is None else str(engine.plans.best.pp)
 
 
+@pytest.mark.proof
 def test_a_pipeline_that_is_asked_for():
     wanted, _ = _pipeline(1)
     for found, pp in run_ranks(_pipeline, 2, 2, timeout=120.0):

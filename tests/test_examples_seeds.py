@@ -109,6 +109,7 @@ def train_002(name: str, arguments: dict[str, Any]) -> list[float]:
     return load(name).train_model(**arguments)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("name", "more"),
     [("data_parallel_002", {}), ("data_parallel_002", {"shard_reading": True}), ("tensor_parallel_002", {})],
@@ -118,6 +119,7 @@ def test_mlp_of_seed_002(name: str, more: dict[str, Any]) -> None:
     assert_losses(ranks, train_002("single_card_002", SMALL_002))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", ["pipeline_parallel_002", "hybrid_parallel_002"])
 def test_two_stages_of_seed_002(name: str) -> None:
     ranks = run_ranks(train_002, 8, name, SMALL_002)
@@ -151,6 +153,7 @@ def train_003_on_this_rank(name: str, arguments: dict[str, Any]) -> list[float]:
     return train_003(name, arguments)
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("name", "more"),
     [

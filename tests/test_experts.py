@@ -184,6 +184,7 @@ def losses_of_chosen_rows() -> list[str]:
     return wrong
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_of_chosen_rows_divide_by_all_of_them(ranks):
     for wrong in run_ranks(losses_of_chosen_rows, ranks):
@@ -215,6 +216,7 @@ def views() -> list[str]:
     return [n for n, a, b in zip(names, *found, strict=True) if not torch.allclose(a, b, rtol=1e-5, atol=1e-6)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_expert_is_a_view_of_the_stack(ranks):
     for wrong in run_ranks(views, ranks):

@@ -178,6 +178,7 @@ def test_microbatches_in_flight_are_counted(monkeypatch):
 # -- two ways to write the same model --------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("given", [{}, {"tp": 2}, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "microbatches": 4}])
 def test_layers_by_hand_and_marks_cost_the_same(given):
     """On a data sheet's peaks: three products for q, k and v take a GPU longer than the layers' one."""

@@ -486,6 +486,7 @@ mesh = oc.ProcessMesh([0, 1], dim_names=["dp"])
 """
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -506,6 +507,7 @@ for x in oc.shard_dataloader(DataLoader(torch.arange(64.0), 8, shuffle=True), me
     assert "\ntrained" not in printed
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("number", range(3))
 def test_the_page_shows_what_the_check_says_and_all_ranks_end(number, tmp_path):
     assert len(programs_of_the_page()) == 3

@@ -113,6 +113,7 @@ def killed_in_backward(kind: str, folder: str) -> None:
         raise
 
 
+@pytest.mark.share(2)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["stages", "marks", "fleet"])
 def test_a_rank_killed_in_backward_is_named_over_gloo(
@@ -177,6 +178,7 @@ def other_batches(by_marks: bool, apart: int) -> None:
             runner.step(pipeline.one_f_one_b(2, 2), x, y)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("by_marks", [False, True])
 @pytest.mark.parametrize("apart", [0, 2, 9])
 def test_ranks_with_other_batches_are_told(by_marks: bool, apart: int) -> None:

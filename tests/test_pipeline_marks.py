@@ -76,6 +76,7 @@ def marked(size: int) -> None:
                 assert net.events == kinds, (mode, net.events)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("ranks", "size", "backend"), [(2, 1, None), (4, 1, None), (4, 2, None), (2, 1, "gloo")])
 def test_stages_by_marks_are_one_card_under_every_order(ranks: int, size: int, backend: str | None) -> None:
     run_ranks(marked, ranks, size, backend=backend)
@@ -180,6 +181,7 @@ def several(nets: list[str], modes: list[str]) -> None:
             assert runner.meter.now == 0 < runner.meter.peak and set(runner.meter.stages) == set(runner.mine), mode
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("name", "mode"), [("net", "VPP"), ("net", "BFS"), ("tied", "1F1B"), ("tied", "ZBH1")])
 def test_several_stages_on_a_mesh_and_halves(name: str, mode: str) -> None:
     run_ranks(several, 2, [name], [mode])

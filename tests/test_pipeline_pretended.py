@@ -28,6 +28,7 @@ def layers(mode: str, steps: int) -> tuple[list[Any], list[Any], list[Any]]:
     return sent, [span.action for span in runner.timeline().spans], [p.grad.shape for p in model.parameters()]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
 def test_a_pretended_step_of_layers_is_a_real_one_but_for_values(mode: str) -> None:
     real = run_ranks(layers, 2, mode, 3)
@@ -50,6 +51,7 @@ def marked(mode: str) -> tuple[list[Any], list[Any]]:
     return sent, [span.action for span in runner.timeline().spans]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("mode", ["ZBH1", "VPP"])
 def test_a_pretended_step_by_marks_is_a_real_one_but_for_values(mode: str) -> None:
     real = run_ranks(marked, 2, mode)

@@ -106,6 +106,7 @@ def test_a_search_finds_ep_where_memory_is_short() -> None:
     assert tight.best.ep == 4
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("how", [{}, {"tp": 2, "sequence_parallel": True, "recompute": "full"}])
 def test_a_recording_over_any_ranks_of_experts_from_two(how: dict[str, Any]) -> None:
     sizes = replace(SIZES, experts=16)

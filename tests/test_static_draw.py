@@ -42,6 +42,7 @@ def check(text: str) -> None:
         assert left >= 0 and left + long <= width and 0 < float(word.get("y", "0")) < height, word.text
 
 
+@pytest.mark.proof
 def test_a_gpt_on_many_ranks(tmp_path: Path) -> None:
     """Twelve layers are one pile; messages of both axes; the three phases; the same as text."""
     recording = pretended(16, 1, lambda: recorded(grid(2, 8), layers=12, zero=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from amounts import PROOF
+from amounts import share
 from static_programs import assert_replays, gpt, mixed
 from test_static_passes import recorded_step, replayed, same
 from torch import Tensor, fx
@@ -58,11 +58,12 @@ def moved_steps() -> list[Any]:
     size = oc.get_world_size()
     dp = oc.ProcessMesh(list(range(size)), ["dp"])
     found = []
-    for make in (
+    programs = (
         partial(gpt, dp),
-        partial(mixed, dp, "sgd", 2),
         partial(gpt, oc.ProcessMesh(list(range(size)), ["tp"])),
-    ):
+        partial(mixed, dp, "sgd", 2),
+    )
+    for make in share(programs, 1):
         recording = recorded_step(make)
         before, expected = recording.graph, replayed(recording, recording.graph)
         for name, run in PASSES.items():
@@ -84,7 +85,8 @@ def test_moved_messages_keep_every_bit_on_two_ranks() -> None:
     assert pieces > first + 3 and behind > 50, found
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"] if PROOF else ["shm"])
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_moved_messages_on_four_ranks(backend: str) -> None:
     found = run_ranks(four_steps, 4, backend=backend)
     first, pieces = found[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from amounts import PROOF
+from amounts import PROOF, share
 from live_memory import measured_peak
 from static_programs import gpt, mesh, mixed, seed_003
 from torch import Tensor, fx, nn
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 def counted() -> list[tuple[dict[str, int], dict[str, int]]]:
     """Bytes by axis: what the recording says, and what ``explain`` counts in the step as it is."""
     found = []
-    for make in (partial(gpt, mesh(2, 2), dropout=0.0), partial(mixed, mesh(4, 1)), partial(gpt, mesh(1, 4))):
+    for make in share((partial(gpt, mesh(2, 2), dropout=0.0), partial(mixed, mesh(4, 1)), partial(gpt, mesh(1, 4))), 1):
         torch.manual_seed(3)
         _, _, step, data = make()
         run = oc.to_static(step, without=["equal"])

@@ -75,6 +75,7 @@ def assert_near(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(("name", "libraries", "plans"), CASES, ids=[name for name, *_ in CASES])
 def test_as_on_one_card(name, libraries, plans, tmp_path, monkeypatch):
     needed(libraries)
