@@ -1,0 +1,46 @@
+"""What `make test` leaves to `make proof`: shares of lists, of tables, and of the cells of a test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import amounts
+import pytest
+from conftest import pytest_collection_modifyitems
+
+
+class Cell:
+    def __init__(self, nodeid: str, **marks: int) -> None:
+        self.nodeid = nodeid
+        self.get_closest_marker = {mark: SimpleNamespace(args=[value]) for mark, value in marks.items()}.get
+
+
+def chosen() -> tuple[list[str], list[str]]:
+    """Of a file with all kinds: what runs, and what is said to be left out."""
+    items: Any = [Cell("f.py::a"), Cell("f.py::long", proof=0), *(Cell(f"f.py::table[{i}]", share=2) for i in range(5))]
+    items += [Cell(f"g.py::table[{i}]", share=9) for i in range(2)]
+    told: list[Any] = []
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: told.extend(items)))
+    pytest_collection_modifyitems(config, items)
+    return [item.nodeid for item in items], sorted(item.nodeid for item in told)
+
+
+def test_a_share_of_the_cells_and_nothing_that_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amounts, "PROOF", False)
+    ran, left = chosen()
+    assert ran == ["f.py::a", "f.py::table[0]", "f.py::table[4]", "g.py::table[0]", "g.py::table[1]"]
+    assert left == ["f.py::long", "f.py::table[1]", "f.py::table[2]", "f.py::table[3]"]
+
+
+def test_a_proof_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amounts, "PROOF", True)
+    ran, left = chosen()
+    assert len(ran) == 9 and not left
+
+
+def test_shares_go_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amounts, "PROOF", False)
+    assert amounts.share(range(10), 4) == [0, 3, 6, 9] and amounts.share("ab", 5) == ["a", "b"]
+    table = amounts.cells(range(4), range(3), every=3)
+    assert {r for r, _ in table} == {*range(4)} and {c for _, c in table} == {*range(3)} and len(table) == 4
