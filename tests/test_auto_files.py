@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from amounts import amount
+from launching import python
 
 from onecard.auto.calls import over
 from onecard.auto.files import Noted, Overlay
@@ -151,7 +150,5 @@ def test_workers_of_a_loader_and_temporary_files(tmp_path):
         assert not os.path.exists(folder)
         """)
     )
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "mine"], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = python(tmp_path, script, tmp_path / "mine")
     assert done.stdout == "28.0\n", done.stderr
