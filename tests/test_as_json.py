@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec.make(layout, torch.Size(shape), stride, dtype, torch.device("cpu"))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=amount(30, 100))
 @given(specs())
 def test_what_is_written_is_read_again(spec: Spec) -> None:
     assert again(spec) is spec

@@ -115,6 +115,7 @@ def step(state: dict[str, Any], number: int) -> float:
     return float(loss.item())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @multirank(2)
 def test_modules_optimizers_and_the_like(kind: str, tmp_path: Path) -> None:

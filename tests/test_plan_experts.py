@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from amounts import share
 
 import onecard as oc
 from onecard.errors import PlanError
@@ -30,7 +31,7 @@ def priced(sizes: oc.Transformer = SIZES, **how: Any) -> Any:
 
 
 def test_a_mixture_does_the_operations_that_its_sizes_say() -> None:
-    for how in ({}, {"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}):
+    for how in share(({}, {"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}), 2):
         cost = priced(**how)
         assert cost.model_flops == cost.tokens * SIZES.flops_per_token, how
 
@@ -38,7 +39,7 @@ def test_a_mixture_does_the_operations_that_its_sizes_say() -> None:
 def test_latent_attention_and_blocks_without_experts() -> None:
     assert round(known_model("deepseek-v3").parameters / 1e9, 2) == 671.03  # arXiv 2412.19437: 671B
     latent = replace(SIZES, kv_latent=24, q_latent=40, rope_dim=8, head_dim=16, dense_layers=2, ffn=128, layers=6)
-    for how in ({"ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}):
+    for how in share(({"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}, {"ep": 4}), 1):
         cost = priced(latent, **how)
         # Values are as wide as keys for the kernel.
         wide = 6 * latent.layers * latent.heads * latent.rope_dim * latent.sequence
@@ -53,7 +54,7 @@ def test_latent_attention_and_blocks_without_experts() -> None:
 
 
 def test_only_tokens_travel_along_ep() -> None:
-    for ep in (2, 4, 8):
+    for ep in share((2, 4, 8), 2):
         sent = priced(dp=8, ep=ep).ranks[0].sent["ep"]
         assert sent == SIZES.layers * 4 * SIZES.sequence * 2 * 64 * 2 * (ep - 1) // ep, "there, back, and in backward"
     assert "ep" not in priced().ranks[0].sent
@@ -62,14 +63,14 @@ def test_only_tokens_travel_along_ep() -> None:
 
 
 def test_memory_falls_with_ep() -> None:
-    for ep in (1, 2, 4):
+    for ep in share((1, 2, 4), 2):
         memory = priced(ep=ep).ranks[0].memory
         assert memory["parameters"] == 2 * (OTHERS + EXPERTS // ep)
         assert memory["states"] == 12 * (OTHERS + EXPERTS // ep)
 
 
 def test_zero_divides_experts_over_fewer_ranks() -> None:
-    for ep in (1, 2, 4):
+    for ep in share((1, 2, 4), 2):
         state = priced(ep=ep, zero=1).ranks[0].memory["states"]
         assert abs(state - 12 * (OTHERS // 4 + EXPERTS // 4)) < 600, "each number lies on one rank, whatever ep is"
 

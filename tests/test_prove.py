@@ -152,6 +152,7 @@ def marked(zero=0, dropout=0.1):
     return losses
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_marked_program_is_one_cards(zero):
     proof = oc.prove(marked, zero, world=4)
@@ -161,6 +162,7 @@ def test_a_marked_program_is_one_cards(zero):
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "name",
     ["semi_auto_model_parallel_003", "semi_auto_pipeline_parallel_003", "semi_auto_group_sharded_003",

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 import torch.nn.functional as F
-from amounts import PROOF, amount
+from amounts import PROOF, amount, share
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_operators import MAKERS, OPERATORS, TALKING, layouts, probabilities
@@ -72,7 +72,7 @@ def test_every_operator_after_a_change_of_mesh():
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
     line, square = oc.ProcessMesh(range(4), ["x"]), oc.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
     for name, operator in ALL.items():
-        for shape in ([5, 7], [2, 3, 5, 4]):
+        for shape in share(([2, 3, 5, 4], [5, 7]), 1):
             x = probabilities(shape)
             oc.manual_seed(2)
             with oc.one_card_random():

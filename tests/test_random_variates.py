@@ -36,6 +36,7 @@ def chi_square_score(counts, expected):
 # ---- permutations
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("n, first", [(3, 3), (4, 4), (5, 5), (6, 3)])
 def test_all_permutations_of_a_few_are_alike_likely(n, first):
     """Of six elements those that come first, in their order."""
@@ -193,6 +194,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", [dropout, part_of_normal, words])
 def test_draws_trace_into_graphs_that_draw_anew(program, backend):

@@ -209,6 +209,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.share(9)
 @multirank(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_forward_and_backward(name):

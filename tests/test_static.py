@@ -15,6 +15,7 @@ from onecard.testing import run_ranks
 OPTIMIZERS = ["sgd", "adamw", "fused", "foreach", "rmsprop", "adagrad", "adamax", "nadam", "asgd"]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_on_one_card(kind: str) -> None:
     assert_replays(partial(mixed, None, kind))

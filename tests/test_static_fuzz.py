@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import amount
 from comparing import compared, never
 from torch import Tensor
 
@@ -101,7 +102,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"also": ["recompute"]}]
 
 
 def test_random_programs_on_one_card() -> None:
-    for seed in range(30):
+    for seed in range(amount(10, 30)):
         tried(seed, None, **OPTIONS[seed % 2])
 
 
@@ -120,7 +121,7 @@ def on_two_ranks(seeds: range) -> int:
 
 
 def test_random_programs_on_two_ranks() -> None:
-    one, other = run_ranks(on_two_ranks, 2, range(100, 116))
+    one, other = run_ranks(on_two_ranks, 2, range(100, amount(105, 116)))
     assert one == other <= 2
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from amounts import share
 from static_programs import gpt, mesh
 from torch import Tensor, nn
 
@@ -121,11 +122,14 @@ def gpt_trained(where: Any, static: bool) -> list[Tensor]:
 
 
 def gpt_on_ranks() -> list[bool]:
-    return [all(map(same, gpt_trained(where, False), gpt_trained(where, True))) for where in (mesh(2, 1), mesh(1, 2))]
+    return [
+        all(map(same, gpt_trained(where, False), gpt_trained(where, True)))
+        for where in share((mesh(1, 2), mesh(2, 1)), 1)
+    ]
 
 
 def test_a_gpt_is_that_of_autocast() -> None:
-    """Attention, norms, embeddings, dropout; on one card, dp and tp."""
+    """Attention, norms, embeddings, dropout; on one card, tp, and in the proof dp."""
     expected, found = gpt_trained(None, False), gpt_trained(None, True)
     assert all(map(same, expected, found))
     assert all(map(all, run_ranks(gpt_on_ranks, 2)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import amount, share
 from static_programs import gpt, mesh
 from torch import Tensor, nn
 
@@ -190,13 +191,13 @@ def zero(stage: Any, axis: str = "dp") -> Callable[[oc.ProcessMesh], Any]:
 def merged_on_ranks() -> dict[str, Any]:
     """GPT by marks (dp, tp), and a network under ZeRO 1, 2 and 3: against one card that accumulates."""
     said: dict[str, Any] = {}
-    for name, where in (("dp", mesh(2, 1)), ("tp", mesh(1, 2))):
+    for name, where in share((("dp", mesh(2, 1)), ("tp", mesh(1, 2))), 1):
         expected, _ = gpt_trained(None)
         found, recording = gpt_trained(where)
         said[name] = max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
         messages = [n for n in recording.nodes() if n.target is again.message and str(n.args[4]) == "dp"]
         said[f"messages along {name}"] = len(messages)
-    for stage in (oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3):
+    for stage in share((oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3), 2):
         said[stage.__name__] = zero_trained(stage)
     return said
 
@@ -236,7 +237,7 @@ def test_merged_on_ranks() -> None:
     said = run_ranks(merged_on_ranks, 2)
     for one in said:
         distances = {k: v for k, v in one.items() if isinstance(v, float)}
-        assert len(distances) == 5 and all(d < 2e-6 for d in distances.values()), one
+        assert len(distances) == amount(3, 5) and all(d < 2e-6 for d in distances.values()), one
         assert one["messages along dp"] <= 3, (
             "gradients, the loss and the norm travel once, not once for each microbatch"
         )
