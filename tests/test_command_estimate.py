@@ -208,6 +208,7 @@ def test_sends_of_a_pipeline(tmp_path):
     assert by_hand["terms"]["messages along 'pp'"] > 0
 
 
+@pytest.mark.proof
 def test_the_gpt_example(tmp_path):
     small = ["--dropout", "0", "--n_layer", "1"]
     whole = in_a_process(tmp_path, EXAMPLES / "gpt" / "train.py", 1, *small)

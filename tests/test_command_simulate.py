@@ -165,6 +165,7 @@ def test_progress_where_there_is_a_terminal(tmp_path):
     assert python(tmp_path, *command[1:]).stderr == ""
 
 
+@pytest.mark.proof
 def test_help_loads_no_command():
     code = (
         "import sys; from onecard.cli import main; main(['--help']); print([m for m in sys.modules if 'commands' in m])"

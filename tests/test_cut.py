@@ -96,6 +96,7 @@ def _sends_and_sums() -> tuple[int, int, int]:
     return targets.count(staged.send) + packed, packed, targets.count(torch.ops.aten.addmm_.default)
 
 
+@pytest.mark.proof
 def test_few_messages_and_products():
     for sends, packed, products in run_ranks(_sends_and_sums, 2):
         assert packed >= 1

@@ -84,6 +84,7 @@ def first_dim(name, layer, mesh):
             setattr(layer, key, oc.shard_tensor(parameter, mesh, [oc.Shard(0)] * mesh.ndim))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [[0, 1], [2, 3]]])
 def test_modules_of_every_kind(ranks):
     count = torch.tensor(ranks).numel()
@@ -159,6 +160,7 @@ def later(ranks):
             assert found[name].dtype == value.dtype
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2]])
 def test_what_is_done_after_deferred_init_counts_too(ranks):
     multirank(len(ranks))(later)(ranks)

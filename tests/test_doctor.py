@@ -151,6 +151,7 @@ def test_without_dev_shm_on_one_core():
     assert found["cores"]["state"] == "slow"
 
 
+@pytest.mark.proof
 @namespaces
 def test_64_megabytes_and_a_wrong_master():
     ranks = RANKS | {"MASTER_ADDR": "192.0.2.7"}  # an address for documents, which nobody has

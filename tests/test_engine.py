@@ -76,7 +76,7 @@ def check_cells(listed: list[tuple[str, ...]], ranks: list[list[dict[str, Any]]]
 
 LISTED = [*((name,) for name in SWITCHES), *PAIRS]
 HERE = [
-    ("pp", "blocks"), ("tp", "blocks"), ("sharding1", "merge"), ("sharding2", "amp"), ("sharding3", "recompute"),
+    ("pp", "blocks"), ("tp", "blocks"), ("sharding2", "amp"), ("sharding3", "recompute"),
 ]  # fmt: skip
 
 

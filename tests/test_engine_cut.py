@@ -112,6 +112,7 @@ def _both() -> list[Any]:
     return [_programs(True), _to_static(3)]
 
 
+@pytest.mark.proof
 def test_programs_before_the_first_step_are_those_that_run() -> None:
     found = run_ranks(_both, 2, timeout=120.0)
     for rank in range(2):

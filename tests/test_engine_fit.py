@@ -72,6 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
 
 
+@pytest.mark.proof
 def test_a_killed_fit_goes_on_as_if_nobody_had_killed_it(tmp_path: Path, whole: Any) -> None:
     """Within a pass, and right after one; bit for bit on as many ranks."""
     for die_at in (2, 4):

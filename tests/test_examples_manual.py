@@ -85,6 +85,7 @@ def learn_digits() -> tuple[list[float], float]:
     return program.train_model(program.Args(how="alltoall", epochs=3, lr=0.003))
 
 
+@pytest.mark.proof
 def test_seed_001_reads_digits() -> None:
     pytest.importorskip("sklearn", reason="pip install scikit-learn")
     for losses, accuracy in run_ranks(learn_digits, 2):

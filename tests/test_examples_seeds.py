@@ -191,6 +191,7 @@ def static_003_on_this_rank() -> list[list[float]]:
     ]
 
 
+@pytest.mark.proof
 def test_static_programs_of_seed_003_on_four_ranks() -> None:
     expected = train_003("single_card_003", SMALL_003 | {"batch_num": 10})
     for runs in run_ranks(static_003_on_this_rank, 4):
@@ -275,6 +276,7 @@ MAINS = [
 ]
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("name", "nproc", "arguments", "said"), MAINS)
 def test_program(name: str, nproc: int, arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_main, nproc, name, *arguments)

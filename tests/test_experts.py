@@ -66,6 +66,7 @@ def all_layers(names: list[str]) -> dict[str, list[float]]:
     return {f"{layer}, {name}": errors(LAYERS[layer], name, values(1)) for layer in LAYERS for name in names}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("names", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_programs_of_all_styles_are_those_of_one_card(names):
     for found in run_ranks(all_layers, math.prod(LAYOUTS[names[0]][0]), names):
@@ -129,6 +130,7 @@ def all_uneven(names: list[str]) -> dict[str, list[float]]:
     return {f"{name}, {case}": one_sided(name, *case) for name in names for case in UNEVEN}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("names", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_few_tokens_few_experts_and_all_tokens_to_one(names):
     for found in run_ranks(all_uneven, math.prod(LAYOUTS[names[0]][0]), names):

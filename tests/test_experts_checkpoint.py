@@ -106,6 +106,7 @@ def trained(folder: str, ranks: int, first: int, last: int) -> dict[str, Tensor]
     return {n: oc.unshard(p.detach()).clone() if ranks > 1 else p.detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.proof
 def test_four_ranks_save_and_two_go_on(tmp_path):
     wanted = trained("", 1, 0, 4)
     run_ranks(trained, 4, str(tmp_path / "saved"), 4, 0, 2)

@@ -132,6 +132,7 @@ CASES += [
 ]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_five_steps_are_those_of_one_card(ranks):
     cases = [case for case in CASES if math.prod(LAYOUTS[case[1]][0]) == ranks]

@@ -33,6 +33,7 @@ def cells(ranks: int) -> list[Routed]:
     return found
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_counts_and_gradients_are_one_cards(ranks: int) -> None:
     whats = cells(ranks)
@@ -59,6 +60,7 @@ def test_what_ranks_do_not_have_alike_is_told_of(fault: str) -> None:
         run_ranks(train, 2, Routed(TOLD[fault], "sigmoid", fault=fault))
 
 
+@pytest.mark.proof
 def test_experts_take_memory_by_ep() -> None:
     whole = run_ranks(held, 1, Routed())[0]
     for layout, zero, parts in (("ep=2", False, (2, 2, 2)), ("ep=4", False, (4, 4, 4)), ("dp=2 ep=2", True, (2, 2, 4))):

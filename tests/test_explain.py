@@ -171,6 +171,7 @@ def test_lines_are_the_users_innermost() -> None:
     assert {place(m) for m in report.messages} == {line("backward")}
 
 
+@pytest.mark.proof
 def test_lines_are_the_users_where_torch_is_reached_through_a_link(tmp_path) -> None:
     (tmp_path / "link").symlink_to(Path(torch.__file__).parents[1])
     program = tmp_path / "program.py"

@@ -93,6 +93,7 @@ def grids() -> None:
             trained({"dp": 1, **degrees}, names[(i + number) % 3], clip, 1 + i % 2)
 
 
+@pytest.mark.proof
 def test_grids_are_one_card() -> None:
     run_ranks(grids, 4)
 

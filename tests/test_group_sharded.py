@@ -139,6 +139,7 @@ def check_kept(net: Any, optimizer: Any, level: str) -> None:
         assert whole == (level != "p_g_os") and p.grad is None
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_levels_are_one_card(ranks):
     run_ranks(levels, ranks)

@@ -218,6 +218,7 @@ def test_a_narrow_screen_shows_all_of_it(shown):
     assert shown.run("return document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.proof
 @needs_browser
 def test_hundreds_of_thousands_of_events(tab, job, tmp_path):
     events = tuple(

@@ -166,6 +166,7 @@ def test_five_layers_take_what_was_published(layers: list[oc.Recording]) -> None
     assert off(layers, A100) < 0.01
 
 
+@pytest.mark.proof
 def test_the_fit_finds_the_constants_again(layers: list[oc.Recording]) -> None:
     constants = calibrate.fit(layers, oc.Machine.preset("A100"))
     kernels = of(A100)

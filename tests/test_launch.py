@@ -131,6 +131,7 @@ def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path):
     assert (tmp_path / "logs" / "rank0.log").read_text() == "step 2 True\ngreen\n"
 
 
+@pytest.mark.proof
 def test_a_reader_that_has_seen_enough_does_not_stop_the_rank(tmp_path):
     program = "for i in range(50_000): print('line', i)"
     with start(tmp_path, program) as process:
@@ -151,6 +152,7 @@ def test_log_of_a_line_that_is_drawn_in_pieces(tmp_path):
 # What fails.
 
 
+@pytest.mark.proof
 def test_the_first_failure_is_shown_last(tmp_path):
     program = write(
         tmp_path,

@@ -35,6 +35,7 @@ STUBBORN = """
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
     with start(tmp_path, STUBBORN.format(first=""), "--nproc_per_node", "2") as process:
@@ -46,6 +47,7 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
     assert not survivors(pids)
 
 
+@pytest.mark.proof
 def test_an_impatient_user_and_ranks_that_ignore_signals(tmp_path):
     source = STUBBORN.format(first="[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]")
     with start(tmp_path, source, "--nproc_per_node", "2") as process:

@@ -216,7 +216,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_on_two_ranks_is_that_of_one_card(architecture):
     for rank, cases in enumerate(run_ranks(compare_all, 2, ARCHITECTURES[architecture])):

@@ -85,6 +85,7 @@ def test_operators_replayed():
     assert not [o.name for o in outcomes.values() if o.cases < 2]
 
 
+@pytest.mark.proof
 def test_samples_of_nothing():
     """All samples of operators that are written out here, of which some have no elements."""
     names = ["matmul", "softmax", "log_softmax", "linalg.householder_product"]

@@ -29,6 +29,7 @@ from onecard.errors import LayoutError
 from onecard.testing import assert_close, multirank
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @multirank(2)
 def test_optimizer(name: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from fleet_programs import close
@@ -91,6 +92,7 @@ def on_four_ranks() -> None:
     recorded(2, 8, "1F1B", 4, 16)
 
 
+@pytest.mark.proof
 def test_a_recorded_step_under_a_schedule() -> None:
     run_ranks(on_two_ranks, 2)
 

@@ -66,6 +66,7 @@ def every_schedule(chosen: list[tuple[int, str]]) -> int:
     return done
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_is_one_card(ranks: int) -> None:
     chosen = cells([2, 1, 3, 4, 5, 6, 7, 8], MODES, every=5)

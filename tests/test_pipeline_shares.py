@@ -276,6 +276,7 @@ def test_pipelines_of_layers() -> None:
     run_ranks(by_layers, 2, ["ignored labels", "a mask by hand", "2d", "smoothed, with weights", "a sum"])
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_by_marks(size: int) -> None:
     run_ranks(by_marks, 2 * size, ["ignored labels", "2d", "a sum"][: 4 - size], size)

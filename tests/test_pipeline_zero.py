@@ -74,6 +74,7 @@ def by_marks() -> None:
                 assert stage is None or abs(2 * state.to_local().numel() - q.numel()) <= q.numel() // q.shape[0]
 
 
+@pytest.mark.proof
 def test_every_stage_of_zero_by_marks_is_one_card() -> None:
     run_ranks(by_marks, 4)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -152,6 +153,7 @@ def pretend_then_run() -> Seen:
     return seen
 
 
+@pytest.mark.proof
 def test_pretended_ranks_are_as_real_ones_and_leave_them_alone() -> None:
     mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     for rank, real in enumerate(run_ranks(pretend_then_run, 4)):

@@ -19,7 +19,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("level", "plan", "first"), CELLS, ids=str)
 def test_scripts(level, plan, first):
-    for seed, count in runs(first, 2, 40):
+    for seed, count in runs(first, 4, 40):
         found = tried(range(seed, seed + count), level, plan)
         assert not found.wrong
         assert len(found.refused) + len(found.void) < count

@@ -320,6 +320,7 @@ def test_a_forked_child_neither_uses_nor_ends_its_parents_group():
     assert x.item() == 2
 
 
+@pytest.mark.proof
 def test_a_script_that_ends_by_itself_or_by_an_error_ends_quickly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

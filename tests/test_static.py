@@ -65,10 +65,12 @@ def on_four_ranks() -> None:
         check(name, make)
 
 
+@pytest.mark.proof
 def test_four_ranks() -> None:
     run_ranks(on_four_ranks, 4)
 
 
+@pytest.mark.proof
 def test_eight_ranks_and_two_meshes() -> None:
     run_ranks(on_eight_ranks, 8)
 

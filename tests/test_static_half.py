@@ -128,6 +128,7 @@ def gpt_on_ranks() -> list[bool]:
     ]
 
 
+@pytest.mark.proof
 def test_a_gpt_is_that_of_autocast() -> None:
     """Attention, norms, embeddings, dropout; on one card, tp, and in the proof dp."""
     expected, found = gpt_trained(None, False), gpt_trained(None, True)

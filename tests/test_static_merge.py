@@ -233,6 +233,7 @@ def zero_trained(stage: Any) -> float:
     return max((a - b).abs().max().float().item() for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.proof
 def test_merged_on_ranks() -> None:
     said = run_ranks(merged_on_ranks, 2)
     for one in said:

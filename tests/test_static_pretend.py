@@ -79,6 +79,7 @@ def pretended(world: int, rank: int, make: Callable[[], Any]) -> Any:
         return make()
 
 
+@pytest.mark.proof
 def test_a_pretended_rank_records_what_a_real_one_does() -> None:
     """Two of four ranks, each way: inputs, operators, layouts, lines, messages with their bytes, memory alive after each node."""
     ranks = run_ranks(real, 4)
@@ -162,6 +163,7 @@ def nodes_at(ranks: int, stage: type, width: int = 1024) -> int:
         return len([*optimised(oc.record(step)(x)).nodes()])
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("stage", [oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3], ids=lambda s: s.__name__)
 def test_a_step_of_zero_has_as_many_nodes_on_a_thousand_ranks(stage: type) -> None:
     found = {ranks: nodes_at(ranks, stage) for ranks in (8, 64, 1024)}

@@ -28,7 +28,7 @@ def told(found: list[Verdict], seeds: list[int]) -> None:
 
 
 def test_random_training_on_one_card() -> None:
-    tried = share(SEEDS, 3) + seeds(0, 0, 30)
+    tried = share(SEEDS, 6) + seeds(0, 0, 30)
     found = many(tried, None)
     told(found, tried)
     assert sum(v.kind == "right" for v in found) >= len(tried) // 2 and sum(v.replays for v in found) >= 2 * len(tried)

@@ -447,6 +447,7 @@ def have_begun(folder: Path, goes_on=lambda: True) -> list[int]:
     return pids
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("interruptible")
 def test_in_a_file_outside_any_package_until_an_interrupt(tmp_path):
     """The tests before the slow one have ended as they should; no rank of it survives Ctrl-C."""

@@ -183,6 +183,7 @@ def train(model, x, y):
     return losses
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_takes_the_place_of_a_missing_name_works(tmp_path, monkeypatch, backend):
     """Ranks train, where no name that has a substitute is there; the reference is plain torch."""

@@ -30,6 +30,7 @@ def mesh_of(ranks):
     return oc.ProcessMesh(ranks, ["a", "b"][: np.ndim(ranks)])
 
 
+@pytest.mark.share(2)
 @multirank(4)
 @pytest.mark.parametrize("pair", MESHES, ids=str)
 def test_between_meshes_on_ranks(pair):

@@ -110,7 +110,7 @@ def compare(stage: int, tp: bool) -> None:
             assert whole == [stage < 3] * len(whole)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_card(stage, ranks, tp):

@@ -85,6 +85,7 @@ def policies(tp: bool) -> None:
             assert losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
 
 
+@pytest.mark.proof
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("ranks", "tp"), [(3, False), (4, True)])
 def test_policies_are_one_card_and_equal_bit_for_bit(ranks, tp):

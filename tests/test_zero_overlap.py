@@ -70,7 +70,7 @@ def counted() -> list[str]:
     return begun
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("ranks", "tp", "large"), [(3, False, False), (4, True, False), (2, False, True)])
 def test_on_and_off_are_equal_bit_for_bit(ranks, tp, large):
     run_ranks(on_and_off, ranks, tp, large)

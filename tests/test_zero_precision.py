@@ -144,6 +144,7 @@ def bytes_of(stage: int | None, ranks: int) -> float:
         return sum(t._local.nbytes for t in held) / 1e9
 
 
+@pytest.mark.proof
 def test_bytes_are_those_of_the_zero_paper():
     """Figure 1: 7.5 billion parameters, mixed precision with Adam, 64 ranks."""
     paper = [(1, 1, 120.0), *zip(STAGES, [64] * 3, [31.4, 16.6, 1.9], strict=True)]

@@ -80,6 +80,7 @@ def habits(plant: Callable[[], None] | None = None) -> list[str]:
     return [difference(program) for program in HABITS]
 
 
+@pytest.mark.proof
 def test_weights_written_between_forwards_and_optimizers_made_anew() -> None:
     assert run_ranks(habits, 2) == [[""] * len(HABITS)] * 2
     assert any(run_ranks(habits, 2, writes_are_lost)[0])

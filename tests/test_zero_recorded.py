@@ -183,6 +183,7 @@ def planted() -> None:
         assert f"('{word}'" in said, (name, said)
 
 
+@pytest.mark.proof
 def test_levels_in_more_memory_or_without_overlap_are_seen() -> None:
     run_ranks(planted, 2)
 
