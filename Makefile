@@ -27,8 +27,8 @@ test: $(STAMP)
 	wait $$lint || { cat logs/lint.txt; echo "make lint: failed, as shown above"; exit 1; }; \
 	exit $$tests
 
-# Before a release: all programs, seeds, files, meshes and cells of tables, of which `make test` takes a share; and seeds that are
-# new for each state of src.
+# Before a release: all tests, programs, seeds, files, meshes and cells of tables, of which `make test` takes a share; and seeds
+# that are new for each state of src.
 proof:
 	@ONECARD_PROOF=1 $(MAKE) --no-print-directory test
 
