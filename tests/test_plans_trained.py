@@ -34,7 +34,7 @@ def _under_found(names: list[str], ranks: int) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("ranks", [2, *([4] if PROOF else [])])
 def test_under_the_plan_that_was_found(ranks):
-    names = NAMES if PROOF else ["gpt wide", "mlp"]
+    names = NAMES if PROOF else ["gpt wide", "mlp", "unet"]
     said = run_ranks(_under_found, ranks, names, ranks, timeout=60.0 * len(names))
     assert all(one == said[0] for one in said)  # every rank finds the same
     assert [found for found in said[0] if found[2] > CLOSE] == []
@@ -61,7 +61,7 @@ def test_models_of_a_library(name, ranks):
 
 
 def test_under_random_plans():
-    seeds, ranks = range(200 if PROOF else 2), 2
+    seeds, ranks = range(200 if PROOF else 3), 2
     said = []
     for at in range(0, len(seeds), 20):
         part = seeds[at : at + 20]
