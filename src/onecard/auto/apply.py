@@ -27,6 +27,7 @@ from onecard.planning.placements import placed as placed_by
 from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3, shard_optimizer
+from onecard.train.modules.second_run import runs_of
 
 STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
 _STEP = "oc.to_static(step, plan=plan), or Engine with Strategy.of_plan(plan), which cut a recorded step"
@@ -80,7 +81,7 @@ class Applied:
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
         lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names))
         for block in again:  # their forward runs again in backward
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
         entrance = Entrance(self.mesh, self.batch_axes)
         if self.batch_axes:
             entrance.before(model)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from onecard.errors import FleetError
 from onecard.fleet.grid.rng import get_rng_state_tracker
+from onecard.train.modules.second_run import BuffersApart, module_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -25,7 +26,8 @@ def recompute(
 ) -> Any:
     """``function(*args, **kwargs)``, of which backward keeps the arguments alone and runs it again.
 
-    Its collectives run again, too, on all ranks alike. May be nested, and used inside anything else.
+    Its collectives run again, too, on all ranks alike. May be nested, and used inside anything else. Buffers of a module (batch
+    norm's statistics) are written by the first run alone.
 
     Args:
         preserve_rng_state: draw the same random numbers again, those of the named states (``rng_state``) too.
@@ -52,7 +54,7 @@ def recompute(
 
     def contexts() -> Contexts:
         outer, inner = create_selective_checkpoint_contexts(policy) if policy is not None else (None, None)
-        return _both(outer, preserve_rng_state, inner)
+        return outer or nullcontext(), _Second(preserve_rng_state, BuffersApart(module_of(function)), inner)
 
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
@@ -121,31 +123,25 @@ def _one_by_one(run: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
     return value
 
 
-def _both(outer: Any, preserve: bool, inner: Any) -> Contexts:
-    """Contexts of the first and the second run; the second begins from the named random states that the first began from."""
-    tracker = get_rng_state_tracker()
-    before = tracker.get_states_tracker() if preserve else {}
+class _Second(AbstractContextManager[None]):
+    """What the second run is in, at each backward pass anew; it begins from the named random states that the first began from."""
 
-    @contextmanager
-    def first() -> Iterator[None]:
+    def __init__(self, preserve: bool, *inside: AbstractContextManager[Any] | None) -> None:
+        self.inside = [context for context in inside if context is not None]
+        self.tracker = get_rng_state_tracker()
+        self.before = self.tracker.get_states_tracker() if preserve else {}
+
+    def __enter__(self) -> None:
+        now = self.tracker.get_states_tracker()
         with ExitStack() as stack:
-            if outer is not None:
-                stack.enter_context(outer)
-            yield
+            stack.callback(self.tracker.set_states_tracker, now)
+            self.tracker.set_states_tracker(self.before or now)
+            for context in self.inside:
+                stack.enter_context(context)
+            self.stack = stack.pop_all()
 
-    @contextmanager
-    def second() -> Iterator[None]:
-        now = tracker.get_states_tracker()
-        tracker.set_states_tracker(before or now)
-        try:
-            with ExitStack() as stack:
-                if inner is not None:
-                    stack.enter_context(inner)
-                yield
-        finally:
-            tracker.set_states_tracker(now)
-
-    return first(), second()
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
 
 
 def recompute_modules(model: nn.Module, names: list[str], policy: Any = None) -> None:
