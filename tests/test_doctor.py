@@ -167,6 +167,13 @@ def test_an_old_torch_is_said_before_anything_fails(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "onecard needs torch 2.11 or newer; here is torch 2.9.1" in done.stderr
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "onecard", "doctor"], capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.strip() == _needed.complaint("2.9.1")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={'.'.join(map(str, _needed.OLDEST))}" in wanted
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 OLDEST = (2, 11)
 """The oldest torch that has all that is used here; ``pyproject.toml`` says the same."""
@@ -29,12 +31,17 @@ def complaint(version: str) -> str:
 def check() -> None:
     """
     Raises:
-        ImportError: torch is too old.
+        ImportError: torch is too old. SystemExit: the same, of the command (`onecard doctor`), which says that line alone.
     """
     import torch
 
     if words := complaint(torch.__version__):
-        raise ImportError(words)
+        raise SystemExit(words) if _is_command(sys.argv) else ImportError(words)
+
+
+def _is_command(argv: list[str]) -> bool:
+    """Whether this is the program ``onecard``, or ``python -m onecard``, whose name is not there yet."""
+    return bool(argv) and (argv[0] == "-m" or Path(argv[0]).stem == "onecard")
 
 
 check()
