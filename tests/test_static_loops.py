@@ -152,6 +152,41 @@ def test_hooks_that_bend_a_microbatchs_gradient_are_told(of, operator):
     assert found != pytest.approx(losses(loop(**of)), rel=1e-5)
 
 
+def scaled(fused: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, eps=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_a_scaler_is_told_of_an_optimizer_that_skips_by_itself():
+    with pytest.raises(RecordingError, match=r"GradScaler.step at .* fused=True"):
+        losses(oc.to_static(scaled(False)))
+    assert losses(oc.to_static(scaled(True))) == pytest.approx(losses(scaled(False)), rel=1e-5)
+
+
+def cut_scaled() -> Any:
+    with pytest.raises(RecordingError, match=r"GradScaler.step at .* fused=True"):
+        losses(oc.to_static(scaled(False), plan=PIPELINE))
+    return losses(oc.to_static(scaled(True), plan=PIPELINE))
+
+
+def test_a_scaler_in_a_pipeline():
+    for found in run_ranks(cut_scaled, 2):
+        assert found == pytest.approx(losses(scaled(False)), rel=1e-5)
+
+
 def test_hooks_that_are_linear_are_one_cards():
     of = {"hook": lambda g: g * 0.5}
     assert losses(oc.to_static(loop(**of), k_steps=2)) == pytest.approx(losses(loop(**of)), rel=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +27,25 @@ def shape_depends(func: Any) -> RecordingError:
 
 def reads_data(why: str) -> RecordingError:
     """The error for a value that decides what Python does."""
+    if _in_scaler():
+        return RecordingError(
+            f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording would "
+            "repeat this step's answer. Let the optimizer skip by itself: torch.optim.AdamW(..., fused=True), also Adam, SGD, "
+            "Adagrad; or, without stages and microbatches, onecard.to_static(step, ask=True), which reads it before each replay"
+        )
     return RecordingError(
         f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
         f"has led to. {_READS}; in place of a branch write torch.where(condition, a, b), in place of max(x, 0.0) "
         "torch.clamp(x, min=0). What a library reads: onecard.to_static(step, ask=True) computes it before each replay"
     )
+
+
+def _in_scaler() -> bool:
+    """Whether torch's ``GradScaler`` is what reads."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
+        frame = frame.f_back
+    return frame is not None
 
 
 def made_outside(x: Tensor) -> RecordingError:
