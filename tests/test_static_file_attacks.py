@@ -131,7 +131,7 @@ def test_changed_files_are_refused_or_harmless() -> None:
     for seed, count in runs(20_000, 5, 1200):
         counts, wrong = many(seed, count)
         assert not wrong, wrong
-        assert counts["graph replayed"] > count // 60 and counts["graph refused"] > count // 3, counts
+        assert counts["graph replayed"] >= count // 60 and counts["graph refused"] > count // 3, counts
         assert not counts["bytes replayed"], counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,44 @@ def cut_scaled() -> Any:
 def test_a_scaler_in_a_pipeline():
     for found in run_ranks(cut_scaled, 2):
         assert found == pytest.approx(losses(scaled(False)), rel=1e-5)
+
+
+def ignored_later(loss: Any, plan: oc.Plan | None) -> list[str]:
+    """The first batches have nothing that is ignored."""
+    step = oc.to_static(loop(loss), k_steps=2) if plan is None else oc.to_static(loop(loss), plan=plan)
+    x, y = batch()
+    y = y % 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(x, y)
+        assert not told
+        y[0] = 2
+        for _ in range(4):
+            step(x, y)
+    return [str(w.message) for w in told]
+
+
+def masked(o: Tensor, y: Tensor) -> Tensor:
+    keep = (y != 2).float()
+    return (F.cross_entropy(o, y, reduction="none") * keep).sum() / keep.sum()
+
+
+def not_two(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, ignore_index=2)
+
+
+@pytest.mark.parametrize("loss", [masked, not_two])
+def test_counts_that_differ_in_a_later_batch_are_told(loss):
+    (said,) = ignored_later(loss, None)
+    assert "of which each microbatch has its own" in said
+
+
+@pytest.mark.parametrize("plan", [PIPELINE, oc.Plan(dp=2, microbatches=2)], ids=["pp", "dp"])
+def test_counts_that_differ_in_a_later_batch_are_told_by_ranks(plan):
+    """By those that have the rows."""
+    said = run_ranks(ignored_later, 2, not_two, plan)
+    assert said[0] and all("of which each microbatch has its own" in words for words in said[0]), said
 
 
 def test_hooks_that_are_linear_are_one_cards():

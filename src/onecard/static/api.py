@@ -29,7 +29,7 @@ from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_record
 from onecard.static.run.bound import Bound
 from onecard.static.run.elsewhere import in_order, settle
-from onecard.static.run.rechecked import given_to
+from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
 from onecard.static.step.step import MISS
 
@@ -159,6 +159,7 @@ class Static:
         self._warm = self._full = False
         self._unlike = 0  # how often a recording was not what the step does
         self._whole: Rows | None = None  # of a call on a whole batch
+        self._recounted = Recounted()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the object is the first argument."""
@@ -194,6 +195,9 @@ class Static:
                 raise
             if result is not MISS:
                 checks.calls += 1
+                if self._parts is not None:
+                    for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
+                        warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=2)
                 if bound is not self._bound[0]:
                     self._bound.remove(bound)
                     self._bound.insert(0, bound)

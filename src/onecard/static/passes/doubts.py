@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
-from onecard.comm.issue import again
 from onecard.rules.call import schema_of
-from onecard.static.passes.once import Once, cut, phase_of, words
-from onecard.static.step.memory import effects
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.static.passes.counted import NLL, Count, Counts, not_ignored
+from onecard.static.passes.once import Once, phase_of, words
 
 aten = torch.ops.aten
 _MEAN = 1  # torch's number for reduction="mean"
-_NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
 
 
-def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> list[str]:
-    """What to tell the user, from the graph of one microbatch and the arguments of the whole step; without data, what that tells.
+def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[list[str], tuple[Count, ...]]:
+    """What to tell the user, from the graph of one microbatch and the arguments of the whole step; and what to look at later.
 
-    A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal: they are computed from
-    the batch that is recorded, on this rank. One that depends on parameters is taken to differ.
+    A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal. They are computed from
+    the batch that is recorded, on this rank, and from later ones, as labels are not ignored in each. One that depends on
+    parameters is taken to differ.
     """
-    counts = _Counts(graph, once, k, leaves)
-    said = [_of_division(words(n), why) for n, why in _divided(graph, once, counts)]
+    said, counts = list[str](), list[Count]()
+    for words_of, count in _divided(graph, once, k):
+        if faked.here:  # the step with data tells it
+            continue
+        if count is None or count.differs(leaves):
+            said.append(words_of)
+        else:
+            counts.append(replace(count, said=words_of))
     said += [
         f"{words(n)} writes into the program between the forward and the backward pass, the same for each microbatch, {k} times "
         "a call: put it at the beginning of the step, or behind the optimizer's step"
@@ -41,7 +46,7 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> list[s
         "behind backward() instead, where it is the batch's"
         for n in _bent(graph, once)
     ]
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(said)), tuple(counts)
 
 
 def _of_division(where: str, why: str) -> str:
@@ -52,20 +57,23 @@ def _of_division(where: str, why: str) -> str:
     )
 
 
-def _divided(graph: fx.Graph, once: Once, counts: _Counts) -> Iterator[tuple[fx.Node, str]]:
+def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count | None]]:
+    """Divisions by what each microbatch has, in words, and by what; None: by more than the batch gives."""
+    counts = Counts(graph, once, k)
     for node in graph.nodes:
         if phase_of(node) != "forward" or node in once.tail or node not in once.own:
             continue
-        if node.target in _NLL and node.args[3] == _MEAN:
+        if node.target in NLL and node.args[3] == _MEAN:
             labels, weights, ignored = node.args[1], node.args[2], node.args[4]
             if weights is not None:
-                yield node, "the weights of its labels"
-            elif counts.differ(labels, lambda x, ignored=ignored: (x != ignored).sum()):
-                yield node, "how many of its labels are not ignored"
+                yield _of_division(words(node), "the weights of its labels"), None
+            else:
+                count = counts.of(labels, partial(not_ignored, ignored=ignored))
+                yield _of_division(words(node), "how many of its labels are not ignored"), count
         elif node.target in _DIVISIONS and isinstance(node.args[1], fx.Node):
             by: Any = node.args[1]
-            if by in once.own and not by.meta.get("tensor", ((0,),))[0] and counts.differ(by, lambda x: x):
-                yield node, "a value"
+            if by in once.own and not by.meta.get("tensor", ((0,),))[0]:
+                yield _of_division(words(node), "a value"), counts.of(by)
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
@@ -75,7 +83,10 @@ def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
         if node.target in _BEGINS and node.users and all(phase_of(user) == "backward" for user in node.users):
             passes[node] = now = now + 1
         given = [passes[n] for n in node.all_input_nodes if n in passes]
-        if phase_of(node) != "backward" or node in once.tail or not given or not isinstance(node.target, OpOverload):
+        if phase_of(node) != "backward" or node in once.tail or not given:
+            continue
+        if not isinstance(node.target, OpOverload):  # a message, to the memory that it is given, or another function of ours
+            passes.update({n: max(given) for n in (node, *node.all_input_nodes) if n not in passes})
             continue
         name = schema_of(node.target).functional
         operands = [passes.get(n) for n in node.args if isinstance(n, fx.Node)]
@@ -92,71 +103,3 @@ _BENT = frozenset((
     "max", "maximum", "min", "minimum", "norm", "pow", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "sort",
     "sqrt", "std", "tanh", "topk", "trunc", "var",
 ))  # fmt: skip
-
-
-class _Counts:
-    """Computes a few nodes once more, for each microbatch. Messages give what this rank has."""
-
-    def __init__(self, graph: fx.Graph, once: Once, k: int, leaves: Sequence[Any]) -> None:
-        self.nodes, self.memory, self.k, self.leaves = list(graph.nodes), once.memory, k, leaves
-
-    def differ(self, node: Any, of: Any) -> bool:
-        """Whether a microbatch has another one than the first; also if that cannot be told. The step with data tells it anew."""
-        if faked.here:
-            return False
-        needed = self._needed(node)
-        try:
-            first, *others = (of(self._value(node, needed, i)) for i in range(self.k))
-        except _Unknown:
-            return True
-        return any(not torch.equal(first, x) for x in others)
-
-    def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """What a node depends on, through memory too, in order."""
-        before = self.nodes[: self.nodes.index(node) + 1]
-        found, wanted = set[fx.Node](), [node]
-        while wanted:
-            if (one := wanted.pop()) not in found:
-                found.add(one)
-                wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
-                wanted += [n for n in before if self.memory.writes.get(n, frozenset()) & self.memory.roots[one]]
-        return [n for n in before if n in found]
-
-    def _value(self, node: fx.Node, needed: list[fx.Node], i: int) -> Tensor:
-        values: dict[fx.Node, Any] = {}
-        with torch.no_grad():
-            for n in needed:
-                if cut(n):
-                    values[n] = self._part(self.leaves[n.meta["input"].where[1]], i)
-                elif labels := _labels(n):
-                    values[n] = (values[labels[0]] != labels[1]).sum()
-                elif n.target is again.message:
-                    names: Any = n.args
-                    into, given = values[names[0]], values[names[1]]
-                    if into.shape != given.shape:
-                        raise _Unknown
-                    into.copy_(given)
-                elif n.op != "call_function" or effects(n):
-                    raise _Unknown
-                else:
-                    target: Any = n.target
-                    values[n] = target(*fx.map_arg(n.args, values.get), **fx.map_arg(n.kwargs, values.get))
-        return values[node]
-
-    def _part(self, x: Any, i: int) -> Tensor:
-        local: Tensor = x._local if isinstance(x, DistTensor) else x
-        if local.is_meta:
-            raise _Unknown
-        rows = local.shape[0] // self.k
-        return local.narrow(0, i * rows, rows).clone()
-
-
-def _labels(node: fx.Node) -> tuple[Any, ...]:
-    """Labels and the ignored one, of a node that says how many torch's loss has counted."""
-    loss: Any = node.args[0] if node.target is operator.getitem else None
-    counts = loss is not None and loss.target in _NLL and node.args[1] == 1 and loss.args[2] is None
-    return (loss.args[1], loss.args[4]) if counts else ()
-
-
-class _Unknown(Exception):
-    """A value that depends on more than the batch."""

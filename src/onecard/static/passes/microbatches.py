@@ -128,7 +128,7 @@ class Microbatches:
         """
         check_mergeable(recording)
         once = once or Once(recording.graph, training=not self.sketched)
-        told = doubts(recording.graph, self.k_steps, leaves, once)
+        told, counts = doubts(recording.graph, self.k_steps, leaves, once)
         if self.avg is None and seen is not None:
             told += additive.said(seen, self.k_steps)
         for said in told:
@@ -150,7 +150,7 @@ class Microbatches:
             node.meta["input"] = known
         old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
         new: Any = next(iter(reversed(made.graph.nodes))).args[0]
-        made.results = tuple(_as_whole(r, old, new) for r in recording.results)
+        made.results, made.counts = tuple(_as_whole(r, old, new) for r in recording.results), counts
         _check_results(recording, made, rows_of(leaves, ()).batch, whole)
         return made
 

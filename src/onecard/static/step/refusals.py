@@ -29,9 +29,9 @@ def reads_data(why: str) -> RecordingError:
     """The error for a value that decides what Python does."""
     if _in_scaler():
         return RecordingError(
-            f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording would "
-            "repeat this step's answer. Let the optimizer skip by itself: torch.optim.AdamW(..., fused=True), also Adam, SGD, "
-            "Adagrad; or, without stages and microbatches, onecard.to_static(step, ask=True), which reads it before each replay"
+            f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording "
+            "would repeat this step's answer. Let the optimizer skip by itself: torch.optim.AdamW(..., fused=True), also Adam, "
+            "SGD and Adagrad. Without stages and microbatches onecard.to_static(step, ask=True) reads it before each replay, too"
         )
     return RecordingError(
         f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "

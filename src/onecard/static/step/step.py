@@ -102,6 +102,7 @@ class Step:
         backend: who computes between the messages: "eager", torch's kernels one by one, or "inductor".
         beliefs: what modules and optimizers were, as data: ``bind`` asks for it.
         elsewhere: what of the program other ranks of a pipeline have.
+        counts: by what microbatches divide that was the same for all when the step was recorded (``passes.counted.Count``).
         around: whether gradients were enabled, and torch's modes; ``file``: which it was read from.
     """
 
@@ -123,6 +124,7 @@ class Step:
     around: tuple[bool, Any] | None = None
     file: str = ""
     elsewhere: tuple[Elsewhere, ...] = ()
+    counts: tuple[Any, ...] = field(default=(), compare=False)
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 

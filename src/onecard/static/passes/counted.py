@@ -1,0 +1,156 @@
+"""What each microbatch divides its loss by, computed from a batch alone: when the step is recorded, and at later calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from onecard.comm.issue import again
+from onecard.static.passes.once import Once, cut
+from onecard.static.step.memory import effects
+from onecard.tensor.dist_tensor import DistTensor
+
+aten = torch.ops.aten
+NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+
+
+@dataclass(frozen=True)
+class _At:
+    """The value of an earlier step."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A microbatch's rows of an argument."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """A value of each microbatch, as a few calls. Messages give what this rank has.
+
+    Attributes:
+        steps: a ``_Part``, or (function, args, kwargs); k: how many microbatches; said: what to tell where their values differ.
+    """
+
+    steps: tuple[Any, ...]
+    k: int
+    said: str = ""
+
+    def differs(self, leaves: Sequence[Any]) -> bool:
+        """Whether a microbatch of a batch has another one than the first; also if that cannot be told."""
+        try:
+            first, *others = (self._value(leaves, i) for i in range(self.k))
+        except UnknownCount:
+            return True
+        return any(not torch.equal(first, x) for x in others)
+
+    def _value(self, leaves: Sequence[Any], i: int) -> Tensor:
+        values: list[Any] = []
+        with torch.no_grad():
+            for step in self.steps:
+                if isinstance(step, _Part):
+                    values.append(self._part(leaves[step.leaf], i))
+                else:
+                    function, args, kwargs = step
+                    values.append(function(*_filled(args, values), **_filled(kwargs, values)))
+        found: Tensor = values[-1]
+        return found
+
+    def _part(self, x: Any, i: int) -> Tensor:
+        local: Tensor = x._local if isinstance(x, DistTensor) else x
+        if local.is_meta:
+            raise UnknownCount
+        rows = local.shape[0] // self.k
+        return local.narrow(0, i * rows, rows).clone()
+
+
+class UnknownCount(Exception):
+    """A value that this rank alone cannot compute."""
+
+
+class Counts:
+    """Finds counts in the graph of one microbatch."""
+
+    def __init__(self, graph: fx.Graph, once: Once, k: int) -> None:
+        self.nodes, self.memory, self.k = list(graph.nodes), once.memory, k
+
+    def of(self, node: Any, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
+        """The count that is ``then`` of a node's value; None if that depends on more than the batch."""
+        needed = self._needed(node)
+        number = {n: i for i, n in enumerate(needed)}
+        steps = [_step(n, number) for n in needed]
+        if None in steps:
+            return None
+        if then is not None:
+            steps.append((then, (_At(len(steps) - 1),), {}))
+        return Count(tuple(steps), self.k)
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """What a node depends on, through memory too, in order."""
+        before = self.nodes[: self.nodes.index(node) + 1]
+        found, wanted = set[fx.Node](), [node]
+        while wanted:
+            if (one := wanted.pop()) not in found:
+                found.add(one)
+                wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
+                wanted += [n for n in before if self.memory.writes.get(n, frozenset()) & self.memory.roots[one]]
+        return [n for n in before if n in found]
+
+
+def _step(node: fx.Node, number: dict[fx.Node, int]) -> Any:
+    """A node as data; None of one that is no function of the batch."""
+    if cut(node):
+        return _Part(node.meta["input"].where[1])
+    if labels := _labels(node):
+        return not_ignored, (_At(number[labels[0]]), labels[1]), {}
+    target: Any = node.target
+    given, named = _references(node.args, number), _references(node.kwargs, number)
+    if target is again.message:
+        return _as_here, given[:2], {}
+    return None if node.op != "call_function" or effects(node) else (target, given, named)
+
+
+def not_ignored(labels: Tensor, ignored: int) -> Tensor:
+    """How many labels count."""
+    return (labels != ignored).sum()
+
+
+def _as_here(into: Tensor, given: Tensor) -> Tensor:
+    """A message, as if all ranks had what this one has."""
+    if into.shape != given.shape:
+        raise UnknownCount
+    return into.copy_(given)
+
+
+def _labels(node: fx.Node) -> tuple[Any, ...]:
+    """Labels and the ignored one, of a node that says how many torch's loss has counted."""
+    loss: Any = node.args[0] if node.target is operator.getitem else None
+    counts = loss is not None and loss.target in NLL and node.args[1] == 1 and loss.args[2] is None
+    return (loss.args[1], loss.args[4]) if counts else ()
+
+
+def _references(given: Any, number: dict[fx.Node, int]) -> Any:
+    """Operands with nodes as the numbers of their steps."""
+    return _mapped(given, lambda x: _At(number[x]) if isinstance(x, fx.Node) else x)
+
+
+def _filled(given: Any, values: Sequence[Any]) -> Any:
+    return _mapped(given, lambda x: values[x.number] if isinstance(x, _At) else x)
+
+
+def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(given, list | tuple):
+        made = [_mapped(x, function) for x in given]
+        return made if isinstance(given, list) else tuple(made)
+    if isinstance(given, dict):
+        return {name: _mapped(x, function) for name, x in given.items()}
+    return function(given)
