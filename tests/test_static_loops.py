@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import onecard as oc
 from onecard.errors import RecordingError
@@ -109,6 +110,31 @@ def test_in_a_pipeline(of):
     for found, recordings in run_ranks(cut, 2, of):
         assert found == pytest.approx(losses(loop(**of)), rel=1e-5)
         assert recordings == 1
+
+
+def normed() -> Callable[[Tensor, Tensor], Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def cut_normed() -> list[float]:
+    return losses(oc.to_static(normed(), plan=oc.Plan(dp=2, pp=2, microbatches=2)))
+
+
+def test_operators_without_a_row_in_a_pipeline_beside_dp():
+    """Their shapes are asked on tensors without data, which no recording sees."""
+    for found in run_ranks(cut_normed, 4):
+        assert found == pytest.approx(losses(normed()), rel=1e-5)
 
 
 def zeros_kept() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard._torch.names import OpOverload
+from onecard._torch.names import OpOverload, no_dispatch
 
 Path = tuple[int | str, int]  # (position or keyword, index in a list or -1)
 
@@ -140,7 +140,8 @@ class Call:
     def meta_results(self) -> list[Tensor]:
         """The result tensors without their data. Raises NotImplementedError where data decides their shapes."""
         args, kwargs = self.given
-        return list(tensors_in(self.func(*args, **kwargs)))
+        with no_dispatch():  # who looks on has no business with them
+            return list(tensors_in(self.func(*args, **kwargs)))
 
     def index(self, name: str) -> int:
         """The operand number of an argument, or -1 if it is absent."""

@@ -85,7 +85,9 @@ def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
         given = [passes[n] for n in node.all_input_nodes if n in passes]
         if phase_of(node) != "backward" or node in once.tail or not given:
             continue
-        if not isinstance(node.target, OpOverload):  # a message, to the memory that it is given, or another function of ours
+        if not isinstance(
+            node.target, OpOverload
+        ):  # a message, to the memory that it is given, or another function of ours
             passes.update({n: max(given) for n in (node, *node.all_input_nodes) if n not in passes})
             continue
         name = schema_of(node.target).functional
