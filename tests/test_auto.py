@@ -263,6 +263,7 @@ def test_in_place(plan):
         ({"recompute": "selective"}, "recompute='selective'"),
         ({"microbatches": 4}, r"microbatches=4: .*oc.to_static"),
         ({"sequence_parallel": True}, "sequence_parallel=True"),
+        ({"offload": True}, "offload=True"),
     ],
     ids=str,
 )

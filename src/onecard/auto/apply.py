@@ -37,6 +37,7 @@ _REFUSED = (
     ("cp", lambda p: p.cp > 1, "needs layers that know of it, as fleet's do"),
     ("sequence_parallel", lambda p: p.sequence_parallel, "needs layers that know of it, as fleet's do"),
     ("ep", lambda p: p.ep > 1, "the model's own code says where experts are"),
+    ("offload", lambda p: p.offload, "states in the host's memory are fleet's: fleet.group_sharded_parallel(offload=True)"),
     ("recompute", lambda p: p.recompute in ("selective", "operators"), "'full' or 'none'; a recorded step takes 'operators'"),
 )  # fmt: skip
 """What of a plan no plain model can have applied: the field, whether a plan has it, why not."""
