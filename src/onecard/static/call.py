@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.comm.base.state import faked
-from onecard.errors import RecordingError
+from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.guards.numbers import plain
@@ -178,7 +178,7 @@ def _said_of_the_batch(batch: _WholeCall) -> None:
     """The same refusal in the user's numbers, if the step can be looked at again as it is left (a scaler cannot)."""
     try:
         batch.rows()
-    except RecordingError:
+    except OnecardError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return
