@@ -54,9 +54,8 @@ class Problem:
                 by[v].add(number)
         gone: list[tuple[int, tuple[int, ...], Table]] = []
         base = 0.0
-        after = {
-            v: self._after(v, by, terms) for v in by
-        }  # kept, as only what is around a variable that goes is left otherwise
+        # Kept from choice to choice: only what is around a variable that goes is left another one.
+        after = {v: self._after(v, by, terms) for v in by}
         while after:
             v = min(after, key=lambda v: (after[v], v))
             around = self._around(v, by, terms)
