@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from steps import classifier_step
 from torch import Tensor, nn
 
 import onecard as oc
@@ -56,13 +56,7 @@ def trained(how: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randint(3, (8,))
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = classifier_step(net, optimizer)
     plan = oc.Plan(dp=2, recompute="full")
     run: Any = oc.to_static(step, plan=plan) if how == "a planned step" else step
     if how in ("a plan", "a plan, recorded"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from steps import classifier_step
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -115,16 +116,7 @@ def test_in_a_pipeline(of):
 def normed() -> Callable[[Tensor, Tensor], Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, CLASSES))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return classifier_step(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def cut_normed() -> list[float]:
