@@ -181,7 +181,7 @@ class Stages(Microbatches):
         if not any(True for _ in recording.nodes("backward")):
             schedule = forward_of(schedule)
         recorded_graph = recording.graph
-        recording = recording.with_graph(halved(recorded_graph))
+        recording = recording.with_graph(halved(self.counting(recording).graph))
         once = Once(recording.graph, training=False)
         everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
         beside = everyone if len(everyone) > len(ranks) else ()

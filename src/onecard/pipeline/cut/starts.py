@@ -13,17 +13,19 @@ from onecard.machine.cost import Machine
 from onecard.pipeline.cut.alike import first_of
 from onecard.pipeline.cut.balance import balanced, calls_of, is_one_call
 from onecard.static.passes.once import Once, phase_of
+from onecard.static.passes.whole_counts import is_whole
 from onecard.static.step.order import only_names
 
 
 def forward_of(graph: fx.Graph, once: Once) -> list[fx.Node]:
-    """The nodes of a microbatch's forward pass, up to its first gradient."""
+    """The nodes of a microbatch's forward pass, up to its first gradient, but for counts, which run ahead of it."""
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and node not in once.head:
             if phase_of(node) != "forward":
                 break
-            found.append(node)
+            if not is_whole(node):
+                found.append(node)
     return found
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from onecard.comm.issue import again
 from onecard.static.passes.once import Once, cut
+from onecard.static.passes.whole_counts import NLL
 from onecard.static.step.memory import effects
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
-NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,19 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
 from onecard.rules.call import schema_of
-from onecard.static.passes.counted import NLL, Count, Counts, not_ignored
+from onecard.static.passes.counted import Count, Counts, not_ignored
 from onecard.static.passes.once import Once, phase_of, words
+from onecard.static.passes.whole_counts import DIVISIONS, MEAN, NLL, is_whole, scales
 
 aten = torch.ops.aten
-_MEAN = 1  # torch's number for reduction="mean"
-_DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
 
 
 def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[list[str], tuple[Count, ...]]:
     """What to tell the user, from the graph of one microbatch and the arguments of the whole step; and what to look at later.
 
-    A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal. They are computed from
-    the batch that is recorded, on this rank, and from later ones, as labels are not ignored in each. One that depends on
-    parameters is taken to differ.
+    A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal. Those that are not the
+    whole batch's (``whole_counts``) are computed from the batch that is recorded, on this rank, and from later ones, as labels
+    are not ignored in each. One that depends on parameters is taken to differ.
     """
     said, counts = list[str](), list[Count]()
     for words_of, count in _divided(graph, once, k):
@@ -63,17 +62,19 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
     for node in graph.nodes:
         if phase_of(node) != "forward" or node in once.tail or node not in once.own:
             continue
-        if node.target in NLL and node.args[3] == _MEAN:
+        if node.target in NLL and node.args[3] == MEAN:
             labels, weights, ignored = node.args[1], node.args[2], node.args[4]
             if weights is not None:
                 yield _of_division(words(node), "the weights of its labels"), None
             else:
                 count = counts.of(labels, partial(not_ignored, ignored=ignored))
                 yield _of_division(words(node), "how many of its labels are not ignored"), count
-        elif node.target in _DIVISIONS and isinstance(node.args[1], fx.Node):
-            by: Any = node.args[1]
-            if by in once.own and not by.meta.get("tensor", ((0,),))[0]:
-                yield _of_division(words(node), "a value"), counts.of(by)
+        elif not any(map(is_whole, node.args)):
+            for by in (node.args[i] for i in scales(node)):
+                if isinstance(by, fx.Node) and by in once.own and not by.meta.get("tensor", ((0,),))[0]:
+                    count = counts.of(by)
+                    if count is not None or node.target in DIVISIONS:  # a product of losses is no count
+                        yield _of_division(words(node), "a value"), count
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:

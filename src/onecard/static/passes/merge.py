@@ -17,6 +17,7 @@ from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.static.passes.adding import added
 from onecard.static.passes.once import Once, cut, phase_of, words
+from onecard.static.passes.whole_counts import AFTER, AVERAGE, EACH, SUM, is_whole
 from onecard.static.step.nodes import copied_to
 from onecard.static.step.order import only_names
 
@@ -79,8 +80,12 @@ class _Merge:
         for node in self.nodes:
             if node in self.once.head:
                 self.names[node] = copied_to(self.made, node, self.names.__getitem__)
-        for number, names in enumerate(self.each):
+        for names in self.each:
             names.update({node: self.names[node] for node in self.once.head})
+        for node in self.nodes:
+            if is_whole(node):
+                self._count(node)
+        for number in range(k):
             self._microbatch(number, wanted)
         for node in self.nodes:
             if node in self.once.tail:
@@ -144,11 +149,36 @@ class _Merge:
     def _microbatch(self, number: int, wanted: dict[fx.Node, list[fx.Node]]) -> None:
         names = self.each[number]
         for node in self.nodes:
-            if node.op == "call_function" and node not in self.once.tail and node not in self.once.head:
+            if node.op == "call_function" and not (node in self.once.tail or node in self.once.head or is_whole(node)):
                 names[node] = copied_to(self.made, node, names.__getitem__)
                 names[node].meta["microbatch"] = number
                 for gradient in wanted.get(node, ()):
                     self._add(gradient, names[gradient], node)
+
+    def _count(self, node: fx.Node) -> None:
+        """A node of what the whole batch counts, ahead of the microbatches."""
+        what = node.meta["count"]
+        parts = [self._ahead(node, names) for names in self.each[: 1 if what == AFTER else self.k]]
+        if what in (SUM, AVERAGE):
+            total = parts[0]
+            for part in parts[1:]:
+                total = self._first(added(self.made, node, aten.add.Tensor, total, part), node)
+            if what == AVERAGE:
+                total = self._first(added(self.made, node, aten.mul.Tensor, total, 1 / self.k), node)
+            parts = [total]
+        for names, part in zip(self.each, parts if what == EACH else parts * self.k, strict=True):
+            names[node] = part
+
+    def _ahead(self, node: fx.Node, names: dict[fx.Node, fx.Node]) -> fx.Node:
+        for given in node.all_input_nodes:
+            if given not in names:  # the same for each microbatch
+                names[given] = self._ahead(given, names)
+        return self._first(copied_to(self.made, node, names.__getitem__), node)
+
+    def _first(self, made: fx.Node, like: fx.Node) -> fx.Node:
+        """A node that runs with the first microbatch, in the part of another one."""
+        made.meta.update(microbatch=0, part=like.meta.get("part"))
+        return made
 
     def _add(self, gradient: fx.Node, mine: fx.Node, at: fx.Node) -> None:
         """One more microbatch's gradient, which is whole once ``at`` has run."""
@@ -194,6 +224,8 @@ class _Merge:
             or self._base(node) is not None
         ):
             return self._in_tail(node, node) if isinstance(node, fx.Node) else node
+        if is_whole(node):
+            return self.each[0][node]
         parts = [names[node] for names in self.each]
         facts = node.meta.get("tensor")
         if facts is not None and i in self.results:

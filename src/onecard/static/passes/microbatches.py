@@ -19,6 +19,7 @@ from onecard.static.passes.additive import Verdict
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import Once, cut
+from onecard.static.passes.whole_counts import with_whole_counts
 from onecard.static.step.step import AnyStep, Output, Step
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec
@@ -109,6 +110,12 @@ class Microbatches:
             )
         return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
 
+    def counting(self, recording: AnyStep) -> AnyStep:
+        """The recording of the first microbatch, which divides by what the whole batch counts."""
+        learns = {e.where for e in recording.effects if e.kind == "gradient"}
+        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns)
+        return recording if graph is recording.graph else recording.with_graph(graph)
+
     def merged(
         self,
         recording: AnyStep,
@@ -127,7 +134,9 @@ class Microbatches:
             late: see ``merge.merged``. ``once``: what of the graph runs once, if the caller knows it.
         """
         check_mergeable(recording)
-        once = once or Once(recording.graph, training=not self.sketched)
+        if once is None:
+            recording = self.counting(recording)
+            once = Once(recording.graph, training=not self.sketched)
         told, counts = doubts(recording.graph, self.k_steps, leaves, once)
         if self.avg is None and seen is not None:
             told += additive.said(seen, self.k_steps)

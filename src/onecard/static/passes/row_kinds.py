@@ -35,7 +35,7 @@ class Kind:
             ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
             own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
             it. MIXED: none of these.
-        degree: of ROWS, too: by how many factors "number of rows" it was multiplied, since it was made.
+        degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
         where: what made it so, with its line.
         learns: whether parameters are in it.
     """
@@ -224,15 +224,16 @@ class Kinds:
         told = [(i, k) for i, k in enumerate(kinds) if k is not None and k.how in (ADDS, COUNT)]
         first = next((k for _, k in told if k.how == ADDS), told[0][1])
         if not learns:
-            return first if first.how == ADDS and self._linear(call, told) else Kind(COUNT)
+            adds = first.how == ADDS and self._linear(call, told)
+            return replace(first if adds else Kind(COUNT), degree=self._degree_of_count(call, told))
         name = call.schema.functional
-        if name == "div" and len(told) == 2 and not given[1].dim():
-            # A sum by a count of the microbatch's own: ``doubts`` compares the counts.
-            return (
-                replace(first, degree=0)
-                if not _trains(given[1]) and not told[1][1].learns
-                else self._bent(call, learns)
-            )
+        if name in ("div", "mul") and len(told) == 2 and not given[1].dim():
+            # By a count, which is the whole batch's (``whole_counts``), or else compared with other microbatches' (``doubts``).
+            known = [not (_trains(x) or k.learns) for x, k in zip(given, kinds, strict=True) if k is not None]
+            if known != [False, True] and (name == "div" or known != [True, False]):
+                return self._bent(call, learns)
+            degrees = [k.degree for _, k in told]
+            return replace(first, degree=degrees[0] + (degrees[1] if name == "mul" else -degrees[1]), learns=learns)
         if any(k.how == COUNT for _, k in told) or not self._linear(call, told):
             return self._bent(call, learns)
         if len({k.degree for _, k in told}) > 1:
@@ -240,6 +241,16 @@ class Kinds:
         if first.degree == 1 and not self._all_terms(call, told):
             return self._mixed(call, "adds what is no sum over rows to a sum over rows", learns)
         return replace(first, degree=first.degree + self._degree(call), learns=learns)
+
+    def _degree_of_count(self, call: Call, told: list[tuple[int, Kind]]) -> int:
+        degrees, name = [k.degree for _, k in told], call.schema.functional
+        if name == "mul":
+            made = sum(degrees)
+        elif name in ("div", "reciprocal"):
+            made = degrees[0] - sum(degrees[1:]) if name == "div" and told[0][0] == 0 else -degrees[0]
+        else:
+            made = max(degrees)
+        return made + self._degree(call)
 
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)

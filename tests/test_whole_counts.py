@@ -1,0 +1,158 @@
+"""What a batch counts (labels, tokens, weights) under microbatches: a loss is scaled by the batch's own count, as on one card."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot, smooth_l1_loss
+
+import onecard as oc
+from onecard.testing import run_ranks
+
+ROWS, CLASSES, CALLS = 16, 5, 4
+PAD = 4
+
+
+def each(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy(o, y, reduction="none"), (y != PAD).float()
+
+
+def masked(o: Tensor, y: Tensor) -> Tensor:
+    loss, keep = each(o, y)
+    return (loss * keep).sum() / keep.sum().clamp(min=1)
+
+
+def by_reciprocal(o: Tensor, y: Tensor) -> Tensor:
+    loss, keep = each(o, y)
+    return loss.mul(keep).mean() * (len(y) / (keep.sum() + 1e-6))
+
+
+def by_mean(o: Tensor, y: Tensor) -> Tensor:
+    loss, keep = each(o, y)
+    return (loss * keep).mean() / keep.mean()
+
+
+def by_root(o: Tensor, y: Tensor) -> Tensor:
+    loss, keep = each(o, y)
+    return (loss * keep).sum() / keep.sum().sqrt()
+
+
+def by_table(o: Tensor, y: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2, CLASSES)[y]
+    return (cross_entropy(o, y, reduction="none") * weight).sum() / weight.sum()
+
+
+def boxes(o: Tensor, y: Tensor) -> Tensor:
+    """As detectors do: classes of all, boxes of those that are matched."""
+    found = y < 2
+    near = smooth_l1_loss(o, one_hot(y, CLASSES).float(), reduction="none").sum(1)
+    return cross_entropy(o, y) + (near * found).sum() / found.sum().clamp(min=1)
+
+
+def twice(o: Tensor, y: Tensor) -> Tensor:
+    """Two counts, each of its own labels; one of them written in place."""
+    count = (y != PAD).sum()
+    loss = cross_entropy(o, y, ignore_index=PAD, reduction="sum")
+    loss /= count
+    return loss + 0.1 * cross_entropy(o, y, ignore_index=0)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ignored": lambda o, y: cross_entropy(o, y, ignore_index=PAD),
+    "weights": lambda o, y: cross_entropy(o, y, weight=torch.arange(1.0, CLASSES + 1), ignore_index=PAD),
+    "smoothed": lambda o, y: cross_entropy(o, y, ignore_index=PAD, label_smoothing=0.1),
+    "masked": masked,
+    "reciprocal": by_reciprocal,
+    "mean": by_mean,
+    "root": by_root,
+    "table": by_table,
+    "boxes": boxes,
+    "twice": twice,
+}
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Of which a microbatch counts nothing, or all microbatches count as much, or each another number."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for i in range(CALLS):
+        y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+        if i == 0:
+            y = torch.arange(ROWS) % 4
+        elif i == 1:
+            y[: ROWS // 4] = PAD
+        made.append((torch.randn(ROWS, 6, generator=generator), y))
+    return made
+
+
+def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    """Gives back the loss, a share of a count, and a count that is no sum."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        out = net(x)
+        found = loss(out, y)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keep = y != PAD
+        right = ((out.argmax(1) == y) & keep).sum() / keep.sum().clamp(min=1)
+        return found.detach(), right, keep.sum().clamp(min=10)
+
+    return step
+
+
+def run(step: Callable[[Tensor, Tensor], Any]) -> list[list[float]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [[float(v) for v in step(x, y)] for x, y in batches()]
+
+
+ONE_CARD = {name: run(steps(loss)) for name, loss in LOSSES.items()}
+
+
+def far(found: list[list[float]], name: str) -> float:
+    return max(
+        abs(a - b) / max(abs(b), 1)
+        for xs, ys in zip(found, ONE_CARD[name], strict=True)
+        for a, b in zip(xs, ys, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_loss_is_scaled_by_what_the_batch_counts(name: str, k: int) -> None:
+    assert far(run(oc.to_static(steps(LOSSES[name]), k_steps=k)), name) < 1e-5
+
+
+def test_a_mean_of_means_is_another_number() -> None:
+    """What the test above would see, were each microbatch divided by its own count."""
+    step = steps(masked)
+    means = torch.tensor(
+        [[float(step(x, y)[0]) for x, y in zip(x.chunk(4), y.chunk(4), strict=True)] for x, y in batches()]
+    )
+    assert (means[0].mean() - ONE_CARD["masked"][0][0]).abs() > 1e-4
+
+
+def planned(plan: oc.Plan) -> dict[str, list[list[float]]]:
+    return {name: run(oc.to_static(steps(loss), plan=plan)) for name, loss in LOSSES.items()}
+
+
+PLANS = {
+    "dp": oc.Plan(dp=2, microbatches=2),
+    "pp": oc.Plan(pp=2, microbatches=4),
+    "zbv": oc.Plan(pp=2, microbatches=4, schedule="ZBV", virtual=2),
+}
+
+
+@pytest.mark.parametrize("how", PLANS)
+def test_on_ranks(how: str) -> None:
+    for found in run_ranks(planned, 2, PLANS[how]):
+        assert {name: d for name, values in found.items() if (d := far(values, name)) >= 1e-5} == {}
