@@ -332,9 +332,12 @@ def warned(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], y: Tensor | None
 
 
 def by_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Weights that are normalized ahead of their product with the rows."""
-    weight = torch.arange(1.0, 5)[y]
-    return (cross_entropy(model(x), y, reduction="none") * (weight / weight.sum())).sum()
+    """Rows that are scaled by what the batch counts, and then no longer multiplied alone."""
+    return cross_entropy(model(x / (y != 3).sum()).exp(), y)
+
+
+def by_length(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) / len(x)).square().sum()
 
 
 def by_parameter(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -352,8 +355,9 @@ EVEN = torch.tensor([0, 1, 2, 3] * 4)  # as many in each microbatch
 WARNED: dict[str, Any] = {
     "labels that are ignored": (lambda m, x, y: cross_entropy(m(x), y, ignore_index=3), None, ""),
     "weights": (lambda m, x, y: cross_entropy(m(x), y, weight=torch.arange(4.0)), None, ""),
-    "normalized by row": (by_rows, None, r"div at .* divides by a value"),
-    "divided by what learns": (by_parameter, None, r"div at .*test_static_merge_cases.py:\d+ divides by a value"),
+    "rows scaled by a count": (by_rows, None, r"relu at .* is not linear in rows that are scaled by their number|addmm at"),
+    "rows scaled by their number": (by_length, None, r"pow at .* is not linear in rows that are scaled by their number"),
+    "divided by what learns": (by_parameter, None, r"div at .*test_static_merge_cases.py:\d+ scales by a value"),
     "a count before backward": (counted, None, r"add_ at .* writes into the program .* 4 times a call"),
     "as many ignored in each": (lambda m, x, y: cross_entropy(m(x), y, ignore_index=3), EVEN, ""),
     "none ignored": (lambda m, x, y: cross_entropy(m(x), y), None, ""),

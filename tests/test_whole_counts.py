@@ -47,6 +47,12 @@ def by_table(o: Tensor, y: Tensor) -> Tensor:
     return (cross_entropy(o, y, reduction="none") * weight).sum() / weight.sum()
 
 
+def normalized(o: Tensor, y: Tensor) -> Tensor:
+    """Weights are divided by their sum ahead of their product with the rows."""
+    weight = torch.linspace(0.5, 2, CLASSES)[y]
+    return (cross_entropy(o, y, reduction="none") * (weight / weight.sum())).sum() + o.square().mean()
+
+
 def boxes(o: Tensor, y: Tensor) -> Tensor:
     """As detectors do: classes of all, boxes of those that are matched."""
     found = y < 2
@@ -71,6 +77,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": by_mean,
     "root": by_root,
     "table": by_table,
+    "normalized": normalized,
     "boxes": boxes,
     "twice": twice,
 }

@@ -13,22 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.rules.call import Call, Schema, schema_of
-from onecard.static.passes.row_kinds import (
-    ADDS,
-    ALIKE,
-    MIXED,
-    PLACES,
-    ROWS,
-    SCALES,
-    UNKNOWN,
-    Kind,
-    Kinds,
-    Verdict,
-    is_real,
-    makes_alike,
-    tensors_of,
-    told,
-)
+from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict
+from onecard.static.passes.row_kinds import SCALES, Kinds, is_real, makes_alike, tensors_of, told
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 

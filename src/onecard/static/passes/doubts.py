@@ -15,7 +15,7 @@ from onecard.comm.base.state import faked
 from onecard.rules.call import schema_of
 from onecard.static.passes.counted import Count, Counts, not_ignored
 from onecard.static.passes.once import Once, phase_of, words
-from onecard.static.passes.whole_counts import DIVISIONS, MEAN, NLL, is_whole, scales
+from onecard.static.passes.whole_counts import DIVISIONS, MEAN, NLL, is_number, is_whole, scales
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[
 
 def _of_division(where: str, why: str) -> str:
     return (
-        f"{where} divides by {why}, of which each microbatch has its own: gradients and loss are means of the microbatches' "
+        f"{where} scales by {why}, of which each microbatch has its own: gradients and loss are means of the microbatches' "
         "means, not the mean over the batch. Pass the batch's own count as a tensor without dims (it is not cut), divide a sum "
         "by it, and give avg=False"
     )
@@ -70,11 +70,10 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
                 count = counts.of(labels, partial(not_ignored, ignored=ignored))
                 yield _of_division(words(node), "how many of its labels are not ignored"), count
         elif not any(map(is_whole, node.args)):
-            for by in (node.args[i] for i in scales(node)):
-                if isinstance(by, fx.Node) and by in once.own and not by.meta.get("tensor", ((0,),))[0]:
-                    count = counts.of(by)
-                    if count is not None or node.target in DIVISIONS:  # a product of losses is no count
-                        yield _of_division(words(node), "a value"), count
+            numbers = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and n in once.own]
+            for by in numbers:
+                if node.target in DIVISIONS or not counts.learns(by):  # a product of losses is no count
+                    yield _of_division(words(node), "a value"), counts.of(by)
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:

@@ -113,7 +113,7 @@ class Microbatches:
     def counting(self, recording: AnyStep) -> AnyStep:
         """The recording of the first microbatch, which divides by what the whole batch counts."""
         learns = {e.where for e in recording.effects if e.kind == "gradient"}
-        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns)
+        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns, self.avg is None)
         return recording if graph is recording.graph else recording.with_graph(graph)
 
     def merged(

@@ -8,7 +8,7 @@ is neither.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,55 +20,10 @@ from onecard.rules.call import Call, Schema
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
+from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict
 from onecard.tensor.dist_tensor import DistTensor
 
-ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
 _MEAN = 1  # torch's number for reduction="mean"
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a tensor depends on the rows of the batch.
-
-    Attributes:
-        how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
-            ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
-            own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
-            it. MIXED: none of these.
-        degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
-        where: what made it so, with its line.
-        learns: whether parameters are in it.
-    """
-
-    how: str
-    dim: int = 0
-    before: int = 1
-    size: int = 0
-    degree: int = 0
-    where: str = ""
-    learns: bool = False
-    dims: frozenset[int] | None = None
-
-    def alike(self, dim: int) -> bool:
-        """Whether all along a dim are the same."""
-        return self.how == ALIKE and (self.dims is None or dim in self.dims)
-
-
-@dataclass
-class Verdict:
-    """What a run has shown.
-
-    Attributes:
-        losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
-        numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
-            may be counts of rows. ``open``: nobody can tell whether they are.
-    """
-
-    losses: list[Kind] = field(default_factory=list)
-    results: list[Kind | None] = field(default_factory=list)
-    numbers: list[float] = field(default_factory=list)
-    unsure: bool = False
-    open: bool = False
 
 
 class Kinds:
@@ -151,16 +106,35 @@ class Kinds:
             lone = kind is None or kind.how == PLACES or (kind.how == ALIKE and not all(map(kind.alike, has)))
             if lone and has and i not in bound.unread:
                 return [self._mixed(call, "has a value of its own for each row", learns)] * count
-            if kind is not None and kind.how in (ADDS, COUNT):
+            if kind is not None and kind.how in (ADDS, COUNT) and not self._is_scale(name, i, given[i], kind):
                 return [self._mixed(call, "puts what all rows give into each row", learns)] * count
         mean = name == "mean" or call.values.get("reduction") == _MEAN
         if factor not in bound.free and not (name.startswith("nll_loss") and mean):
             return [together] * count
-        degree = first.degree + (self._degree(call) if _is_list(given, kinds, first) else 0)
-        if any(k.degree != first.degree for k in kinds if k is not None and k.how == ROWS):
-            return [Kind(UNKNOWN)] * count
+        degree = self._degree_of_rows(call, bound, {i: k.degree for i, k in enumerate(kinds) if k is not None})
+        if degree is None:
+            return [self._mixed(call, "is not linear in rows that are scaled by their number", learns)] * count
+        degree += self._degree(call, next(x for x, k in zip(given, kinds, strict=True) if k is first))
         there = Kind(ROWS, before=within, size=first.size, degree=degree, learns=learns)
         return [self._reduced(call, bound, r, factor, mean, there) for r in range(count)]
+
+    def _is_scale(self, name: str, i: int, x: Tensor, kind: Kind) -> bool:
+        """Whether an operand is a count by which rows are multiplied or divided: see ``_of_sums``."""
+        return (name == "mul" or (name == "div" and i == 1)) and not x.dim() and not kind.learns and not _trains(x)
+
+    def _degree_of_rows(self, call: Call, bound: Bound, degrees: dict[int, int]) -> int | None:
+        """Of what comes of rows, from theirs; None if it is no multiple of them."""
+        if not any(degrees.values()):
+            return 0
+        if call.schema.functional == "div":
+            return degrees.get(0, 0) - degrees.get(1, 0)
+        if not bound.terms and not bound.moves:
+            return None
+        terms = bound.terms or [(i,) for i in range(len(call.operands))]
+        inside = {i for term in terms for i in term}
+        found = {sum(degrees.get(i, 0) for i in term) for term in terms}
+        lone = any(d for i, d in degrees.items() if i not in inside) or not self._adds_nothing(call)
+        return None if len(found) > 1 or lone else found.pop()
 
     def _reduced(self, call: Call, bound: Bound, r: int, factor: int, mean: bool, there: Kind) -> Kind:
         """A result that has the rows' factor, or that is joined over it. ``there``: the rows within the factor."""
@@ -258,7 +232,7 @@ class Kinds:
     def _linear(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
         if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
             return True
-        if call.schema.functional in ("add", "sub", "rsub") and len(call.operands) == 1:
+        if call.schema.functional in _SUMS and len(call.operands) == 1:
             return True
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
@@ -268,9 +242,13 @@ class Kinds:
         in_terms = {i for term in bound.terms for i in term}
         return bound.moves or (operands <= in_terms and all(len(operands & {*term}) < 2 for term in bound.terms))
 
+    def _adds_nothing(self, call: Call) -> bool:
+        """Whether no number is added to what a call is given."""
+        return not (call.schema.functional in _SUMS and len(call.operands) == 1 and call.values["other"])
+
     def _all_terms(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
-        if call.schema.functional in ("add", "sub", "rsub") and len(call.operands) == 1:
-            return not call.values["other"]
+        if call.schema.functional in _SUMS and len(call.operands) == 1:
+            return self._adds_nothing(call)
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
         return bound is None or all({i for i, _ in told} & {*term} for term in bound.terms)
@@ -290,23 +268,31 @@ class Kinds:
             self.number = abs(float(number))
             self.verdict.numbers.append(self.number)
 
-    def _degree(self, call: Call) -> int:
-        """1 or -1 if the call multiplies by a number that follows the rows, or divides by it."""
+    def _degree(self, call: Call, x: Tensor | None = None) -> int:
+        """1 or -1 if the call multiplies by a number that follows the rows, or divides by it. ``x``: rows, if it is of them."""
         if not self.number:
             return 0
         if self.before is None:
             inverse = 1 / self.number if self.number < 1 else self.number
-            self.verdict.unsure |= _multiple(inverse, self.rows)
+            self.verdict.unsure |= self._may_follow(inverse, x)
             return 0
         at = len(self.verdict.numbers) - 1
         first = self.before.numbers[at] if at < len(self.before.numbers) else self.number
         follows = {self.k: 1, 1 / self.k: -1}.get(round(self.number / first, 9), 0) if first else 0
         return follows * (1 if call.schema.functional == "mul" else -1)
 
+    def _may_follow(self, number: float, x: Tensor | None) -> bool:
+        """Whether a number may count rows. In activations most numbers do not: there it has to be rows, or elements."""
+        if x is None or x.dim() == 1:
+            return _multiple(number, self.rows)
+        sizes = (1, *x.shape, x.numel() / self.rows)
+        return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
+
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
+_SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 
 
@@ -351,11 +337,6 @@ def _factor(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
 def _all(dims: Sequence[Sequence[int]]) -> Iterator[int]:
     for factors in dims:
         yield from factors
-
-
-def _is_list(given: list[Tensor], kinds: list[Kind | None], first: Kind) -> bool:
-    """Whether rows are a list of numbers: losses, not activations."""
-    return any(k is first and x.dim() == 1 for x, k in zip(given, kinds, strict=True))
 
 
 def _trains(x: Tensor) -> bool:

@@ -47,13 +47,16 @@ class _Count:
     degree: int
 
 
-def with_whole_counts(graph: fx.Graph, k: int, training: bool = True, learns: Collection[Any] = ()) -> fx.Graph:
+def with_whole_counts(
+    graph: fx.Graph, k: int, training: bool = True, learns: Collection[Any] = (), rows: bool = True
+) -> fx.Graph:
     """The graph of one microbatch whose losses are scaled by what the batch counts, over ``k``; the same one if none is.
 
-    ``learns``: the places of inputs that get gradients, which are in no count. The nodes of such a count have "count" in their
+    ``learns``: the places of inputs that get gradients, which are in no count. ``rows``: what has rows may be scaled, too, as it
+    is known that what comes of them is linear in it, or told. The nodes of such a count have "count" in their
     meta: what they are for (``EACH``, ``SUM``, ``AVERAGE``, ``AFTER``).
     """
-    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns)
+    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns, rows)
     return rewrite.made() if rewrite.counts or rewrite.given else graph
 
 
@@ -107,7 +110,7 @@ class _Chain:
         if not self.fixed.issuperset(given) and any(written & self.once.memory.roots[n] for n in self.fixed):
             return False  # what was the same for all is no longer
         if late := [n for n in given if self.does.get(n) in (SUM, AVERAGE, AFTER)]:
-            alone = not any(n in self.rows or self.does.get(n) == EACH for n in given)
+            alone = not any(n in self.rows or (self.does.get(n) == EACH and n not in self.fixed) for n in given)
             return alone and self._is(node, AFTER if _runs(node) else "", self._degree(node, late))
         if _counting(node):
             return self._is(node, SUM, 1)
@@ -173,8 +176,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 class _Rewrite:
     """The graph as it is made anew."""
 
-    def __init__(self, graph: fx.Graph, once: Once, k: int, learns: Collection[Any]) -> None:
-        self.graph, self.once, self.k = graph, once, k
+    def __init__(self, graph: fx.Graph, once: Once, k: int, learns: Collection[Any], rows: bool) -> None:
+        self.graph, self.once, self.k, self.rows = graph, once, k, rows
         self.learns = {n for n in graph.find_nodes(op="placeholder") if _learns(n, learns)}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.out = next(iter(reversed(graph.nodes)))
@@ -189,8 +192,8 @@ class _Rewrite:
         by: list[Any] = []
         if node.target in NLL and node.args[3] == MEAN:
             by = [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]
-        elif scales(node) and _result(node)[:1] == ((),):
-            by = [n for n in (node.args[i] for i in scales(node)) if _is_number(n) and n in self.once.own]
+        elif scales(node) and (self.rows or _result(node)[:1] == ((),)):
+            by = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and n in self.once.own]
         if (count := next(filter(None, (self._count(n, node) for n in by)), None)) is not None:
             self.at[node] = count
 
@@ -219,7 +222,7 @@ class _Rewrite:
 
     def _returned(self, node: fx.Node) -> _Count | None:
         """What the step gives back, if it is made of counts in a way that is no sum and no mean."""
-        if node not in self.once.own or phase_of(node) != "forward" or node in self.once.tail or not _is_number(node):
+        if node not in self.once.own or phase_of(node) != "forward" or node in self.once.tail or not is_number(node):
             return None
         known = self._known(node, self.out)
         return known if known is not None and known.does[node] == AFTER else None
@@ -344,5 +347,6 @@ def _result(node: fx.Node) -> tuple[Any, ...]:
     return found or ()
 
 
-def _is_number(node: Any) -> bool:
+def is_number(node: Any) -> bool:
+    """Whether a node gives a tensor without dims."""
     return isinstance(node, fx.Node) and "tensor" in node.meta and not node.meta["tensor"][0]

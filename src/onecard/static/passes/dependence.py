@@ -1,0 +1,52 @@
+"""How a value of a step depends on the rows of its batch: what is said of each tensor, and of a whole step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a tensor depends on the rows of the batch.
+
+    Attributes:
+        how: ROWS: it has one for each (in ``dim``, as the factor of ``size`` with ``before`` combinations of others ahead of it).
+            ADDS: the batch's is the sum of the microbatches' (``degree`` 1), or the mean (0). ALIKE: no row has a value of its
+            own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
+            it. MIXED: none of these.
+        degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
+        where: what made it so, with its line.
+        learns: whether parameters are in it.
+    """
+
+    how: str
+    dim: int = 0
+    before: int = 1
+    size: int = 0
+    degree: int = 0
+    where: str = ""
+    learns: bool = False
+    dims: frozenset[int] | None = None
+
+    def alike(self, dim: int) -> bool:
+        """Whether all along a dim are the same."""
+        return self.how == ALIKE and (self.dims is None or dim in self.dims)
+
+
+@dataclass
+class Verdict:
+    """What a run has shown.
+
+    Attributes:
+        losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
+        numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
+            may be counts of rows. ``open``: nobody can tell whether they are.
+    """
+
+    losses: list[Kind] = field(default_factory=list)
+    results: list[Kind | None] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    unsure: bool = False
+    open: bool = False
