@@ -53,7 +53,7 @@ def test_a_buffer_written_while_alive_is_seen(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(graph, apart)
             self.roots = {n: frozenset([n]) if n.op == "call_function" else r for n, r in self.roots.items()}
 
-    monkeypatch.setattr(inplace, "Memory", Forgets)
+    monkeypatch.setattr(inplace, "memory_of", Forgets)
     monkeypatch.setattr(inplace, "_fresh", lambda root: root.op == "call_function")
 
     def step(x: Tensor) -> Tensor:

@@ -220,8 +220,8 @@ def faults() -> list[Any]:
     found += [Order(inplace).keeps([*sequence[:-1], written, sequence[-1]])]
     lying = Order.__init__
 
-    def forgets(self: Order, graph: fx.Graph) -> None:
-        lying(self, graph)
+    def forgets(self: Order, graph: fx.Graph, *known: Any) -> None:
+        lying(self, graph, *known)
         for n in messages(graph):
             self.needs[n] = [*n.all_input_nodes]
 

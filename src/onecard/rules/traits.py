@@ -50,6 +50,7 @@ class Traits:
         cheap: it costs next to nothing to compute it again.
         fresh: it makes a tensor of its own for certain.
         product: it multiplies matrices.
+        alone: what it makes shares no memory with anything, and it writes to nothing.
 
     Example:
         >>> traits_of(torch.ops.aten.relu.default).cheap, traits_of(torch.ops.aten.mm.default).cheap
@@ -69,6 +70,7 @@ class Traits:
     cheap: bool = False
     fresh: bool = False
     product: bool = False
+    alone: bool = False
 
 
 NONE = Traits()
@@ -83,9 +85,11 @@ def traits_of(func: OpOverload) -> Traits:
     stated = {trait: bool(names & told) for trait, told in _TOLD.items()}
     for trait in ("cheap", "fresh"):
         stated[trait] |= pointwise
+    written = _WRITTEN.get(schema.name, schema.written)
     return Traits(
         views=schema.views,
-        written=_WRITTEN.get(schema.name, schema.written),
+        written=written,
+        alone=not (schema.views or stated["may_view"] or written or func._schema.is_mutable),
         effects=schema.effects,
         reshapes=torch.Tag.inplace_view in func.tags and schema.name != "detach_",
         pointwise=pointwise,

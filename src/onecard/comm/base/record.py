@@ -52,12 +52,19 @@ serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
 """What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
 
 
+_is_users: dict[str, bool] = {}  # by a file's name: stacks are deep, and their files few
+
+
 def user_line(inner: FrameType | None = None) -> str:
     """The innermost line on the stack, or from a frame on, that is neither onecard's nor PyTorch's."""
     frame: FrameType | None = inner or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_USERS):
+        try:
+            is_users = _is_users[name]
+        except KeyError:
+            is_users = _is_users[name] = not name.startswith(_NOT_USERS)
+        if is_users:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

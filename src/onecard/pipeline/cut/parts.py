@@ -7,7 +7,7 @@ from the batch alone, which every rank has.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -35,8 +35,8 @@ class ProgramOrder(Order):
         self._holder = {n: inputs[i] for n in inputs if (i := _within(n)) is not None}
         super().__init__(graph)
 
-    def _places(self, roots: Iterable[fx.Node]) -> list[Any]:
-        return [self._holder.get(r, r) for r in roots]
+    def _place(self, given: fx.Node) -> Any:
+        return self._holder.get(given, given)
 
 
 def _within(node: fx.Node) -> int | None:

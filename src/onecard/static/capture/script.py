@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from onecard import recorded
 from onecard._torch import names as _torch
-from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.static.guards import reads
+from onecard.static.step.nodes import operator_of
 from onecard.static.step.step import Effect, Step, Where
 
 
@@ -108,15 +108,17 @@ def operators_of(target: Any) -> Any:
 
 
 _READ = {reader: func for func, reader in reads.VALUES.items()}
+_READERS = frozenset(map(id, _READ))  # torch hashes an operator in Python, at each look
 
 
 def _entry(node: fx.Node, numbers: dict[fx.Node, int]) -> Entry:
     target: Any = node.target
-    gives_value = target in _READ
-    is_call = isinstance(target, OpOverload) or target is again.message or target in recorded.writes or gives_value
-    named = "tensor" in node.meta or (is_call and not isinstance(target, OpOverload) and _makes_key(node))
+    is_operator = operator_of(node) is not None
+    gives_value = id(target) in _READERS
+    is_call = is_operator or target is again.message or gives_value or target in recorded.writes
+    named = "tensor" in node.meta or (is_call and not is_operator and _makes_key(node))
     return Entry(
-        numbers[node], operators_of(target), tuple(_told(x, numbers) for x in node.args),
+        numbers[node], operators_of(target) if gives_value else target, tuple(_told(x, numbers) for x in node.args),
         {k: _told(v, numbers) for k, v in node.kwargs.items()}, named, (), gives_value, not is_call, None,
         node.meta.get("line", ""), node.meta.get("module", ""),
     )  # fmt: skip

@@ -46,7 +46,7 @@ def compiled(graph: fx.Graph, backend: str = "eager") -> Callable[..., tuple[Any
     runs = _runs(graph, once) if backend == "inductor" else {}
     opened, hidden = False, set[fx.Node]()  # whether a run has begun and not ended; nodes that are no variables
     gone = list[fx.Node]()  # variables to drop as soon as no run is open
-    of_line: dict[int, str] = {}
+    of_line: dict[int, tuple[Any, dict[str, Any]]] = {}
     for node in graph.nodes:
         run, begin = runs.get(node), len(writer.lines)
         if run is None and node not in once:
@@ -54,7 +54,7 @@ def compiled(graph: fx.Graph, backend: str = "eager") -> Callable[..., tuple[Any
         elif run is not None and node is run[0].nodes[-1]:
             writer.run(*run)
             hidden |= {*run[0].nodes} - {*run[0].outputs, *run[0].views}
-        of_line.update(dict.fromkeys(range(begin, len(writer.lines)), words_of(node)))
+        of_line.update(dict.fromkeys(range(begin, len(writer.lines)), (node.target, node.meta)))
         gone += [n for n in last.get(node, ()) if n not in once]
         opened = opened if run is None else node is not run[0].nodes[-1]
         if not opened:
@@ -62,19 +62,19 @@ def compiled(graph: fx.Graph, backend: str = "eager") -> Callable[..., tuple[Any
                 writer.lines.append(writer.code("del {}", writer.joined(", ", names)))
             gone = []
     made = writer.function(writer.joined(", ", writer.inputs), writer.lines)
-    made.of_line = {line + 2: words for line, words in of_line.items()}  # type: ignore[attr-defined]
+    made.of_line = {line + 2: what for line, what in of_line.items()}  # type: ignore[attr-defined]
     return made
 
 
-def words_of(node: fx.Node) -> str:
+def words_of(target: Any, meta: dict[str, Any]) -> str:
     """Where a node is from: stage and microbatch of a pipeline, operator, line."""
-    part, number = node.meta.get("part"), node.meta.get("microbatch")
+    part, number = meta.get("part"), meta.get("microbatch")
     doing = {"F": "forward", "I": "backward", "W": "backward of the weights"}
     stage = (
         f"stage {part[0]}, {doing[part[1]]} of microbatch {number}: " if part is not None and number is not None else ""
     )
-    name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-    return f"{stage}{name} at {node.meta.get('line', '')}"
+    name = getattr(target, "__name__", str(target)).removesuffix(".default")
+    return f"{stage}{name} at {meta.get('line', '')}"
 
 
 def note_line(fault: BaseException, run: Callable[..., Any] | None) -> None:
@@ -82,7 +82,8 @@ def note_line(fault: BaseException, run: Callable[..., Any] | None) -> None:
     trace = fault.__traceback__
     while run is not None and trace is not None:
         if trace.tb_frame.f_code is run.__code__:
-            fault.add_note(f"in a replay, {run.of_line.get(trace.tb_lineno, '')}")  # type: ignore[attr-defined]
+            what = run.of_line.get(trace.tb_lineno)  # type: ignore[attr-defined]
+            fault.add_note(f"in a replay, {words_of(*what) if what else ''}")
             return
         trace = trace.tb_next
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+_NO_CODE = "{!r} is no code: only a slot holds what was given"
+
 
 class Code(str):
     """A piece of text that a ``Source`` has made of its own words."""
@@ -51,18 +53,22 @@ class Source:
         """Words of this package, with pieces of code in place of ``{}``."""
         for part in parts:
             if type(part) is not Code:
-                raise TypeError(f"{part!r} is no code: only a slot holds what was given")
+                raise TypeError(_NO_CODE.format(part))
         return Code(words.format(*parts))
 
     @staticmethod
     def joined(between: str, parts: Iterable[Code]) -> Code:
         """Pieces of code, one after the other."""
-        return Code(between.join(Source.code("{}", part) for part in parts))
+        held = [*parts]
+        for part in held:
+            if type(part) is not Code:
+                raise TypeError(_NO_CODE.format(part))
+        return Code(between.join(held))
 
     def function(self, arguments: Code, lines: Iterable[Code]) -> Callable[..., Any]:
         """The function with these lines."""
-        body = [self.code("def made({}):", arguments), *(self.code("    {}", line) for line in lines)]
-        exec(compile("\n".join(body), "<recording>", "exec"), self.names)
+        body = self.joined("\n    ", [self.code("def made({}):", arguments), *lines])
+        exec(compile(body, "<recording>", "exec"), self.names)
         return self.names.pop("made")
 
     def value(self, code: Code) -> Any:

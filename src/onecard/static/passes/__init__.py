@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import fx
 
-from onecard._torch.graphs import emptied
+from onecard._torch.graphs import copy_of, emptied
 from onecard.comm.base.state import Kept
 from onecard.errors import RecordingError
 from onecard.static.passes.buckets import small_together
 from onecard.static.passes.common_subexpressions import equal_nodes
 from onecard.static.passes.dead import dead_nodes
 from onecard.static.passes.decompositions import taken_apart
+from onecard.static.passes.draft import Draft
 from onecard.static.passes.fixed import of_no_input
 from onecard.static.passes.inplace import in_place
 from onecard.static.passes.kernel import fastest
@@ -27,7 +28,7 @@ from onecard.static.passes.pieces import cut_buckets
 from onecard.static.passes.recompute import candidates, recomputed
 from onecard.static.passes.scatter import scattered
 from onecard.static.price.live import Live
-from onecard.static.step.order import check_drawn, check_started, line_up
+from onecard.static.step.order import check_defined, check_drawn, check_started, line_up
 from onecard.static.step.step import AnyStep
 
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -92,13 +93,13 @@ class Rewritten:
 
 
 def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> Rewritten:
-    """A graph after all passes that are chosen. What lies between is taken apart at once: it is as large as the graph itself.
+    """A graph after all passes that are chosen. They edit one copy of it, one after the other (``draft.py``).
 
     Raises:
         RecordingError: a pass has made a graph that does something else. Names it.
     """
-    now, messages = graph, [("", line_up(graph))]
-    passes = chosen(options, most)
+    passes, messages = chosen(options, most), [("", line_up(graph))]
+    now: fx.Graph = copy_of(graph, Draft) if passes else graph
     try:
         for name, run in passes.items():
             before, now = now, run(now)
@@ -107,6 +108,7 @@ def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) 
             messages.append(
                 (name, line_up(now))
             )  # also of one with nothing to do here: on another rank it may have had
+        now = now.sealed() if isinstance(now, Draft) else now
         _look_at(graph, now)
     except Exception:
         _blame(graph, passes)
@@ -142,9 +144,9 @@ def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[Rewritten, int]:
 
 
 def _look_at(before: fx.Graph, made: fx.Graph) -> None:
-    """Whether passes have kept what a graph does besides computing: see ``check_started`` and ``check_drawn``."""
+    """Whether passes have kept what a graph does besides computing: see ``check_defined`` and those after it."""
     if made is not before:
-        made.lint()
+        check_defined(made)
         check_started(made)
         check_drawn(before, made)
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from onecard.comm.issue import again
 from onecard.static.passes.adding import added, nbytes
-from onecard.static.step.nodes import copied_to
+from onecard.static.passes.draft import editing, order_of, without
 from onecard.static.step.order import Order
 
 aten = torch.ops.aten
@@ -19,42 +19,35 @@ SMALL = 64 * 1024
 """Bytes below which a message is small: copying it costs less than a message of its own."""
 
 
-def small_together(graph: fx.Graph, small: int = SMALL) -> fx.Graph:
+@editing
+def small_together(graph: fx.Graph, small: int = SMALL) -> bool:
     """All-reduces along one line, by one operation, of one dtype. What needs the first ones' results waits for the last."""
     if not _neighbours(graph, small):
-        return graph
-    order = Order(graph)
+        return False
+    order = order_of(graph)
     runs = _runs(graph, order, small) if order.movable else []
-    if not runs:
-        return graph
     last = {run[-1]: run for run in runs}
     early = {m for run in runs for m in run[:-1]}
-    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     held: list[fx.Node] = []  # what runs after the message that is yet to come
-
-    def put(node: fx.Node) -> None:
-        names[node] = copied_to(made, node, names.__getitem__)
-
     waiting: set[fx.Node] = set()
-    for node in graph.nodes:
+    for node in [*graph.nodes] if runs else ():
         if node in early:
             waiting.add(node)
         elif node in last:
-            _together(last[node], made, names)
+            with graph.inserting_before(node):
+                _together(last[node], graph)
             for other in held:
-                put(other)
+                node.prepend(other)
             held, waiting = [], set()
-        elif any(n in waiting for n in order.before(node)):
+        elif waiting and any(n in waiting for n in order.before(node)):
             waiting.add(node)
             held.append(node)
-        else:
-            put(node)
-    return made
+    return without({}, [message for run in runs for message in run])
 
 
 def _neighbours(graph: fx.Graph, small: int) -> bool:
     """Whether two messages of one kind follow each other."""
-    kinds = [_kind(n, small) for n in graph.nodes if n.target is again.message]
+    kinds = [_kind(n, small) for n in graph.find_nodes(op="call_function", target=again.message)]
     return any(a is not None and a == b for a, b in pairwise(kinds))
 
 
@@ -74,7 +67,7 @@ def _runs(graph: fx.Graph, order: Order, small: int) -> list[list[fx.Node]]:
                 late = set()
             key = now
             late.add(node)
-        elif any(n in late for n in order.before(node)):
+        elif late and any(n in late for n in order.before(node)):
             late.add(node)
             if key is not None and node in order.after and _is_chained(node, order):
                 key = None  # what may send itself ends a run
@@ -96,9 +89,9 @@ def _kind(node: fx.Node, small: int) -> Any:
     return (tuple(rest), line, dtype, device)
 
 
-def _together(run: list[fx.Node], made: fx.Graph, names: dict[fx.Node, fx.Node]) -> None:
+def _together(run: list[fx.Node], made: fx.Graph) -> None:
     tensors: list[Any] = [m.args[0] for m in run]
-    flat = [added(made, m, aten.reshape.default, names[x], [-1]) for m, x in zip(run, tensors, strict=True)]
+    flat = [added(made, m, aten.reshape.default, x, [-1]) for m, x in zip(run, tensors, strict=True)]
     whole = added(made, run[-1], aten.cat.default, flat)
     sent = made.call_function(again.message, (whole, whole, *run[-1].args[2:]))
     sent.meta.update(run[-1].meta)
@@ -106,4 +99,4 @@ def _together(run: list[fx.Node], made: fx.Graph, names: dict[fx.Node, fx.Node])
     for i, (message, x) in enumerate(zip(run, tensors, strict=True)):
         piece = added(made, message, operator.getitem, cut, i)
         back = added(made, message, aten.view.default, piece, list(x.meta["tensor"][0]))
-        added(made, message, aten.copy_.default, names[x], back)
+        added(made, message, aten.copy_.default, x, back)

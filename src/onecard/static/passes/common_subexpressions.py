@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
-from onecard.static.passes.copying import copied
+from onecard.static.passes.draft import editing, memory_of, without
 from onecard.static.step.memory import Memory, effects
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import only_names
@@ -20,13 +19,14 @@ aten = torch.ops.aten
 _LITTLE = 256  # bytes that may be kept from forward to backward
 
 
-def equal_nodes(graph: fx.Graph) -> fx.Graph:
+@editing
+def equal_nodes(graph: fx.Graph) -> bool:
     """Merge nodes of memory that nobody writes to; messages likewise, with the buffers that they fill.
 
     How large a part is, and whether it is copied before it is sent, differs from rank to rank: it may not decide which
     messages are sent.
     """
-    memory = Memory(graph)
+    memory = memory_of(graph)
     other: dict[fx.Node, fx.Node] = {}
     alike: dict[fx.Node, fx.Node] = {}  # for what is sent: that which is the same on all ranks
     first: dict[Any, fx.Node] = {}
@@ -56,7 +56,7 @@ def equal_nodes(graph: fx.Graph) -> fx.Graph:
                 other[node] = found
             if (found := _first(node, given, alike)) is not node and (_is_held(found, node, -1) or _only_copies(node)):
                 alike[node] = found
-    return copied(graph, _resolved(other), lambda n: n not in dropped)
+    return without({n: other[n] for n in sorted(other)}, dropped)
 
 
 def _first(node: fx.Node, seen: dict[Any, fx.Node], same: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -72,10 +72,6 @@ def _is_held(found: fx.Node, node: fx.Node, little: int) -> bool:
         return True
     shape, _, dtype, _ = found.meta["tensor"]
     return math.prod(shape) * dtype.itemsize <= little or any(user > node for user in found.users)
-
-
-def _resolved(other: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node | None]:
-    return other.get
 
 
 def _fresh(node: fx.Node) -> bool:

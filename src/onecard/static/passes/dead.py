@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from onecard.static.passes.copying import copied
+from onecard.static.passes.draft import editing, memory_of, without
 from onecard.static.step.memory import Memory, effects
 
 
-def dead_nodes(graph: fx.Graph) -> fx.Graph:
+@editing
+def dead_nodes(graph: fx.Graph) -> bool:
     """A write stays if its memory is an input's or is read by a node that stays."""
-    memory = Memory(graph)
+    memory = memory_of(graph)
     wanted: set[fx.Node] = set()
     read: set[fx.Node] = set()  # the memory that nodes that stay, later on, read
     changed = True
@@ -20,12 +21,14 @@ def dead_nodes(graph: fx.Graph) -> fx.Graph:
             if node not in wanted and _stays(node, memory, wanted, read):
                 wanted.add(node)
                 changed = True
-                read.update(*(memory.roots[n] for n in node.all_input_nodes))
-    return copied(graph, lambda n: None, wanted.__contains__)
+                for n in node.all_input_nodes:
+                    read |= memory.roots[n]
+    return without({}, [n for n in graph.nodes if n.op == "call_function" and n not in wanted])
 
 
 def _stays(node: fx.Node, memory: Memory, wanted: set[fx.Node], read: set[fx.Node]) -> bool:
-    if effects(node) or any(user in wanted for user in node.users):
+    if not wanted.isdisjoint(node.users) or effects(node):
         return True
-    written = memory.writes.get(node, frozenset())
-    return any(root.op == "placeholder" or root in read for root in written)
+    if node not in memory.writes:
+        return False
+    return any(root.op == "placeholder" or root in read for root in memory.writes[node])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,43 +13,39 @@ from onecard._torch.modes import DispatchMode
 from onecard._torch.names import tree_map
 from onecard.rules.table.matmul import linear_backward
 from onecard.static.passes.adding import added, rehearsed
-from onecard.static.step.nodes import copied_to
+from onecard.static.passes.draft import editing, without
 
 _MADE_OF: dict[Any, Callable[..., Any]] = {torch.ops.aten.linear_backward.default: linear_backward}
 
 
-def taken_apart(graph: fx.Graph) -> fx.Graph:
+@editing
+def taken_apart(graph: fx.Graph) -> bool:
     """Each such node replaced by the operators that its function calls, with the same operands."""
-    if not any(n.target in _MADE_OF for n in graph.nodes):
-        return graph
-    made, names = fx.Graph(), dict[fx.Node, Any]()
-    parts: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.target in _MADE_OF:
-            parts[node] = _inlined(node, made, names)
-        elif node.target is operator.getitem and node.args[0] in parts:
-            part = parts[node.args[0]][node.args[1]]
-            names[node] = part
-            if "spec" in node.meta:
-                part.meta["spec"] = node.meta["spec"]
-        else:
-            names[node] = copied_to(made, node, names.__getitem__)
-    return made
+    found = [node for target in _MADE_OF for node in graph.find_nodes(op="call_function", target=target)]
+    for node in sorted(found):
+        with graph.inserting_before(node):
+            parts = _inlined(node, graph)
+        taken = {user: parts[user.args[1]] for user in sorted(node.users)}
+        for user, part in taken.items():
+            if "spec" in user.meta:
+                part.meta["spec"] = user.meta["spec"]
+        without(taken, [node])
+    return bool(found)
 
 
-def _inlined(node: fx.Node, made: fx.Graph, names: dict[fx.Node, Any]) -> Any:
+def _inlined(node: fx.Node, graph: fx.Graph) -> Any:
     """The nodes of what a function gives."""
     operands: dict[int, fx.Node] = {}
     alive: list[Tensor] = []
 
     def known(n: fx.Node) -> Any:
-        x = rehearsed(names[n])
-        operands[id(x)] = names[n]
+        x = rehearsed(n)
+        operands[id(x)] = n
         alive.append(x)
         return x
 
     args = fx.map_arg(node.args, known)
-    with _torch.below_autograd(), _Writes(made, node, operands, alive):
+    with _torch.below_autograd(), _Writes(graph, node, operands, alive):
         results = _MADE_OF[node.target](*args)
     return [None if x is None else operands[id(x)] for x in results]
 

@@ -11,32 +11,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from onecard.static.step.nodes import called, copied_to
+from onecard.static.passes.draft import editing, exchanged
 from onecard.static.step.order import name_of
 
 aten = torch.ops.aten
 _VALUES = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
 
 
-def of_no_input(graph: fx.Graph) -> fx.Graph:
+@editing
+def of_no_input(graph: fx.Graph) -> bool:
     """Only contiguous ones: others take their strides from the tensor that they are like."""
-    if not any(_full(n) is not None for n in graph.nodes):
-        return graph
-    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        call = _full(node)
-        if call is None:
-            names[node] = copied_to(made, node, names.__getitem__)
-        else:
-            names[node] = called(made, aten.full.default, *call)
-            names[node].meta.update(node.meta)
-    return made
+    found = {n: call for n in graph.nodes if (call := _full(n)) is not None}
+    for node, call in found.items():
+        exchanged(node, aten.full.default, *call)
+    return bool(found)
 
 
 def _full(node: fx.Node) -> tuple[Any, Any] | None:
     """The arguments of ``full`` that give the same; None of another operator."""
-    name = name_of(node)
-    if name not in _VALUES or "tensor" not in node.meta:
+    if "tensor" not in node.meta or (name := name_of(node)) not in _VALUES:
         return None
     shape, stride, dtype, device = node.meta["tensor"]
     if not contiguous(shape, stride) or dtype.is_complex or node.kwargs.get("pin_memory"):

@@ -5,52 +5,59 @@ The same kernel on the same numbers; one block of memory less to get, to touch f
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from onecard._torch.names import OpOverload
+from onecard.static.passes.draft import editing, exchanged, memory_of
 from onecard.static.passes.fixed import contiguous
 from onecard.static.step.memory import Memory
-from onecard.static.step.nodes import called, copied_to, traits
+from onecard.static.step.nodes import traits
 from onecard.static.step.order import name_of
 
 aten = torch.ops.aten
 
 
-def in_place(graph: fx.Graph) -> fx.Graph:
+@editing
+def in_place(graph: fx.Graph) -> bool:
     """``y = relu(x)`` -> ``y = relu_(x)`` where ``x`` is not read again."""
     forms = {n: form for n in graph.nodes if (form := _written_form(n)) is not None}
     if not forms:
-        return graph
-    memory = Memory(graph, apart=True)
+        return False
+    memory = memory_of(graph, apart=True)
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for n, roots in memory.roots.items():
         for r in roots:
             sharing.setdefault(r, []).append(n)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    last = {r: max(order[u] for n in nodes for u in (n, *n.users)) for r, nodes in sharing.items()}
-    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
-    taken: set[fx.Node] = set()
-    for node in graph.nodes:
-        target: Any = forms.get(node)
-        root = _spent(node, memory) if target is not None else None
-        if root is not None and root not in taken and last[root] == order[node]:
-            names[node] = called(made, target, *fx.map_arg((node.args, node.kwargs), names.__getitem__))
-            names[node].meta.update(node.meta, own=False)
-            taken.add(root)
-        else:
-            names[node] = copied_to(made, node, names.__getitem__)
-    return made
+    found: dict[fx.Node, fx.Node] = {}  # by the memory that they write to
+    for node in forms:
+        root = _spent(node, memory)
+        if root is not None and root not in found and _is_last_use(node, sharing[root]):
+            found[root] = node
+    for node in found.values():
+        made = exchanged(node, forms[node], node.args, node.kwargs)
+        made.meta["own"] = False
+    return bool(found)
+
+
+def _is_last_use(node: fx.Node, sharing: list[fx.Node]) -> bool:
+    """Whether nobody after a node uses a block of memory, by any of its names."""
+    return not any(user > node for n in sharing for user in (n, *n.users))
 
 
 def _written_form(node: fx.Node) -> Any:
     """The operator that does the same in place; None if there is none."""
-    target: Any = node.target
-    if not isinstance(target, OpOverload) or not traits(node).pointwise or target._schema.is_mutable:
+    return _form_of(node.target) if traits(node).pointwise else None
+
+
+@cache
+def _form_of(target: OpOverload) -> Any:
+    if target._schema.is_mutable:
         return None
-    packet = getattr(aten, f"{name_of(node)}_", None)
+    packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
     name = target._schema.overload_name or "default"
     if packet is None or name not in packet.overloads():
         return None

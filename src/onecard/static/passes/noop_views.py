@@ -9,35 +9,38 @@ import torch
 from torch import fx
 
 from onecard.rules.traits import Traits
-from onecard.static.passes.copying import copied
+from onecard.static.passes.draft import editing, without
 from onecard.static.step.nodes import traits
 
 aten = torch.ops.aten
 
 
-def plain_names(graph: fx.Graph) -> fx.Graph:
+@editing
+def plain_names(graph: fx.Graph) -> bool:
     """Below autograd a tensor and its ``detach`` differ in nothing, unless an operator turns one of them in place."""
     if any(traits(n).reshapes for n in graph.nodes):
-        return graph
+        return False
     out: Any = next(iter(reversed(graph.nodes))).args[0]
     ends = Counter(map(_bottom, out))
-    return copied(graph, lambda n: _other(n, ends), lambda n: True)
+    return without({n: other for n in graph.nodes if (other := _other(n, ends)) is not None})
 
 
 def _other(node: fx.Node, ends: Counter[Any]) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    source = node.args[0]
+    source, known = node.args[0], traits(node)
+    if not _may_be_same(known):
+        return None
     if any(user.op == "output" for user in node.users) and not (
         ends[_bottom(node)] == 1 and _bottom(node).op == "call_function"
     ):
         return None  # each thing that comes out is a tensor of its own
-    if traits(node).same:
+    if known.same:
         facts: Any = source.meta.get("tensor")
         put_off = node.target in (aten.resolve_conj.default, aten.resolve_neg.default) and facts and facts[2].is_complex
         return None if facts is None or put_off else source
     alike = node.meta.get("tensor") is not None and node.meta["tensor"] == source.meta.get("tensor")
-    if traits(node).same_if_alike and alike and _begins_alike(node):
+    if known.same_if_alike and alike and _begins_alike(node):
         return source
     return None
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import fx
 
+from onecard._torch.graphs import in_order
 from onecard.comm.issue import again
 from onecard.static.passes.adding import nbytes
+from onecard.static.passes.draft import editing, order_of, without
 from onecard.static.price.live import Live
-from onecard.static.step.nodes import copied_to
+from onecard.static.step.nodes import called
 from onecard.static.step.order import Order, only_moves, only_names, only_room
 
 LARGE = 32 * 1024
@@ -26,16 +28,20 @@ AT_ONCE = 4
 """Messages under way, each with the memory of what it sends, before the oldest is awaited."""
 
 
-def overlapped(graph: fx.Graph) -> fx.Graph:
+@editing
+def overlapped(graph: fx.Graph) -> bool:
     """Split messages into start and wait, and move both, with the copies that only they need."""
-    if not any(map(_worth, graph.nodes)):
-        return graph
-    order = Order(graph)
-    return _Schedule(graph, order).run() if order.movable else graph
+    messages = [n for n in graph.find_nodes(op="call_function", target=again.message) if _worth(n)]
+    order = order_of(graph) if messages else None
+    if order is None or not order.movable:
+        return False
+    _Schedule(graph, order, messages).run()
+    return True
 
 
 def _worth(node: fx.Node) -> bool:
-    if node.target is not again.message or node.kwargs.get("later"):
+    """Whether a message is worth a start and a wait."""
+    if node.kwargs.get("later"):
         return False
     args: Any = node.args
     into, given, name, *_ = args
@@ -45,36 +51,41 @@ def _worth(node: fx.Node) -> bool:
 
 
 class _Schedule:
-    """The nodes once more: messages as soon as they can; waits, copies of what they fill, empty memory and names where they are
-    needed; others as before."""
+    """The nodes in another order: messages as soon as they can; waits, copies of what they fill, empty memory and names where
+    they are needed; others as before."""
 
-    def __init__(self, graph: fx.Graph, order: Order) -> None:
-        self.graph, self.order, self.made = graph, order, fx.Graph()
-        self.names: dict[fx.Node, fx.Node] = {}
+    def __init__(self, graph: fx.Graph, order: Order, messages: list[fx.Node]) -> None:
+        self.graph, self.order = graph, order
+        self.made: dict[fx.Node, None] = {}  # the nodes in their new order, with the waits
+        self.worth = frozenset(messages)
+        self.at_once: set[fx.Node] = set()  # messages with nothing to do beside them
         self.under_way: dict[fx.Node, int] = {}  # how much was there when they were started
         self.late: dict[fx.Node, None] = {}  # copies of what messages fill
         self.work = 0  # nodes so far that compute
-        self.messages = [n for n in graph.nodes if _worth(n)]
+        self.messages = messages
         self.wants = [self._computed(n) for n in self.messages]
         self.room = _Room(graph)
         self.now: fx.Node = next(iter(graph.nodes))  # where the walk is
 
-    def run(self) -> fx.Graph:
+    def run(self) -> None:
         for node in self.graph.find_nodes(
             op="placeholder"
         ):  # a message that needs inputs alone comes after all of them
             self._emit(node)
-        for node in self.graph.nodes:
+        for node in [*self.graph.nodes]:  # waits are put at its end
             self.now = node
             while self.under_way and not self.room.there(node):
                 self._wait(next(iter(self.under_way)))
             if node.op == "output":
                 self._emit_late()
                 self._emit(node)
-            elif node not in self.names and not self._can_wait(node):
+            elif node not in self.made and not self._can_wait(node):
                 self._emit(node)
             self._start_ready()
-        return self.made
+        for message in self.worth - self.at_once:
+            message.kwargs = {**message.kwargs, "later": True}
+        without({}, [n for n in self.graph.nodes if n not in self.made])  # names and room that nobody needs
+        in_order(self.graph, self.made)
 
     def _can_wait(self, node: fx.Node) -> bool:
         """Whether a node is emitted when another one needs it."""
@@ -86,7 +97,7 @@ class _Schedule:
         return False
 
     def _comes(self, node: fx.Node) -> bool:
-        return node in self.under_way or (node in self.late and node not in self.names)
+        return node in self.under_way or (node in self.late and node not in self.made)
 
     def _made_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """What a node needs, besides names."""
@@ -95,7 +106,7 @@ class _Schedule:
 
     def _emit_late(self) -> None:
         for node in self.late:
-            if node not in self.names:
+            if node not in self.made:
                 self._emit(node)
         for message in [*self.under_way]:
             self._wait(message)
@@ -119,26 +130,25 @@ class _Schedule:
     def _start_ready(self) -> None:
         while self.messages:
             message = self.messages[0]
-            if message not in self.names:
+            if message not in self.made:
                 computed, copies = self.wants[0]
-                if any(n not in self.names for n in computed):
+                if any(n not in self.made for n in computed):
                     return
-                if not self.room.taken(message, [message, *(n for n in copies if n not in self.names)], self.now):
+                if not self.room.taken(message, [message, *(n for n in copies if n not in self.made)], self.now):
                     return
                 self._emit(message)
             self.messages.pop(0)
             self.wants.pop(0)
 
     def _emit(self, node: fx.Node) -> None:
-        for n in self.order.before(node):
-            if n not in self.names:
+        for n in (*self.order.needs[node], *self.order.after[node]):
+            if n not in self.made:
                 self._emit(n)
-        for n in self.order.needs[node]:
+        for n in self.order.needs[node] if self.under_way else ():
             if n in self.under_way and not only_names(node):
                 self._wait(n)
-        self.names[node] = made = copied_to(self.made, node, self.names.__getitem__)
-        if _worth(node) and node.op == "call_function":
-            made.kwargs = {**made.kwargs, "later": True}
+        self.made[node] = None
+        if node in self.worth:
             self.under_way[node] = self.work
             self.room.held += self.room.live.freed(node)
             if len(self.under_way) > AT_ONCE:
@@ -149,14 +159,12 @@ class _Schedule:
     def _wait(self, message: fx.Node) -> None:
         begun = self.under_way.pop(message)
         self.room.held -= self.room.live.freed(message)
-        start = self.names[message]
-        if begun == self.work and next(iter(reversed(self.made.nodes))) is start:  # nothing to do in between
-            start.kwargs = {k: v for k, v in start.kwargs.items() if k != "later"}
+        if begun == self.work and next(reversed(self.made)) is message:  # nothing to do in between
+            self.at_once.add(message)
             return
-        args: Any = message.args
-        into, given = self.names[args[0]], self.names[args[1]]
-        made = self.made.call_function(again.wait, (start, into, given))
-        made.meta.update({k: v for k, v in message.meta.items() if k not in ("tensor", "spec")})
+        wait = called(self.graph, again.wait, (message, *message.args[:2]))
+        wait.meta.update({k: v for k, v in message.meta.items() if k not in ("tensor", "spec")})
+        self.made[wait] = None
 
 
 class _Room:

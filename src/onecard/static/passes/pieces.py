@@ -15,29 +15,28 @@ from torch import fx
 
 from onecard.comm.issue import again
 from onecard.static.passes.adding import added, nbytes
+from onecard.static.passes.draft import editing, memory_of, without
 from onecard.static.step.memory import Memory
-from onecard.static.step.nodes import copied_to
 
 aten = torch.ops.aten
 SIZE = 4 * 2**20
 """Bytes of a piece. Twice that is worth cutting."""
 
 
-def cut_buckets(graph: fx.Graph, size: int = SIZE) -> fx.Graph:
+@editing
+def cut_buckets(graph: fx.Graph, size: int = SIZE) -> bool:
     """``cat``, all-reduce, ``split`` -> the same of each piece. Only where an element's bits do not depend on its place in
     the message (``again.one_by_one``)."""
-    found = {m: parts for m in graph.nodes if (parts := _bucket(m, size)) is not None}
+    messages = graph.find_nodes(op="call_function", target=again.message)
+    found = {m: parts for m in messages if (parts := _bucket(m, size)) is not None}
     if not found:
-        return graph
-    memory = Memory(graph, apart=True)
-    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
-    gone = {node for flat, split in found.values() for node in (flat, split, *split.users)}
-    for node in graph.nodes:
-        if node in found:
-            _cut(node, *found[node], made, names, memory, size)
-        elif node not in gone:
-            names[node] = copied_to(made, node, names.__getitem__)
-    return made
+        return False
+    memory = memory_of(graph, apart=True)
+    for message, (flat, split) in found.items():
+        with graph.inserting_before(message):
+            taken = _cut(message, flat, split, graph, memory, size)
+        without({n: taken[n] for n in sorted(taken)}, [message, flat, split])
+    return True
 
 
 def _bucket(message: fx.Node, size: int) -> tuple[fx.Node, fx.Node] | None:
@@ -68,18 +67,18 @@ def _cut(
     flat: fx.Node,
     split: fx.Node,
     made: fx.Graph,
-    names: dict[fx.Node, fx.Node],
     memory: Memory,
     size: int,
-) -> None:
-    parts = _of(flat, 0)
+) -> dict[fx.Node, fx.Node]:
+    """What takes the place of each part that the ``split`` has taken out."""
+    parts, names = _of(flat, 0), dict[fx.Node, fx.Node]()
     taken: dict[int, list[fx.Node]] = {}
     for u in split.users:
         taken.setdefault(_of(u, 1), []).append(u)
     for group in _groups([nbytes(p) for p in parts], size):
         members = [parts[i] for i in group]
         alone = len(group) == 1 and _spare(members[0], flat, memory)
-        whole = names[members[0]] if alone else added(made, flat, aten.cat.default, [names[p] for p in members])
+        whole = members[0] if alone else added(made, flat, aten.cat.default, members)
         sent = made.call_function(again.message, (whole, whole, *message.args[2:]))
         sent.meta.update(message.meta)
         if len(group) == 1:
@@ -89,6 +88,7 @@ def _cut(
             pieces = [added(made, split, operator.getitem, cut, k) for k in range(len(group))]
         for i, piece in zip(group, pieces, strict=True):
             names.update(dict.fromkeys(taken.get(i, ()), piece))
+    return names
 
 
 def _groups(sizes: list[int], size: int) -> list[list[int]]:

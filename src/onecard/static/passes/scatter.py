@@ -15,29 +15,23 @@ from torch import fx
 from onecard.comm.issue import again
 from onecard.comm.issue.groups import group
 from onecard.static.passes.adding import added
+from onecard.static.passes.draft import editing, memory_of, without
 from onecard.static.step.memory import Memory
-from onecard.static.step.nodes import copied_to
 
 aten = torch.ops.aten
 
 
-def scattered(graph: fx.Graph) -> fx.Graph:
+@editing
+def scattered(graph: fx.Graph) -> bool:
     """``all_reduce``, ``narrow`` to this rank's part, ``clone`` -> ``reduce_scatter``."""
-    memory = Memory(graph, apart=True) if any(map(_is_sum, graph.nodes)) else None
-    found = {m: cut for m in graph.nodes if memory is not None and (cut := _cut(m, memory)) is not None}
-    if not found:
-        return graph
-    made, names = fx.Graph(), dict[fx.Node, fx.Node]()
-    cuts = {cut: clone for cut, clone in found.values()}
-    clones = {clone: message for message, (_, clone) in found.items()}
-    for node in graph.nodes:
-        if node in clones:
-            continue  # made where the message was
-        if node in found:
-            names[found[node][1]] = _scatter(node, *found[node], made, names)
-        elif node not in cuts:
-            names[node] = copied_to(made, node, names.__getitem__)
-    return made
+    sums = [n for n in graph.find_nodes(op="call_function", target=again.message) if _is_sum(n)]
+    memory = memory_of(graph, apart=True) if sums else None
+    found = {m: both for m in sums if memory is not None and (both := _cut(m, memory)) is not None}
+    for message, (cut, clone) in found.items():
+        with graph.inserting_before(message):
+            clone.replace_all_uses_with(_scatter(message, cut, clone, graph))
+        without({}, [message, cut, clone])
+    return bool(found)
 
 
 def _is_sum(message: fx.Node) -> bool:
@@ -90,11 +84,10 @@ def _is_everybodys(clone: fx.Node, dim: Any, line: Any) -> bool:
     return spec is not None and spec.layout.mesh is line[0] and spec.layout.dims[dim][-1:] == (line[1],)
 
 
-def _scatter(message: fx.Node, cut: fx.Node, clone: fx.Node, made: fx.Graph, names: dict[fx.Node, fx.Node]) -> fx.Node:
+def _scatter(message: fx.Node, cut: fx.Node, clone: fx.Node, made: fx.Graph) -> fx.Node:
     args: Any = message.args
-    whole, _, _, rest, line = args
+    send, _, _, rest, line = args
     dim: Any = cut.args[1]
-    send = names[whole]
     if dim:
         turned = added(made, message, aten.movedim.int, send, dim, 0)
         send = added(made, message, aten.clone.default, turned, memory_format=torch.contiguous_format)

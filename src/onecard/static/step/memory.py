@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from onecard import recorded
-from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
-from onecard.static.step.nodes import traits
+from onecard.rules.traits import Traits
+from onecard.static.step.nodes import operator_of
 from onecard.static.step.writes import written_by
 
 
@@ -27,12 +27,17 @@ class Memory:
     def __init__(self, graph: fx.Graph, apart: bool = False) -> None:
         self.roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self.writes: dict[fx.Node, frozenset[fx.Node]] = {}
+        roots = self.roots
         for node in graph.nodes:
-            written = written_by(node)
-            shared = [self.roots[n] for n in ([] if apart and _own_result(node) else shares(node, written))]
-            self.roots[node] = _union(shared) if shared else frozenset([node])
+            known = operator_of(node)
+            if node.op != "call_function" or (known is not None and known.alone):
+                roots[node] = frozenset([node])  # most nodes: nothing more is asked of them
+                continue
+            written: list[fx.Node] = [] if known is not None and not known.written else written_by(node)
+            shared = [] if apart and _own_result(node) else shares(node, written, known)
+            roots[node] = frozenset([node]) if not shared else _union(shared, roots)
             if written:
-                self.writes[node] = _union([self.roots[n] for n in written])
+                self.writes[node] = _union(written, roots)
         self.written = frozenset[fx.Node]().union(*self.writes.values()) if self.writes else frozenset()
 
     def steady(self, node: fx.Node) -> bool:
@@ -40,19 +45,23 @@ class Memory:
         return not self.roots[node] & self.written
 
 
-def _union(sets: list[frozenset[fx.Node]]) -> frozenset[fx.Node]:
-    return sets[0] if len(sets) == 1 else frozenset[fx.Node]().union(*sets)
+def _union(nodes: list[fx.Node], roots: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:
+    first, *others = nodes
+    return roots[first].union(*(roots[n] for n in others)) if others else roots[first]
 
 
-def shares(node: fx.Node, written: list[fx.Node] | None = None) -> list[fx.Node]:
-    """The operands whose memory a node's result may be. ``written``: those that it writes to, if the caller knows them."""
+def shares(node: fx.Node, written: list[fx.Node] | None = None, known: Traits | None = None) -> list[fx.Node]:
+    """The operands whose memory a node's result may be. ``written``: those that it writes to, ``known``: its operator's traits,
+    if the caller has them."""
     target: Any = node.target
-    if node.op != "call_function" or node.meta.get("own"):  # of what may be a view or not: it was seen not to be one
+    known = known or operator_of(node)
+    if node.op != "call_function" or (known is not None and known.alone):
+        return []
+    if node.meta.get("own"):  # of what may be a view or not: it was seen not to be one
         return []
     if target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]
-    if isinstance(target, OpOverload):
-        known = traits(node)
+    if known is not None:
         if known.may_view:
             return [n for n in node.all_input_nodes if "tensor" in n.meta]
         if known.views:
@@ -67,7 +76,8 @@ def _own_result(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     maker: Any = node.args[0]
-    return isinstance(maker.target, OpOverload) and not shares(maker)
+    known = operator_of(maker)
+    return known is not None and not shares(maker, known=known)
 
 
 def effects(node: fx.Node) -> bool:
@@ -75,6 +85,7 @@ def effects(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function":
         return True
-    if isinstance(target, OpOverload):
-        return traits(node).effects
+    known = operator_of(node)
+    if known is not None:
+        return known.effects
     return target in (again.message, again.wait) or (target in recorded.writes and target not in recorded.pure)

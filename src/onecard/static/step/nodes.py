@@ -7,13 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from onecard._torch.graphs import node_put
+from onecard._torch.graphs import node_made, node_put
 from onecard._torch.names import OpOverload
 from onecard.rules.traits import NONE, Traits, traits_of
-
-# Not by assignment: FX then looks a node up in its table of targets, out and in again, which arguments have no part in.
-_give_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
-_give_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 
 
 def called(graph: fx.Graph, target: Callable[..., Any], args: Any = (), kwargs: Any = None) -> fx.Node:
@@ -24,11 +20,7 @@ def called(graph: fx.Graph, target: Callable[..., Any], args: Any = (), kwargs: 
         >>> called(graph, abs, (called(graph, abs, (-1,)),)).args
         (abs_1,)
     """
-    node = graph.create_node("call_function", target)
-    _give_args(node, tuple(args))
-    if kwargs:
-        _give_kwargs(node, dict(kwargs))
-    return node
+    return node_made(graph, target, tuple(args), kwargs or {})
 
 
 def copied_to(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -41,9 +33,28 @@ def copied_to(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node]) 
     return made
 
 
+_known: dict[int, tuple[Any, Traits]] = {}  # by identity: torch hashes an operator in Python, at each look
+
+
+def operator_of(node: fx.Node) -> Traits | None:
+    """The traits of the operator that a node calls; None of what calls none."""
+    target: Any = node.target
+    try:
+        return _known[id(target)][1]
+    except KeyError:
+        if node.op != "call_function" or not isinstance(target, OpOverload):
+            return None
+    found = traits_of(target)
+    _known[id(target)] = target, found  # it is kept, so that its identity stays its own
+    return found
+
+
 def traits(node: fx.Node) -> Traits:
     """The traits of the operator that a node calls; none of anything else."""
-    return traits_of(node.target) if isinstance(node.target, OpOverload) else NONE
+    try:
+        return _known[id(node.target)][1]
+    except KeyError:
+        return operator_of(node) or NONE
 
 
 def kernel(*given: Any) -> Any:

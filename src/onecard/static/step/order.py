@@ -13,7 +13,7 @@ from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.errors import RecordingError
 from onecard.static.step.memory import Memory, effects
-from onecard.static.step.nodes import traits
+from onecard.static.step.nodes import operator_of, traits
 
 _INPUTS = frozenset(["inputs"])  # memory of the program: two inputs may share it
 
@@ -27,14 +27,14 @@ def only_names(node: fx.Node) -> bool:
     """Whether a node reads no memory: a view, or one of several results. ``contiguous`` and its kin may copy."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload) or not node.target.is_view or traits(node).may_view:
-        return False
-    return traits(node).views
+    known = operator_of(node)
+    return known is not None and known.views and not known.may_view and node.target.is_view  # type: ignore[union-attr]
 
 
 def only_moves(node: fx.Node) -> bool:
     """Whether a node computes nothing: it names memory, makes it, or copies."""
-    return only_names(node) or only_room(node) or traits(node).copies
+    known = traits(node)
+    return known.room or known.copies or only_names(node)
 
 
 def only_room(node: fx.Node) -> bool:
@@ -44,12 +44,17 @@ def only_room(node: fx.Node) -> bool:
 
 def sends(node: fx.Node) -> bool:
     """Whether a node may send: messages, and functions of ours that do more than give a result."""
-    return node.op == "call_function" and effects(node) and not isinstance(node.target, OpOverload)
+    return node.op == "call_function" and operator_of(node) is None and effects(node)
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers or keys, or raises by what it sees."""
-    return node.op == "call_function" and effects(node) and node.target not in (again.message, again.wait)
+    return (
+        node.op == "call_function"
+        and node.target is not again.message
+        and node.target is not again.wait
+        and effects(node)
+    )
 
 
 class Order:
@@ -62,38 +67,46 @@ class Order:
         memory: who shares memory with whom, results of one operator told apart.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.memory = Memory(graph, apart=True)
+    def __init__(self, graph: fx.Graph, memory: Memory | None = None) -> None:
+        self.memory = memory or Memory(graph, apart=True)
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
-        self.movable = not any(traits(n).reshapes for n in graph.nodes)
+        self.movable = True
         wrote: dict[Any, fx.Node] = {}
         read: dict[Any, list[fx.Node]] = {}
         last: dict[str, fx.Node] = {}
+        roots, writes = self.memory.roots, self.memory.writes
+        places: dict[fx.Node, Any] = {n: n for n in graph.nodes}
+        places |= {n: self._place(n) for n in graph.find_nodes(op="placeholder")}
         for node in graph.nodes:
-            found = dict.fromkeys(node.all_input_nodes)
-            written = self._places(self.memory.writes.get(node, ()))
-            for place in () if only_names(node) else self._read(node):
+            inputs = node.all_input_nodes
+            known, found = operator_of(node), dict.fromkeys(inputs)
+            self.movable = self.movable and not (known is not None and known.reshapes)
+            for place in () if only_names(node) else {places[r]: None for n in inputs for r in roots[n]}:
                 if place in wrote:
                     found[wrote[place]] = None
-                read.setdefault(place, []).append(node)
-            for place in written:
-                found.update(dict.fromkeys(read.pop(place, ())))
-                if place in wrote:
-                    found[wrote[place]] = None
-                wrote[place] = node
-            found.pop(node, None)
+                if place in read:
+                    read[place].append(node)
+                else:
+                    read[place] = [node]
+            if node in writes:
+                for place in [places[r] for r in writes[node]]:
+                    for reader in read.pop(place, ()):
+                        found[reader] = None
+                    if place in wrote:
+                        found[wrote[place]] = None
+                    wrote[place] = node
+                found.pop(node, None)
             self.needs[node] = [*found]
-            kinds = [kind for kind, is_one in (("send", sends), ("draw", draws)) if is_one(node)]
-            self.after[node] = [last[kind] for kind in kinds if kind in last]
-            last.update(dict.fromkeys(kinds, node))
+            self.after[node] = []
+            if node.op == "call_function" and (known is None or known.effects):
+                kinds = [kind for kind, is_one in (("send", sends), ("draw", draws)) if is_one(node)]
+                self.after[node] = [last[kind] for kind in kinds if kind in last]
+                last.update(dict.fromkeys(kinds, node))
 
-    def _read(self, node: fx.Node) -> Iterable[Any]:
-        return dict.fromkeys(p for n in node.all_input_nodes for p in self._places(self.memory.roots[n]))
-
-    def _places(self, roots: Iterable[fx.Node]) -> list[Any]:
-        """Memory, the program's own as one place."""
-        return [_INPUTS if r.op == "placeholder" and "tensor" in r.meta else r for r in roots]
+    def _place(self, given: fx.Node) -> Any:
+        """Where an input lies: the program's own memory is one place."""
+        return _INPUTS if "tensor" in given.meta else given
 
     def before(self, node: fx.Node) -> list[fx.Node]:
         """All that must have run before a node."""
@@ -107,6 +120,21 @@ class Order:
                 return False
             seen.add(node)
         return True
+
+
+def check_defined(graph: fx.Graph) -> None:
+    """Each node comes after those that it is given.
+
+    Raises:
+        RecordingError: a pass has put one before its data. Names both.
+    """
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if not seen.issuperset(inputs):
+            missing = next(n for n in inputs if n not in seen)
+            raise RecordingError(f"{node.name} runs before {missing.name}, which it is given: a pass has moved it")
+        seen.add(node)
 
 
 def check_started(graph: fx.Graph) -> None:

@@ -11,16 +11,18 @@ from onecard._torch.names import OpOverload, tree_leaves
 from onecard.comm.issue import again
 from onecard.rules.call import schema_of
 from onecard.rules.traits import traits_of
+from onecard.static.step.nodes import operator_of
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node writes to."""
     if node.op != "call_function":
         return []
-    if isinstance(node.target, OpOverload):
-        if not traits_of(node.target).written:
+    known = operator_of(node)
+    if known is not None:
+        if not known.written:
             return []
-        values = arguments_written(node.target, node.args, node.kwargs)
+        values = arguments_written(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     elif node.target is again.message:
         values = [node.args[0]]
     elif node.target is again.wait:
@@ -37,6 +39,8 @@ def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     written = traits_of(func).written
     if not written:
         return []
-    given = [*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()]
-    values = [value for name, value in given if name in written]
-    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
+    found: list[Any] = []
+    for name, value in (*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()):
+        if name in written:
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
