@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -82,9 +82,19 @@ def _inserted(
     node = fx.Node(graph, name, op, target, args, kwargs, kind)
     names._obj_to_name[node] = name
     graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
+    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
     graph._len += 1
     return node
+
+
+def node_copied(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """``graph.node_copy``; ``at`` gives a node's operands in that graph."""
+    if not _known:
+        return graph.node_copy(node, at)
+    kwargs = _mapped(node._kwargs, at) if node._kwargs else node._kwargs
+    made = node_put(graph, node.op, node.target, _mapped(node._args, at), kwargs, node.name, node.type)
+    made.meta.update(node.meta)
+    return made
 
 
 def emptied(graph: fx.Graph) -> None:
@@ -117,7 +127,7 @@ def copy_of(graph: fx.Graph, kind: type[Kind]) -> Kind:
     for node in graph.nodes:
         kwargs = _mapped(node._kwargs, at) if node._kwargs else node._kwargs
         copy = fx.Node(made, node.name, node.op, node.target, _mapped(node._args, at), kwargs, node.type)
-        copy.meta = {**node.meta}
+        copy.meta.update(node.meta)  # by assignment FX looks it up in its table of targets
         root._prepend(copy)
         copies[node] = copy
     names: Any = made._graph_namespace

@@ -46,8 +46,10 @@ def _within(node: fx.Node) -> int | None:
 
 def part_of(node: fx.Node) -> Part | None:
     """The part of a node; None of what has none."""
-    found: Part | None = node.meta.get("part")
-    return found
+    try:
+        return node.meta["part"]  # type: ignore[no-any-return]
+    except KeyError:
+        return None
 
 
 class Parts:

@@ -241,7 +241,7 @@ class Places:
 
 def is_free(node: fx.Node) -> bool:
     """Whether a node of a microbatch is made wherever it is wanted."""
-    return node.op == "call_function" and part_of(node) is None and "microbatch" in node.meta
+    return "microbatch" in node.meta and node.op == "call_function" and part_of(node) is None
 
 
 def _is_everywhere(node: fx.Node) -> bool:

@@ -160,7 +160,12 @@ def _no_backward(stepping: list[fx.Node]) -> RecordingError:
 
 
 def phase_of(node: fx.Node) -> str:
-    return str(node.meta.get("phase", "")) if node.op == "call_function" else ""
+    if node.op != "call_function":
+        return ""
+    try:
+        return node.meta["phase"]  # type: ignore[no-any-return]
+    except KeyError:
+        return ""
 
 
 def words(node: fx.Node) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from onecard._torch.graphs import node_made, node_put
+from onecard._torch.graphs import node_copied, node_made
 from onecard._torch.names import OpOverload
 from onecard.rules.traits import NONE, Traits, traits_of
 
@@ -25,9 +25,7 @@ def called(graph: fx.Graph, target: Callable[..., Any], args: Any = (), kwargs: 
 
 def copied_to(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """``graph.node_copy`` of such a node; ``at`` gives its operands in that graph. An input keeps its name."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), at)
-    made = node_put(graph, node.op, node.target, args, kwargs, node.name, node.type)
-    made.meta.update(node.meta)
+    made = node_copied(graph, node, at)
     if node.op == "placeholder" and made.name != node.name:
         made.name = node.name
     return made
