@@ -23,14 +23,17 @@ def node_put(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name
         >>> [node_put(graph, "call_function", abs, (-1,), {}, "abs_1").name for _ in range(2)]
         ['abs_1', 'abs_2']
     """
-    names: Any = graph._graph_namespace if _known else None
-    if names is None or name in names._used_names:
+    if not _known:
         return graph.create_node(op, target, args, kwargs, name, kind)
+    names: Any = graph._graph_namespace
     base, _, number = name.rpartition("_")
-    if base and number.isdigit():
-        names._base_count[base] = int(number)
-    else:
-        names._base_count.setdefault(name, 0)
+    stem, count = (base, int(number)) if base and number.isdigit() else (name, 0)
+    if name in names._used_names:
+        count = names._base_count.get(stem, 0)
+        while name in names._used_names:
+            count += 1
+            name = f"{stem}_{count}"
+    names._base_count[stem] = count
     return _inserted(graph, names, name, op, target, args, kwargs, kind)
 
 
@@ -70,7 +73,7 @@ def _base_of(target: Any) -> tuple[str, bool] | None:
     stem, _, number = node.name.rpartition("_")
     ends = bool(stem) and number.isdigit()
     found = (stem, False) if ends and number == "1" else None if ends else (node.name, True)
-    if hasattr(target, "_schema"):  # functions may be made by the thousand
+    if hasattr(target, "_schema") or "<" not in getattr(target, "__qualname__", "<"):  # there are only so many of these
         _bases[id(target)] = target, found  # kept, so that its identity stays its own
     return found
 

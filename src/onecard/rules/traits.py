@@ -41,7 +41,8 @@ class Traits:
 
     Attributes:
         views: a result shares memory with an operand, as the schema says; ``may_view``: it may, though no schema says so.
-        written: names of the arguments that it writes to, also those of which the schema does not say so.
+        written: names of the arguments that it writes to, also those of which the schema does not say so; ``written_at``: with
+            their places.
         effects: it draws random numbers, or raises by what it sees.
         reshapes: it changes the shape of a tensor in place.
         pointwise: element by element.
@@ -71,6 +72,7 @@ class Traits:
     fresh: bool = False
     product: bool = False
     alone: bool = False
+    written_at: tuple[tuple[str, int], ...] = ()
 
 
 NONE = Traits()
@@ -89,6 +91,7 @@ def traits_of(func: OpOverload) -> Traits:
     return Traits(
         views=schema.views,
         written=written,
+        written_at=tuple((name, i) for i, name in enumerate(schema.arguments) if name in written),
         alone=not (schema.views or stated["may_view"] or written or func._schema.is_mutable),
         effects=schema.effects,
         reshapes=torch.Tag.inplace_view in func.tags and schema.name != "detach_",

@@ -47,7 +47,7 @@ def _within(node: fx.Node) -> int | None:
 def part_of(node: fx.Node) -> Part | None:
     """The part of a node; None of what has none."""
     try:
-        return node.meta["part"]  # type: ignore[no-any-return]
+        return node.meta["part"]
     except KeyError:
         return None
 

@@ -163,7 +163,7 @@ def phase_of(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     try:
-        return node.meta["phase"]  # type: ignore[no-any-return]
+        return node.meta["phase"]
     except KeyError:
         return ""
 

@@ -31,28 +31,28 @@ def copied_to(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node]) 
     return made
 
 
-_known: dict[int, tuple[Any, Traits]] = {}  # by identity: torch hashes an operator in Python, at each look
+_known: dict[int, tuple[Any, Traits | None]] = {}  # by identity: torch hashes an operator in Python, at each look
 
 
 def operator_of(node: fx.Node) -> Traits | None:
     """The traits of the operator that a node calls; None of what calls none."""
-    target: Any = node.target
+    return known_of(node.target) if node.op == "call_function" else None
+
+
+def known_of(target: Any) -> Traits | None:
+    """The traits of an operator; None of another function."""
     try:
         return _known[id(target)][1]
     except KeyError:
-        if node.op != "call_function" or not isinstance(target, OpOverload):
-            return None
-    found = traits_of(target)
-    _known[id(target)] = target, found  # it is kept, so that its identity stays its own
+        found = traits_of(target) if isinstance(target, OpOverload) else None
+    if found is not None or "<" not in getattr(target, "__qualname__", "<"):  # there are only so many of these
+        _known[id(target)] = target, found  # it is kept, so that its identity stays its own
     return found
 
 
 def traits(node: fx.Node) -> Traits:
     """The traits of the operator that a node calls; none of anything else."""
-    try:
-        return _known[id(node.target)][1]
-    except KeyError:
-        return operator_of(node) or NONE
+    return (known_of(node.target) if node.op == "call_function" else None) or NONE
 
 
 def kernel(*given: Any) -> Any:

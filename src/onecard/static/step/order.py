@@ -189,8 +189,8 @@ def check_drawn(before: fx.Graph, after: fx.Graph) -> None:
 def _drawn(graph: fx.Graph) -> list[Any]:
     """The operators that draw, in their order; each is asked once."""
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    drawing = {target for target, node in {n.target: n for n in calls}.items() if draws(node)}
-    return [n.target for n in calls if n.target in drawing]
+    drawing = {target for target, node in {id(n.target): n for n in calls}.items() if draws(node)}
+    return [n.target for n in calls if id(n.target) in drawing]
 
 
 def line_up(graph: fx.Graph) -> dict[Any, list[Any]]:

@@ -9,9 +9,7 @@ from torch import fx
 from onecard import recorded
 from onecard._torch.names import OpOverload, tree_leaves
 from onecard.comm.issue import again
-from onecard.rules.call import schema_of
-from onecard.rules.traits import traits_of
-from onecard.static.step.nodes import operator_of
+from onecard.static.step.nodes import known_of, operator_of
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -36,11 +34,11 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator writes to, lists of them taken apart."""
-    written = traits_of(func).written
-    if not written:
+    known = known_of(func)
+    if known is None or not known.written:
         return []
     found: list[Any] = []
-    for name, value in (*zip(schema_of(func).arguments, args, strict=False), *kwargs.items()):
-        if name in written:
-            found += value if isinstance(value, list | tuple) else [value]
+    for name, place in known.written_at:
+        value = args[place] if place < len(args) else kwargs.get(name, ())
+        found += value if isinstance(value, list | tuple) else [value]
     return found
