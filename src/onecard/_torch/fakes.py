@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -65,3 +66,118 @@ def local_of(x: Any) -> Tensor:
 def has_cuda() -> bool:
     """Whether this torch is built for GPUs; without, it refuses to make tensors there, also such as have no data."""
     return torch.backends.cuda.is_built() and torch.cuda.is_available()
+
+
+# -- a mode without data that remembers ------------------------------------------------------------------------------------
+
+_CONSTANTS = frozenset(
+    [int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
+)
+_LISTS = (list, tuple, torch.Size)
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_DEVICE = torch.ops.prim.device.default
+_MOST = 20_000
+"""Calls that are remembered; then they are forgotten, and looked at anew."""
+
+
+@lru_cache(maxsize=1)
+def remembering() -> type:
+    """torch's mode in which tensors have no data, which remembers what a call gives. torch's own mode does so, too, and takes
+    three hundred calls of Python to look: this one takes a hundred, where operands are plain.
+    """
+    module = import_module("torch._subclasses.fake_tensor")
+    fake, known = module.FakeTensor, dict[Any, Any]()
+
+    class Remembering(module.FakeTensorMode):  # type: ignore[name-defined]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _DEVICE and type(args[0]) is fake:
+                return args[0].fake_device
+            key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+            key.append(names.default_device())
+            if not _told(key, args, self, fake) or (kwargs and not _told(key, kwargs.items(), self, fake)):
+                return super().__torch_dispatch__(func, types, args, kwargs or {})
+            asked = tuple(key)
+            entry = known.get(asked)
+            if entry is None:
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
+                if len(known) >= _MOST:
+                    known.clear()
+                known[asked] = (func, _seen(func, args, kwargs or {}, result, fake))  # func keeps its identity
+                return result
+            kind, parts = entry[1]
+            if kind is None:
+                return super().__torch_dispatch__(func, types, args, kwargs or {})
+            made = [args[part] if type(part) is int else _like(part, args, self, fake) for part in parts]
+            return kind(made) if kind is not Tensor else made[0]
+
+    return Remembering
+
+
+def _told(key: list[Any], values: Iterable[Any], mode: Any, fake: type) -> bool:
+    """Note what of arguments a result depends on; whether that is all."""
+    for value in values:
+        kind = type(value)
+        if kind is fake:
+            plain = value.layout is torch.strided and not value.dtype.is_complex and not value.is_neg()
+            if value.fake_mode is not mode or value.constant is not None or not plain:
+                return False
+            key += (fake, value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset())
+        elif kind in _CONSTANTS:
+            key += (kind, value)
+        elif isinstance(value, _LISTS):
+            key += (_LISTS, len(value))
+            if not _told(key, value, mode, fake):
+                return False
+        else:
+            return False
+    return True
+
+
+def _seen(func: Any, args: Any, kwargs: Any, result: Any, fake: type) -> tuple[Any, list[Any]]:
+    """What makes a result again: its kind, and of each tensor the number of the argument that it is, or its facts: with its
+    place in the memory of the first argument, if it is a view of the only one."""
+    never: tuple[Any, list[Any]] = (None, [])
+    if not isinstance(func, names.OpOverload) or func.namespace not in ("aten", "prims"):
+        return never
+    if any(tag in func.tags for tag in _TAGS) or any(a.is_out for a in func._schema.arguments):
+        return never
+    results: Any = (
+        [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else None
+    )
+    given = [x for x in names.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not results or not all(type(x) is fake for x in results):
+        return never
+    blocks, parts, own = {x.untyped_storage()._cdata for x in given}, list[Any](), set[int]()
+    alone = len(given) == 1 and given[0] is args[0]
+    for x in results:
+        block = x.untyped_storage()._cdata
+        same = next((i for i, a in enumerate(args) if a is x), None)
+        if same is not None:
+            parts.append(same)
+        elif not _is_plain(x) or not (_has_its_own(x, blocks | own) or (alone and block in blocks)):
+            return never
+        else:
+            own |= {block} - blocks
+            facts = (tuple(x.shape), x.stride(), x.dtype, x.fake_device)
+            parts.append((*facts, x.storage_offset() if block in blocks else None))
+    return (Tensor if isinstance(result, Tensor) else list if isinstance(result, list) else tuple, parts)
+
+
+def _has_its_own(x: Any, blocks: set[int]) -> bool:
+    """Whether a result fills a memory of its own."""
+    memory = x.untyped_storage()
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").untyped_storage()
+    return x.storage_offset() == 0 and memory._cdata not in blocks and bool(memory.nbytes() == like.nbytes())
+
+
+def _is_plain(x: Any) -> bool:
+    plain = x.layout is torch.strided and not x.requires_grad and x.constant is None and not x.dtype.is_complex
+    return plain and not x.is_neg()
+
+
+def _like(facts: Any, args: Any, mode: Any, fake: Any) -> Any:
+    shape, stride, dtype, device, offset = facts
+    made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if offset is not None:
+        made.set_(args[0].untyped_storage(), offset, shape, stride)
+    return fake(mode, made, device)

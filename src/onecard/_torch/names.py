@@ -94,6 +94,7 @@ def _take(path: str, instead: Any) -> Any:
 disabled_torch_function = torch._C._disabled_torch_function_impl
 # Whether autocast is on for any kind of device; torch's documented functions ask of one.
 any_autocast = torch._C._is_any_autocast_enabled
+default_device = torch._C._get_default_device
 schemas_of = torch._C._jit_get_schemas_for_operator  # which overloads an operator has: static/file/targets.py
 # A key that no tensor of torch's has marks a DistTensor.
 dispatch_key = torch._C._dispatch_key_parse
@@ -229,7 +230,7 @@ def traces() -> bool:
 
 def fake_tensors() -> Any:
     """A mode in which all tensors that are made have no data; imported at its first use, which takes seconds."""
-    mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    mode = import_module("onecard._torch.fakes").remembering()()
     # A buffer is copied with its attributes, its mode among them: as another mode it could not be computed with any more.
     mode.__deepcopy__ = lambda memo: mode
     return mode
