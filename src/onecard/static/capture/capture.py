@@ -28,7 +28,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
-from onecard.static.guards.ran import NotWatched, Ran
+from onecard.static.guards.ran import NotWatched, Ran, is_watched
 from onecard.static.guards.results import taken_apart
 from onecard.static.guards.seen import Seen
 from onecard.static.step import refusals
@@ -53,7 +53,7 @@ class Capture:
         replayed: bool = True,
     ) -> None:
         self.leaves, self.names, self.given_roots = leaves, names, roots
-        self.before, self.phases = Before(), Phases()
+        self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask)
         self._replayed = replayed
         self.recorder.guesses = not replayed
@@ -81,7 +81,8 @@ class Capture:
         args, kwargs = tree_unflatten(given, tree)
         self.ran: Ran | NotWatched = NotWatched(self.before.had, self._found)
         if self._replayed:
-            self.ran = Ran(fn, self.leaves, self.before.had, self._found)
+            made_before, self.before.others = self.before.others, []
+            self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:

@@ -34,9 +34,10 @@ class Before:
             with their values, if they are no tensors.
         still: of each module, and of each optimizer's groups, what a recording takes for granted; ``buffers``: of each module,
             the identities of its buffers by name.
+        others: what is alive of the types that ``also`` wants, until somebody takes it: one look at all objects serves both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[type], bool] = lambda kind: False) -> None:
         self.alive: dict[int, TensorWeakRef] = {}
         self.gradients: dict[int, int] = {}
         self.owners: dict[int, int] = {}
@@ -47,7 +48,8 @@ class Before:
         self.still: dict[int, Any] = {}
         self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
-        for x in _of_these(Tensor, Optimizer, nn.Module):
+        ours, self.others = alive(lambda kind: issubclass(kind, (Tensor, Optimizer, nn.Module)), also)
+        for x in ours:
             if isinstance(x, Tensor):
                 found.append(x)
             elif isinstance(x, Optimizer):
@@ -95,16 +97,26 @@ class Before:
                 yield x
 
 
-def _of_these(*classes: type) -> list[Any]:
-    """What is alive of these classes."""
-    return alive(lambda kind: issubclass(kind, classes))
+class _Asked(dict[type, bool]):
+    """Of each type whether it is wanted, asked once."""
+
+    def __init__(self, wanted: Callable[[type], bool]) -> None:
+        self._wanted = wanted
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = self._wanted(kind)
+        return found
 
 
-def alive(wanted: Callable[[type], bool]) -> list[Any]:
-    """What is alive of the types that are wanted: each type is asked once."""
-    there = gc.get_objects()
-    kinds = {kind for kind in set(map(type, there)) if wanted(kind)}
-    return [*compress(there, map(kinds.__contains__, map(type, there)))]
+def alive(*wanted: Callable[[type], bool]) -> list[list[Any]]:
+    """For each question what is alive of the types that it wants. There are hundreds of thousands of objects: it is one look, and
+    each type is asked once."""
+    there = _those(gc.get_objects(), lambda kind: any(wants(kind) for wants in wanted))
+    return [_those(there, wants) for wants in wanted]
+
+
+def _those(objects: list[Any], wanted: Callable[[type], bool]) -> list[Any]:
+    return [*compress(objects, map(_Asked(wanted).__getitem__, map(type, objects)))]
 
 
 def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:

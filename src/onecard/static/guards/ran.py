@@ -11,7 +11,7 @@ import builtins
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from onecard.static.guards.lookup import (
     item,
     users,
 )
-from onecard.static.guards.places import STILL, alive
+from onecard.static.guards.places import STILL
 from onecard.static.guards.seen import Seen
 
 _acts = functools.lru_cache(maxsize=8192)(acts_of)
@@ -47,12 +47,19 @@ class Ran:
     """
 
     def __init__(
-        self, fn: Any, leaves: Sequence[Any], had: Callable[[Tensor], bool], found: Callable[[Any], None]
+        self,
+        fn: Any,
+        leaves: Sequence[Any],
+        had: Callable[[Tensor], bool],
+        found: Callable[[Any], None],
+        made_before: Iterable[Any],
     ) -> None:
         self.seen = Seen(had, found)
         self._values, self._calls = Values(self.seen), Calls(self.seen)
         self._closures: dict[int, list[Any]] = {}
-        for x in _made_before():
+        for x in made_before:
+            if type(x) is types.FunctionType and not (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
+                continue
             if type(x) is types.FunctionType:
                 self._closures.setdefault(id(x.__code__), []).append(x)
             else:
@@ -280,15 +287,10 @@ class NotWatched:
         yield
 
 
-def _made_before() -> list[Any]:
-    """Objects of the program's classes, iterators, and functions with something of their own, that are there now."""
-    plain = types.FunctionType
-
-    def wanted(kind: type) -> bool:
-        ours = users(str(kind.__module__)) and not issubclass(kind, Tensor | type)
-        return kind is plain or hasattr(kind, "__next__") or ours
-
-    return [x for x in alive(wanted) if type(x) is not plain or x.__closure__ or x.__defaults__ or x.__kwdefaults__]
+def is_watched(kind: type) -> bool:
+    """Whether objects of a type that are there before a step count: of the program's classes, iterators, and functions."""
+    ours = users(str(kind.__module__)) and not issubclass(kind, Tensor | type)
+    return kind is types.FunctionType or hasattr(kind, "__next__") or ours
 
 
 def _methods(kind: type, code: Any) -> Iterator[tuple[type, str, Any]]:

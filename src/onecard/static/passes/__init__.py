@@ -1,4 +1,7 @@
-"""Passes: small pure functions, graph -> graph, one file each. Each gives a new graph that does the same and can be left out."""
+"""Passes: small functions, graph -> graph, one file each. Each gives a graph that does the same, and can be left out.
+
+What they are given stays as it is, but for a ``Draft``: the copy that all of them edit, one after the other.
+"""
 
 from __future__ import annotations
 
