@@ -273,7 +273,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
 
     local_args, local_kwargs = tree_map(whole, list(args)), tree_map(whole, kwargs)
     if mesh.coordinate() is None:
-        raise DispatchError(f"{func} has no rule, so a rank outside {mesh!r} cannot know its result's shape")
+        raise _unknown_shape(func, mesh)
     result = func(*local_args, **local_kwargs)
     for name in schema_of(func).written:
         _write_back(func, name, args, kwargs, local_args, local_kwargs)
@@ -291,6 +291,17 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     if schema_of(func).views:
         memory.view(func, args, kwargs, made, copied=bool(moved))
     return made
+
+
+def _unknown_shape(func: Any, mesh: Any) -> DispatchError:
+    """On a rank outside the mesh, which runs the program without its values."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return DispatchError(f"{func} has no rule, so a rank outside {mesh!r} cannot know its result's shape")
+    return DispatchError(
+        f"{func}: the shape of its result depends on values, which are on {mesh!r} alone, and this rank is outside of it. What "
+        "has one shape for all values works: counts by torch.nn.functional.one_hot(numbers, n).sum(0) or torch.histc, and "
+        "torch.nn.functional.grouped_mm on sorted tokens in place of a loop over experts"
+    )
 
 
 def _write_back(func: Any, name: str, args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> None:

@@ -33,13 +33,14 @@ from onecard.tensor.rows.rows import (
     by_default,
     layouts_of,
     made,
+    nothing,
     run_small,
     shares,
     small,
     whole_of,
     without,
 )
-from onecard.tensor.rows.single import alone
+from onecard.tensor.rows.single import alone, asked, many
 from onecard.tensor.spec import Spec
 
 _SIZES = ("size", "input_sizes", "sizes")  # arguments that are a shape
@@ -82,17 +83,30 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     locals_, layouts = zip(*operands, strict=True)
     apart, lie = any(_busy(layout) for layout in layouts), None
     if apart:
-        whole = [layout or Layout.replicated(owners.mesh, x.dim()) for x, layout in operands]
+        whole = [layout or Layout.replicated(owners.mesh, t.dim()) for layout, t in zip(layouts, how.call.operands)]  # noqa: B905
         lie = layouts_of(how.call, how.bound, whole)
         if lie is None:
             return NotImplemented
-        pairs = zip(locals_, whole, how.call.operands, how.dims, strict=True)
-        locals_ = tuple(small(*pair) for pair in pairs)
-    run = run_small if apart else _run
-    result = run(func, _filled(how, args, locals_, owners), _named(how, kwargs, locals_, owners))
+    if not owners.here:
+        result = _elsewhere(how.call, owners)
+    else:
+        if apart:
+            pairs = zip(locals_, whole, how.call.operands, how.dims, strict=True)
+            locals_ = tuple(small(*pair) for pair in pairs)
+        run = run_small if apart else _run
+        result = run(func, _filled(how, args, locals_, owners), _named(how, kwargs, locals_, owners))
     if how.call.schema.written:
         return _written(values[0], locals_[0], result, lie)
     return _wrapped(how, result, owners, values, args, lie)
+
+
+def _elsewhere(call: Call, owners: Owners) -> Any:
+    """The results on a rank outside the mesh."""
+    rest = iter([nothing(t.dtype, owners.mine.device) for t in call.results])
+    if not many(call):
+        return next(rest)
+    made = [next(rest) if there else None for there in asked(call)]
+    return made if call.func._schema.returns[0].type.kind() == "ListType" else tuple(made)
 
 
 def _at_one_expert(args: Any, kwargs: Any) -> bool:
@@ -251,7 +265,7 @@ def _sized(shape: tuple[int, ...], dim: int, owners: Owners) -> list[int]:
 def _written(target: Rows, given: Any, result: Any, lie: tuple[Layout, ...] | None) -> Rows:
     """An operator has written to rows, in place."""
     one = result if isinstance(result, Tensor) else given
-    target._held = agreed(one, lie[0], "write") if lie is not None else one
+    target._held = agreed(one, lie[0], "write") if lie is not None and target._owners.here else one
     return target
 
 
@@ -267,10 +281,10 @@ def _wrapped(
             wrapped.append(one)
             continue
         whole, dim = how.call.results[number], how.results[number]
-        layout = Layout.replicated(owners.mesh, one.dim()) if lie is None else lie[number]
+        layout = Layout.replicated(owners.mesh, whole.dim()) if lie is None else lie[number]
         if dim is not None and layout.axes(dim):  # cut along another axis, too
             layout = without(layout, layout.axes(dim))
-        local = one if lie is None else agreed(one, layout, how.call.schema.name)
+        local = one if lie is None or not owners.here else agreed(one, layout, how.call.schema.name)
         wrapped.append(_one(local, layout, whole, dim, owners, base, how, args, number if len(listed) > 1 else None))
         number += 1
     return type(result)(wrapped) if isinstance(result, list | tuple) else wrapped[0]
@@ -290,7 +304,7 @@ def _one(
     if dim is None:
         pending = tuple(sorted((*layout.pending, *((a, "sum") for a in owners.axes))))
         spec = Spec.like(Layout.make(layout.mesh, layout.dims, pending), whole, local.device)
-        return wrap(strides.place(spec)(local), spec)
+        return wrap(strides.place(spec)(local) if owners.here else local, spec)
     rows = made(local, layout, whole, dim, owners, local.device)
     if isinstance(base, Rows):
         rows._view_of = (base, how.call.func, tuple(args[1:]), at)

@@ -17,8 +17,8 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.rows.owners import Owners, of_dim
-from onecard.tensor.rows.rows import Rows, as_rows, made, spread, unknown, without
+from onecard.tensor.rows.owners import Choice, Owners, of_dim
+from onecard.tensor.rows.rows import Rows, as_rows, made, nothing, spread, unknown, without
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
@@ -77,14 +77,14 @@ def _rows_added(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) 
     if not alike or dim % max(x.dim(), 1) or not _chooses(x, index):
         return None
     scaled = source if alpha == 1 else source * alpha
-    return _Add.apply(scaled, index, _whole_numbers(index, x.shape[0]), _source(x, index)[0], x._spec, False)
+    return _Add.apply(scaled, index, _choice(x, index), x._spec, False)
 
 
 def _chooses(x: Tensor, index: Tensor) -> bool:
     """Whether ``x[index]`` is rows of a dim that is cut, or of rows."""
     if not isinstance(x, DistTensor) or not x.is_floating_point() or index.dim() != 1 or len(index) < 2:
         return False
-    if index.dtype not in (torch.int64, torch.int32) or not x._spec.here or unknown():
+    if index.dtype not in (torch.int64, torch.int32) or unknown():
         return False
     if isinstance(index, DistTensor) and index.mesh is not x.mesh:
         return False
@@ -106,88 +106,106 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, index: Tensor) -> Tensor:
-        numbers = _whole_numbers(index, x.shape[0])
-        source, local = _source(x, index)
-        ctx.source, ctx.numbers, ctx.given = source, numbers, (x._spec, isinstance(x, Rows))
-        ctx.index = index
-        return _chosen(x._spec, local, source, numbers, index)
+        choice = _choice(x, index)
+        ctx.save_for_backward(index)
+        ctx.given = (choice, x._spec, isinstance(x, Rows))
+        return _chosen(x, choice, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Add.apply(grads[0], ctx.index, ctx.numbers, ctx.source, *ctx.given), None
+        return _Add.apply(grads[0], *ctx.saved_tensors, *ctx.given), None
 
 
 class _Add(torch.autograd.Function):
     """Zeros to which rows are added: what ``_Choose`` gives back."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Any, index: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -> Tensor:
-        ctx.given = (index,)
-        return _added(grad, numbers, source, spec, rows)
+    def forward(ctx: Any, grad: Any, index: Any, choice: Choice, spec: Spec, rows: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.choice = choice  # as long as it is kept, backward finds it
+        return _added(grad, choice, spec, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        *_, index = ctx.given
-        return grads[0].index_select(0, index), None, None, None, None, None
+        (index,) = ctx.saved_tensors
+        return grads[0].index_select(0, index), None, None, None, None
 
 
-def _whole_numbers(index: Tensor, size: int) -> Tensor:
-    """The numbers of the rows, on every rank."""
-    local = index
-    if isinstance(index, DistTensor):
-        target = Layout.replicated(index.mesh, 1)
-        local = index._become(target, "index", "index", "which rows go where", explicit=False)
-    local = local.long()
-    inside = ((local >= 0) & (local < size)).all()
-    aten._assert_async.msg(inside, f"index: an index is out of range for a dim of size {size}")
-    return local
+def _choice(x: Any, index: Tensor) -> Choice:
+    """Who has the rows of these numbers."""
+    source, numbers = _source(x), _numbers(index)
+    return source.chosen(numbers) or source.choose(_checked(numbers, x.shape[0]))
 
 
-def _source(x: Any, index: Tensor) -> tuple[Owners, Tensor]:
-    """Who has the elements of which rows are chosen, and this rank's; axes that cut the index alone divide the rows, too."""
+def _source(x: Any) -> Owners:
+    """Who has the elements of which rows are chosen."""
     if isinstance(x, Rows):
-        return x._owners, x._held
+        return x._owners
     layout = x._spec.layout
-    return of_dim(layout.mesh, x.shape[0], layout.dims[0], x._local.device), x._local
+    return of_dim(layout.mesh, x.shape[0], layout.dims[0], x._local.device)
 
 
-def _chosen(spec: Spec, local: Tensor, source: Owners, numbers: Tensor, index: Tensor) -> Rows:
-    owners = source.of(numbers)
+def _numbers(index: Tensor) -> Tensor:
+    """The numbers of the rows, on every rank of the mesh; one outside of it knows only how many."""
+    if not isinstance(index, DistTensor):
+        return index.long()
+    if not index._spec.here:
+        return torch.zeros(len(index), dtype=torch.long, device=index._spec.device)
+    target = Layout.replicated(index.mesh, 1)
+    return index._become(target, "index", "index", "which rows go where", explicit=False).long()
+
+
+def _checked(numbers: Tensor, size: int) -> Tensor:
+    inside = ((numbers >= 0) & (numbers < size)).all()
+    aten._assert_async.msg(inside, f"index: an index is out of range for a dim of size {size}")
+    return numbers
+
+
+def _chosen(x: Any, choice: Choice, index: Tensor) -> Rows:
+    """The rows; axes that cut the index alone divide them, too."""
+    spec, owners, into = x._spec, choice.owners, choice.into
     if isinstance(index, DistTensor):
         layout = index._spec.layout
         other = tuple(a for a in axes_of(layout.dims[0]) if a not in owners.places)
         if other and axes_of(layout.dims[0]) == other:
-            extra = of_dim(layout.mesh, len(numbers), layout.dims[0], numbers.device)
-            owners = Owners(owners.mesh, owners.size, owners.places | extra.places, owners.home, owners.experts)
-    values = local.index_select(0, source.local(numbers[owners.mine]))
-    shape = torch.Size((len(numbers), *spec.shape[1:]))
+            extra = of_dim(layout.mesh, owners.size, layout.dims[0], owners.mine.device)
+            owners, into = _also(choice, extra.places)
+    local = x._held if isinstance(x, Rows) else x._local
+    values = local.index_select(0, into) if owners.here else nothing(spec.dtype, spec.device)
+    shape = torch.Size((owners.size, *spec.shape[1:]))
     like = torch.empty_strided(shape, contiguous_stride(shape), dtype=spec.dtype, device="meta")
     return made(values, without(spec.layout, owners.axes), like, 0, owners, spec.device)
 
 
-def _added(grad: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -> Tensor:
-    owners = source.of(numbers)
+def _also(choice: Choice, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]:
+    """The chosen rows divided along more axes: who has them, and where this rank's stand in the source."""
+    given = choice.owners
+    owners = Owners(given.mesh, given.size, given.places | extra, given.home, given.experts)
+    return owners, choice.into[given.local(owners.mine)]
+
+
+def _added(grad: Any, choice: Choice, spec: Spec, rows: bool) -> Tensor:
+    source, owners, into = choice.source, choice.owners, choice.into
     extra = {}
     if isinstance(grad, Rows) and grad._along:
         spread(grad)
     if isinstance(grad, Rows):
         extra = {a: p for a, p in grad._owners.places.items() if a not in owners.places}
     elif isinstance(grad, DistTensor) and grad._spec.layout.axes(0):
-        block = of_dim(owners.mesh, owners.size, grad._spec.layout.dims[0], numbers.device)
+        block = of_dim(owners.mesh, owners.size, grad._spec.layout.dims[0], owners.mine.device)
         extra = {a: p for a, p in block.places.items() if a not in owners.places}
     if extra:
-        owners = Owners(owners.mesh, owners.size, owners.places | extra, owners.home, owners.experts)
+        owners, into = _also(choice, extra)
     found = as_rows(grad, 0, owners, "index_backward", "grad")
     if found is None:
         spread(grad)
         found = as_rows(grad, 0, owners, "index_backward", "grad")
     assert found is not None
     values, layout = found
-    into = source.local(numbers[owners.mine])
-    shape = (len(source.mine), *values.shape[1:])
-    total = values.new_zeros(shape).index_add_(0, into, values)
-    mesh = owners.mesh
-    bare = layout if layout is not None else Layout.replicated(mesh, values.dim())
+    mesh, total = owners.mesh, values
+    if owners.here:
+        total = values.new_zeros(len(source.mine), *values.shape[1:]).index_add_(0, into, values)
+    bare = layout if layout is not None else Layout.replicated(mesh, len(spec.shape))
     summed = tuple((a, "sum") for a in extra)
     if rows:
         like = spec.meta()
@@ -201,4 +219,4 @@ def _added(grad: Any, numbers: Tensor, source: Owners, spec: Spec, rows: bool) -
         values.dtype,
         spec.device,
     )
-    return wrap(strides.place(target)(total), target)
+    return wrap(strides.place(target)(total) if owners.here else total, target)

@@ -30,7 +30,8 @@ from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
-from onecard.tensor.rows.owners import Owners, Told, can_move, move, of_dim
+from onecard.tensor.rows.owners import Owners, can_move, of_dim
+from onecard.tensor.rows.ways import Told, move
 from onecard.tensor.spec import Spec
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -189,10 +190,10 @@ def _settle(x: Rows, at_home: bool) -> None:
     if at_home and owners.used and owners.home[1]:
         values, layout = _home(x)
     else:
-        values = _filled(values, dim, owners.mine, spec.shape[dim])
+        values = filled(values, dim, owners, spec.shape[dim])
     x._local = values
     x._spec = spec if layout is spec.layout else spec.with_layout(layout)
-    x._local = strides.place(x._spec)(values)
+    x._local = strides.place(x._spec)(values) if owners.here else values
     x._memory = None
 
 
@@ -201,17 +202,23 @@ def _home(x: Rows) -> tuple[Tensor, Layout]:
     spec, owners, dim = x._spec, x._owners, x._along
     cut = owners.settled()
     block = of_dim(owners.mesh, owners.size, cut, owners.mine.device)
-    target = Owners(owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts)
+    target = block
+    if owners.places.keys() != block.places.keys():
+        target = Owners(owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts)
     values = move(x._held, dim, owners, target, Told("combine", "self", spec.layout, tuple(spec.shape)))
     dims = tuple(cut if d == dim else axes for d, axes in enumerate(spec.layout.dims))
     pending = tuple(p for p in spec.layout.pending if p[0] not in block.places)
     if len(target.mine) < len(block.mine):
-        values = _filled(values, dim, block.local(target.mine), len(block.mine))
+        values = _among_zeros(values, dim, block.local(target.mine), len(block.mine))
     return values, Layout.make(spec.layout.mesh, dims, pending)
 
 
-def _filled(values: Tensor, dim: int, rows: Tensor, size: int) -> Tensor:
-    """Rows among zeros."""
+def filled(values: Tensor, dim: int, owners: Owners, size: int) -> Tensor:
+    """This rank's rows among zeros for those that it lacks."""
+    return _among_zeros(values, dim, owners.mine, size) if owners.here else values
+
+
+def _among_zeros(values: Tensor, dim: int, rows: Tensor, size: int) -> Tensor:
     shape = list(values.shape)
     shape[dim] = size
     return values.new_zeros(shape).index_copy_(dim, rows, values)
@@ -226,9 +233,11 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
     Plain tensors count as whole on every rank: their layout is None.
     """
     if isinstance(x, Rows):
-        if x._along != dim or not can_move(x._owners, owners) or _busy_along(x, owners.axes):
+        if x._along != dim:
             return None
-        if not x._owners.same(owners):
+        if x._owners is not owners:
+            if not can_move(x._owners, owners) or _busy_along(x, owners.axes):
+                return None
             told = Told(operator, operand, x._spec.layout, tuple(x._spec.shape))
             values = move(x._held, dim, x._owners, owners, told)
             if not owners.moved:
@@ -299,6 +308,11 @@ def layouts_of(call: Call, bound: Bound, layouts: Sequence[Layout]) -> tuple[Lay
     if found is None or any(layout.merged for layout in (*layouts, *found.results)):
         return None  # parts of a merged dim are counted in the whole dim, of which rows are another number
     return found.results
+
+
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a rank outside the mesh has of any tensor."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def agreed(result: Any, layout: Layout, operator: str) -> Tensor:

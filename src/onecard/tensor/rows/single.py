@@ -34,6 +34,7 @@ from onecard.tensor.rows.rows import (
     knows,
     layouts_of,
     made,
+    nothing,
     ordinary,
     run_small,
     small,
@@ -78,8 +79,8 @@ def _decide(func: Any, args: Any, kwargs: Any) -> Any:
     layout = x._spec.layout
     cut = layout.dims[0]
     divided = not is_merged(cut) and any(layout.mesh.shape[a] > 1 for a in axes_of(cut))
-    here = x._spec.here and not layout.pending and not layout.merged
-    return _Select(func) if divided and here else build(func, args, kwargs)
+    ordered = not layout.pending and not layout.merged
+    return _Select(func) if divided and ordered else build(func, args, kwargs)
 
 
 def _expert(x: Any, index: int) -> Rows | None:
@@ -97,6 +98,8 @@ def _expert(x: Any, index: int) -> Rows | None:
     if len(owners.mine):
         first, _ = layout.bounds(tuple(spec.shape), 0, mesh.coordinate() or ())
         held = x._local.select(0, index - first)
+    elif not owners.here:
+        held = x._local
     else:
         held = x._local.new_empty([0 if d == along else n for d, n in enumerate(x._local.shape[1:])])
     whole = torch.empty_strided(spec.shape[1:], spec.stride[1:], dtype=spec.dtype, device="meta")
@@ -127,14 +130,16 @@ def _into_stack(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     bare = tuple(p for p in grad._spec.layout.pending if p[0] not in places)
     layout = Layout.make(mesh, (cut, *grad._spec.layout.dims), bare)
+    like = torch.empty(torch.Size(shape), dtype=grad.dtype, device="meta")
+    spec = Spec.like(layout, like, grad.device)
+    if not owners.here:
+        return wrap(nothing(grad.dtype, grad.device), spec)
     first, count = layout.bounds(tuple(shape), 0, mesh.coordinate() or ())
     part = list(grad._held.shape)
     part[grad._along] = grad.shape[grad._along]
     total = grad._held.new_zeros(count, *part)
     if len(owners.mine):
         total[index - first] = grad._held
-    like = torch.empty(torch.Size(shape), dtype=grad.dtype, device="meta")
-    spec = Spec.like(layout, like, grad.device)
     return wrap(strides.place(spec)(total), spec)
 
 
@@ -159,7 +164,7 @@ def alone(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if bound is None or bound.unread or not call.results or any(t.dim() == 0 for t in call.results):
         return NotImplemented
-    if sum(_asked(call)) != len(call.results):
+    if sum(asked(call)) != len(call.results):
         return NotImplemented
     how = _Alone(call, bound, first, rows)
     return how.run(func, args, kwargs, values, row.local is not None)
@@ -237,8 +242,8 @@ class _Alone:
         return not lost or (all(bound.reduce[r] == "sum" for r in lost) and not twice and not self.call.schema.views)
 
     def _here(self) -> bool:
-        coordinate = self.first.mesh.coordinate() or ()
-        return all(coordinate[axis] == c for axis, c in self.place.items())
+        coordinate = self.first.mesh.coordinate()
+        return coordinate is not None and all(coordinate[axis] == c for axis, c in self.place.items())
 
     def _operand(self, x: Any, i: int) -> tuple[Tensor, Layout | None] | None:
         operator, name = self.call.schema.name, self.call.names[i]
@@ -264,7 +269,7 @@ class _Alone:
 
     def _wrapped(self, func: Any, args: Any, kwargs: Any, values: Any, results: Any, lie: Any, busy: bool) -> Any:
         call = self.call
-        single = not _many(call)
+        single = not many(call)
         listed = [results] if single else [*(results if results is not None else [None] * len(call.results))]
         given = [r for r in listed if r is not None] or [None] * len(call.results)
         base = values[0] if call.schema.views and isinstance(values[0], Rows) else None
@@ -284,7 +289,7 @@ class _Alone:
         if func._schema.returns[0].type.kind() == "ListType":
             return wrapped
         rest = iter(wrapped)
-        return tuple(next(rest) if asked else None for asked in _asked(call))
+        return tuple(next(rest) if there else None for there in asked(call))
 
     def _one(self, local: Any, whole: Tensor, layout: Layout, factors: Any) -> Rows:
         """A result: rows of tokens, or something of one expert, a pending sum over ranks that have other tokens of it."""
@@ -316,12 +321,12 @@ def _rest(x: Rows) -> Layout:
     return Layout.make(layout.mesh, layout.dims, tuple(p for p in layout.pending if p[0] not in axes))
 
 
-def _many(call: Call) -> bool:
+def many(call: Call) -> bool:
     returns = call.func._schema.returns
     return len(returns) != 1 or returns[0].type.kind() == "ListType"
 
 
-def _asked(call: Call) -> Sequence[bool]:
+def asked(call: Call) -> Sequence[bool]:
     """Which of several results a call gives."""
     returns, given = call.func._schema.returns, len(call.results)
     if len(returns) == given or returns[0].type.kind() == "ListType":
