@@ -207,6 +207,74 @@ def test_how_rows_lie_follows_from_no_value(away: bool) -> None:
         assert placements == "(Shard(dim=0),)" and max(errors) <= 1e-5
 
 
+def cut(cases: list[tuple[str, str, int]]) -> dict[tuple[str, str, int], Any]:
+    """Stages cut out of a recorded step, and the same without: the largest relative differences, or what is said."""
+    found: dict[tuple[str, str, int], Any] = {}
+    for style, kind, ep in cases:
+        nets = []
+        for stages in (None, oc.Stages(2, avg=True)):
+            torch.manual_seed(0)
+            net = Net([], style, "naive")
+            mesh = oc.ProcessMesh(torch.arange(oc.get_world_size()).view(-1, ep), ["pp", "ep"]) if ep > 1 else None
+            if mesh is not None and stages is not None:
+                for block in net.blocks:
+                    for name in ("up", "down"):
+                        value = oc.shard_tensor(getattr(block, name).detach(), mesh, [R, S])
+                        setattr(block, name, nn.Parameter(value))
+                oc.shard_layer(net, mesh)
+            nets.append((run_cut(net, kind, mesh, stages), net))
+        (one, single), (two, net) = nets
+        pairs = [
+            (one, two),
+            *(
+                (p.detach(), oc.unshard(q.detach()))
+                for p, q in zip(single.parameters(), net.parameters(), strict=True)
+                if is_here(q)
+            ),
+        ]
+        found[style, kind, ep] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+    return found
+
+
+def is_here(parameter: Tensor) -> bool:
+    """Whether a parameter is of a stage of this rank."""
+    local = parameter.to_local() if isinstance(parameter, oc.DistTensor) else parameter
+    return local.untyped_storage().nbytes() > 0
+
+
+def run_cut(net: Net, kind: str, mesh: Any, stages: Any) -> Tensor:
+    if kind == "sgd":
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, eps=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = losing(net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = step if stages is None else oc.to_static(step, stages=stages)
+    losses = []
+    for number in range(STEPS):
+        draw = torch.Generator().manual_seed(number)
+        x, y = torch.randn(ROWS, WIDTH, generator=draw), torch.randint(CLASSES, (ROWS,), generator=draw)
+        if mesh is not None and stages is not None:
+            x, y = (oc.shard_tensor(t, mesh, [R, S]) for t in (x, y))
+        losses.append(oc.unshard(run(x, y)))
+    return torch.stack(losses)
+
+
+CUT = [("grouped", "adamw", 1), ("dense", "sgd", 1), ("scattered", "adamw", 1)]
+
+
+def test_mixtures_in_stages_cut_out_of_a_recording_are_one_cards() -> None:
+    for found in run_ranks(cut, 2, CUT):
+        assert {case: e for case, e in found.items() if not e <= 1e-5} == {}
+
+
 def refused() -> str:
     warnings.simplefilter("ignore", oc.GatheredOperatorWarning)
     meshes = [oc.ProcessMesh([rank], ["ep"]) for rank in range(2)]
