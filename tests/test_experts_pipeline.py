@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from amounts import share
 from experts_programs import one
 from fleet_programs import close
 from torch import Tensor, nn
@@ -172,7 +173,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, 3), ids=str)
 def test_mixtures_in_stages_by_marks_are_one_cards(case: tuple[Any, ...]) -> None:
     ranks, *given = case
     run_ranks(compared, ranks, *given)
@@ -267,11 +268,15 @@ def run_cut(net: Net, kind: str, mesh: Any, stages: Any) -> Tensor:
     return torch.stack(losses)
 
 
-CUT = [("grouped", "adamw", 1), ("dense", "sgd", 1), ("scattered", "adamw", 1)]
+CUT = {
+    2: [("dense", "sgd", 1), ("scattered", "adamw", 1), ("grouped", "adamw", 1)],
+    4: [("scattered", "adamw", 2), ("grouped", "adamw", 2), ("dense", "sgd", 2)],
+}
 
 
-def test_mixtures_in_stages_cut_out_of_a_recording_are_one_cards() -> None:
-    for found in run_ranks(cut, 2, CUT):
+@pytest.mark.parametrize("ranks", CUT)
+def test_mixtures_in_stages_cut_out_of_a_recording_are_one_cards(ranks: int) -> None:
+    for found in run_ranks(cut, ranks, share(CUT[ranks], 1 if ranks == 4 else 2)):
         assert {case: e for case, e in found.items() if not e <= 1e-5} == {}
 
 

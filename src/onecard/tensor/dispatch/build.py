@@ -235,14 +235,14 @@ def _on_this_rank(case: _Case, decision: Decision) -> tuple[Callable[..., Any], 
     call = case.call
     if case.coordinate is None:
         return call.func, (), False
-    stand_ins = _stand_ins(case, decision, case.coordinate)
+    standing_in = _stand_ins(case, decision, case.coordinate)
     if case.row.local is None:
-        return call.func, stand_ins, False
+        return standing_in(call.func), (), False
     local = Local(call, case.bound, decision, case.coordinate)
     case.row.local(local)
     order = call.schema.arguments
     replaced = tuple((order.index(name), name, value) for name, value in local.replace.items())
-    return own_result(local.run) if local.run is not None else call.func, replaced + stand_ins, local.copies
+    return standing_in(own_result(local.run) if local.run is not None else call.func), replaced, local.copies
 
 
 def _shared(
@@ -273,18 +273,35 @@ def _is_plain(call: Call, specs: Sequence[Spec], replaced: Sequence[Replacement]
     return one and alone and all(at < given for at, _, _ in replaced)
 
 
-def _stand_ins(case: _Case, decision: Decision, coordinate: Sequence[int]) -> tuple[Replacement, ...]:
-    """For an operand that is not read and does not lie as the rule wants it: a tensor of that shape, and no message."""
-    call, made = case.call, []
+def _stand_ins(case: _Case, decision: Decision, coordinate: Sequence[int]) -> Callable[[Any], Any]:
+    """For an operand that is not read and does not lie as the rule wants it: a tensor of that shape, and no message.
+
+    It is made anew in each call: a recording would not know whence it came.
+    """
+    call, made = case.call, list[tuple[int, str, torch.dtype, tuple[int, ...]]]()
     for i in case.bound.unread:
         place, index = call.paths[i]
         whole, target = call.operands[i], decision.operands[i]
         if case.layouts[i] is not target and index < 0:
-            one = torch.empty(1, dtype=whole.dtype, device=case.device)
-            value = one.expand(target.local_shape(tuple(whole.shape), coordinate))
             position = place if isinstance(place, int) else call.schema.arguments.index(place)
-            made.append((position, call.names[i], value))
-    return tuple(made)
+            made.append((position, call.names[i], whole.dtype, target.local_shape(tuple(whole.shape), coordinate)))
+    if not made:
+        return lambda run: run
+
+    def standing_in(run: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*local: Any, **keywords: Any) -> Any:
+            given = [*local]
+            for position, name, dtype, shape in made:
+                value = torch.empty(1, dtype=dtype, device=case.device).expand(shape)
+                if position < len(given):
+                    given[position] = value
+                else:
+                    keywords[name] = value
+            return run(*given, **keywords)
+
+        return called
+
+    return standing_in
 
 
 def cuts_whole(bound: Bound, layouts: Sequence[Layout]) -> bool:
