@@ -35,12 +35,22 @@ def both(name: str, how: str) -> tuple[object, object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "ranks"), [("OLMoE", "ep=2", 2), ("DeepSeek-V3", "ep in dp", 4), ("Mixtral", "ep beside tp", 4)]
+    ("name", "how", "ranks"),
+    [("OLMoE", "ep=2", 2), ("DeepSeek-V3", "ep in dp", 4), ("Mixtral", "ep beside tp", 4), ("Llama-4", "ep=2", 2)],
 )
 def test_counts_are_those_of_one_card(name: str, how: str, ranks: int) -> None:
     for plain, cut in run_ranks(both, ranks, name, how, timeout=300):
         assert plain == cut
         assert all(sum(tokens) == choices > 0 for _, tokens, choices in plain), "nothing is dropped"
+
+
+def test_experts_without_numbers_are_counted_by_their_router() -> None:
+    model, batch = model_of("Llama-4"), batch_of(0)
+    router = next(m for n, m in model.named_modules() if n.endswith("router"))
+    said: list[torch.Tensor] = []
+    router.register_forward_hook(lambda _, __, made: said.append((made[0] != 0).sum(0)))
+    (_, tokens, choices), *_ = counted(model, [batch])
+    assert tokens == said[0].tolist() and choices == batch["input_ids"].numel() * router.top_k
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -24,8 +24,9 @@ class ExpertBalance:
 
     A mixture's experts are a module with a stack of weights, (experts, ..., ...), which is given the numbers of each token's
     experts: any tensor of integers. So are those of transformers (Mixtral, Qwen, OLMoE, DeepSeek, gpt-oss, ...), plain or cut
-    by marks. A number that is no expert's is a choice that was dropped. What backward computes again (recompute) is not
-    counted; a recorded step runs no hooks, so nothing of it is.
+    by marks. A number that is no expert's is a choice that was dropped. Experts that are given no numbers (Llama-4's) are counted
+    by their router: a module beside them that returns two tensors (tokens, experts), of which the first is zero where an expert
+    was not chosen. What backward computes again (recompute) is not counted; a recorded step runs no hooks, so nothing of it is.
 
     Args:
         model: with at least one such module.
@@ -50,6 +51,7 @@ class ExpertBalance:
     def __init__(self, model: nn.Module) -> None:
         self._counts: dict[str, Tensor] = {}
         self._modules = {name: module for name, module in model.named_modules() if _stacked(module)}
+        self._routers = {name: _beside(model, name) for name, module in self._modules.items()}
         self._hooks: list[Any] = []
         if not self._modules:
             raise OnecardError(
@@ -59,7 +61,11 @@ class ExpertBalance:
 
     def __enter__(self) -> ExpertBalance:
         for name, module in self._modules.items():
-            self._hooks.append(module.register_forward_pre_hook(_counter(self._counts, name), with_kwargs=True))
+            scores: list[Tensor] = []
+            for router in self._routers[name]:
+                self._hooks.append(router.register_forward_hook(_reader(scores, _stacked(module))))
+            count = _counter(self._counts, name, scores)
+            self._hooks.append(module.register_forward_pre_hook(count, with_kwargs=True))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -86,14 +92,33 @@ def _stacked(module: nn.Module) -> int:
     return stacks[0].shape[0] if stacks else 0
 
 
-def _counter(counts: dict[str, Tensor], name: str) -> Any:
+def _beside(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that may be the router of experts of this name: the others that their mixture has."""
+    mixture = model.get_submodule(name.rpartition(".")[0]) if name else None
+    return [] if mixture is None else [m for m in mixture.children() if not _stacked(m)]
+
+
+def _reader(scores: list[Tensor], experts: int) -> Any:
+    """What a router says of its tokens, kept until their experts are asked."""
+
+    def read(module: nn.Module, args: Any, made: Any) -> None:
+        pair = isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) for x in made)
+        if pair and all(x.is_floating_point() and x.dim() == 2 and x.shape[1] == experts for x in made):
+            scores[:] = [made[0].detach()]
+
+    return read
+
+
+def _counter(counts: dict[str, Tensor], name: str, scores: list[Tensor]) -> Any:
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [
             x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
         ]
-        if not given or in_backward() or recorded.recorder is not None or trace.tracing() or trace.faking():
+        by_router, scores[:] = scores[:], []
+        found = [*given, *by_router][:1]
+        if not found or in_backward() or recorded.recorder is not None or trace.tracing() or trace.faking():
             return
-        counted = _counted(given[0].detach(), _stacked(module))
+        counted = _counted(found[0].detach(), _stacked(module))
         counts[name] = counts[name] + counted if name in counts else counted
 
     return count
@@ -101,10 +126,20 @@ def _counter(counts: dict[str, Tensor], name: str) -> Any:
 
 @torch.no_grad()
 def _counted(chosen: Tensor, experts: int) -> Tensor:
-    """(experts + 1,): how often each was chosen, and how often any; of a tensor that is cut a pending sum. Nothing is sent."""
-    local = (chosen._local if isinstance(chosen, DistTensor) else chosen).flatten().long()
-    known = local[(local >= 0) & (local < experts)]
-    total = torch.cat([torch.bincount(known, minlength=experts), known.new_tensor([local.numel()])])
+    """(experts + 1,): how often each was chosen, and how often any; of a tensor that is cut a pending sum. Nothing is sent.
+
+    Args:
+        chosen: numbers of experts; or (tokens, experts), zero where an expert was not chosen.
+    """
+    local = chosen._local if isinstance(chosen, DistTensor) else chosen
+    if local.is_floating_point():
+        place = chosen.mesh.coordinate() if isinstance(chosen, DistTensor) else None
+        first = chosen._spec.layout.bounds(tuple(chosen.shape), 1, place)[0] if place is not None else 0
+        numbers = local.nonzero()[:, -1] + first
+    else:
+        numbers = local.flatten().long()
+    known = numbers[(numbers >= 0) & (numbers < experts)]
+    total = torch.cat([torch.bincount(known, minlength=experts), known.new_tensor([numbers.numel()])])
     if not isinstance(chosen, DistTensor):
         return total
     layout = chosen._spec.layout
