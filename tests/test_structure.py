@@ -84,7 +84,7 @@ FLOORS = {
     "pipeline": ["schedule", "run", "cut"],
     "engine": [
         "fields", "with_plan", "strategy", "refused", "specs", "metrics", "options", "lists", "again", "placing", "step", "full",
-        "programs", "loaders", "progress", "saved", "loop", "engine", "planned", "dist_model",
+        "programs", "made_of", "loaders", "progress", "saved", "loop", "engine", "planned", "dist_model",
     ],
     "fleet": ["names", "grid", "gradients", "layers", "experts", "zero", "front", "utils", "meta_parallel"],
 }  # fmt: skip

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from onecard._torch.names import tree_map
 from onecard.comm.world import world
-from onecard.engine import again, full, lists, loop, programs, refused, saved
+from onecard.engine import again, full, lists, loop, made_of, programs, refused, saved
 from onecard.engine import step as steps
 from onecard.engine.loaders import EngineLoader, loader_of
 from onecard.engine.metrics import held
@@ -79,7 +79,7 @@ class Engine:
         scheduler_each: str = "step",
         clip_grad_norm: float | None = None,
     ) -> None:
-        self._optimizers = _checked(model, loss, optimizer, clip_grad_norm, scheduler_each)
+        self._optimizers = made_of.checked(model, loss, optimizer, clip_grad_norm, scheduler_each)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.strategy = Strategy(strategy).owned_by("an Engine")
         refused.check(self.strategy)
@@ -100,6 +100,9 @@ class Engine:
         self._skeleton: programs.Skeleton | None = None
         self.seen: dict[str, Feed] = {}  # shapes of a batch, by mode
         self.plans: Plans | None = None  # those that were found, best first
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, made_of.set_again(self, name, value) if "plans" in vars(self) else value)
 
     # preparing
 
@@ -156,6 +159,8 @@ class Engine:
             raise full.unknown()
         if self._place is None:
             static_options(self.strategy, self.mode, world.get_world_size(), programs.mesh_of(self.model))
+            for module in self._parts().modules:
+                steps.own_train(module)
             self._skeleton = programs.skeleton(self._parts())
             if self.strategy.seed is not None:
                 manual_seed(self.strategy.seed)
@@ -342,29 +347,3 @@ class Engine:
 def whole(value: Any) -> Any:
     """Each distributed tensor of a nest as it is on one card."""
     return tree_map(lambda x: unshard(x).detach() if isinstance(x, DistTensor) else x, value)
-
-
-def _checked(model: Any, loss: Any, optimizer: Any, clip: Any, each: str) -> tuple[Optimizer, ...]:
-    """The optimizers; EngineError for a part that cannot be one."""
-    if not isinstance(model, nn.Module):
-        raise EngineError(f"Engine: model: want an nn.Module, not {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise EngineError("Engine: model is a DistributedDataParallel: give the module that it wraps, model.module")
-    if loss is not None and (isinstance(loss, type | Tensor) or not callable(loss)):
-        hint = f"an object of it: {loss.__name__}()" if isinstance(loss, type) else f"not {type(loss).__name__}"
-        raise EngineError(f"Engine: loss: want a function or module of outputs and labels, {hint}")
-    listed = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    for one in listed:
-        if not isinstance(one, Optimizer):
-            kind = one.__name__ if isinstance(one, type) else type(one).__name__
-            raise EngineError(f"Engine: optimizer: want a torch.optim.Optimizer, or several, not {kind}")
-        if steps.takes_closure(one):
-            raise EngineError(
-                f"Engine: {type(one).__name__}.step computes the loss several times, which a recorded step cannot: write its "
-                "loop by hand, or take another optimizer"
-            )
-    if clip is not None and (type(clip) not in (int, float) or not clip > 0):
-        raise EngineError(f"Engine: clip_grad_norm={clip!r}: want a number above 0, or None")
-    if each not in ("step", "epoch"):
-        raise EngineError(f"Engine: scheduler_each={each!r}: want 'step' or 'epoch'")
-    return listed

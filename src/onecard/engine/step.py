@@ -201,6 +201,16 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def own_train(module: nn.Module) -> None:
+    """Have a module with a ``train`` of its own say which of its parts stay in evaluation, as a loop's ``model.train()`` has.
+
+    It is asked while all of them are in training: one that is not was put so by it, or by hand, and stays.
+    """
+    for each in module.modules():
+        if type(each).train is not nn.Module.train and all(part.training for part in each.modules()):
+            each.train()
+
+
 @contextmanager
 def in_mode(modules: Sequence[nn.Module], mode: str) -> Iterator[None]:
     """Modules as they are in training, or in evaluation for a while; each is afterwards what it was."""
