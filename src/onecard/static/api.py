@@ -18,7 +18,7 @@ from onecard.comm.agree import check
 from onecard.comm.base.state import faked, unrecorded
 from onecard.comm.world import world
 from onecard.errors import RecordingError
-from onecard.static.call import flat, name_of, recorded
+from onecard.static.call import flat, name_of, recorded, sketched_again
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
 from onecard.static.code.compiled import note_line
@@ -204,6 +204,8 @@ class Static:
                 if checks.found:
                     self._drop(bound)
                 return result
+            if not self._bound:
+                break
         return self._miss(args, kwargs)
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
@@ -216,6 +218,12 @@ class Static:
         leaves, names, tree = flat(self.fn, args, kwargs)
         given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
         if given is MISS:
+            return MISS
+        if self._sketched:
+            bound.checks.sketched(functools.partial(sketched_again, self.fn, leaves, names, tree, self._options))
+            if not bound.checks.found:
+                return bound.replay(args, kwargs)
+            self._drop(bound)
             return MISS
         if self._parts is None:
             result = bound.checks.hold(given, bound.roots, leaves, lambda: self._as_it_is(args, kwargs))
@@ -236,10 +244,13 @@ class Static:
         """A recording that is not what the step does: told, and made anew at the next call; the second time no more."""
         self._unlike += 1
         self._bound = []
+        call = bound.checks.calls + self._sketched  # which has not been done
+        said = f"{name_of(self.fn)}: call {call} does not do what was recorded, so that replays may have been wrong: "
+        if self._sketched and self._unlike >= ENOUGH:
+            raise RecordingError(f"{said}{bound.checks.found}. A step that is cut into stages cannot run as it is")
         then = "runs as it is from now on" if self._unlike >= ENOUGH else "is recorded anew"
         warnings.warn(
-            f"{name_of(self.fn)}: call {bound.checks.calls} does not do what was recorded, so that replays may have been wrong: "
-            f"{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
+            f"{said}{bound.checks.found}. The step {then}; ONECARD_CHECK=0 compares nothing",
             stacklevel=3,
         )
 

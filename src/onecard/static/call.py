@@ -16,19 +16,22 @@ from torch.optim import Optimizer
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard.comm.base.state import faked
+from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
+from onecard.static.capture.script import Script
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import changed_itself, still_before
 from onecard.static.passes import StaticOptions, fitting, rewritten
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
-from onecard.static.run.agreed import check_agreed
+from onecard.static.run.agreed import check_agreed, together
 from onecard.static.run.bound import Bound, kinds_of
+from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import make_room
-from onecard.static.run.rechecked import NEVER, Checks
+from onecard.static.run.rechecked import Checks
 from onecard.static.step.step import Output
 
 
@@ -138,11 +141,13 @@ def recorded(
             _said_of_the_batch(batch)
         raise fault
     _check_backward(recording)
+    beside: list[Group] = []
     if batch is not None:
         seen = None if looker is None else looker.returned(result)
         if looker is not None and looker.unsure:
             seen = batch.compared(looker)
         rows = batch.rows if batch.parts.sketched else lambda: whole
+        beside = together(batch.parts.ranks_of(recording))
         recording = batch.parts.merged(recording, leaves, rows, seen=seen)
     if options.memory_limit is None:
         found = rewritten(recording.graph, options)
@@ -169,9 +174,35 @@ def recorded(
         make_room(recording, roots)
     if not faked.here and (sketched or not recording.makes_states):
         recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
-        recording.bound.checks = NEVER if sketched else Checks(capture.script, lines)
+        recording.bound.checks = Checks(capture.script, [*lines, *beside])
         recording.bound.reading(capture.seen)
     return recording, plain(result)
+
+
+def sketched_again(
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, was: Script
+) -> str:
+    """What differs, in words, between a step that is cut into stages and what was written down of it; "" if nothing does.
+
+    No rank can run it. It is written down once more, without being done: nothing is computed, changed or sent.
+    """
+    assert options.microbatches is not None
+    parts = options.microbatches
+    first = parts.first(leaves, names)
+    capture = Capture(first, names, roots_given(fn, first), options.ask, options.replayed)
+    undo = capture.undone(parts.sketched)
+    try:
+        with autocast(options.dtype, leaves), parts.around():
+            result = capture.run(fn, tree)
+        capture.step(name_of(fn), result)
+        found = between(was, capture.script)
+    except RecordingError as why:
+        found = str(why)
+    finally:
+        capture.settle()
+        undo.back()
+    emptied(capture.recorder.graph)
+    return found
 
 
 def _said_of_the_batch(batch: _WholeCall) -> None:

@@ -94,6 +94,10 @@ class Stages(Microbatches):
         finally:
             apart.here = before
 
+    def ranks_of(self, recording: Step) -> tuple[int, ...]:
+        """The ranks of the pipeline."""
+        return self.line_of(recording)[0]
+
     def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""
         meshes = {i.spec.layout.mesh for i in recording.inputs if i.spec is not None}

@@ -32,6 +32,11 @@ class Microbatches:
     k_steps: int
     avg: bool | None
     sketched: ClassVar[bool] = False
+
+    def ranks_of(self, recording: Step) -> tuple[int, ...]:
+        """The ranks that do one step together, each its own part of it: none."""
+        return ()
+
     """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
 
     def around(self) -> AbstractContextManager[Any]:

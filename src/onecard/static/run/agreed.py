@@ -63,6 +63,11 @@ def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) 
     return lines_used
 
 
+def together(ranks: Sequence[int]) -> list[Group]:
+    """The line of ranks that do one step together; none where one is alone."""
+    return [] if len(ranks) < 2 or pretending() or trace.faking() else [of_ranks(tuple(ranks), "stages")]
+
+
 @contextmanager
 def all_or_none(name: str, ranks: Sequence[int]) -> Iterator[None]:
     """What these ranks do together, each on its own: where one fails, all do, at once. One small message.
@@ -70,14 +75,12 @@ def all_or_none(name: str, ranks: Sequence[int]) -> Iterator[None]:
     Raises:
         RecordingError: others have failed, and this rank has not; names them.
     """
-    alone = len(ranks) < 2 or pretending() or trace.faking()
     fault: Exception | None = None
     try:
         yield
     except Exception as why:
         fault = why
-    if not alone:
-        line = of_ranks(tuple(ranks), "stages")
+    for line in together(ranks):
         record.serving.here = ("to_static", "stages", (len(ranks),))
         theirs: Any = collectives.all_gather(torch.tensor([fault is not None]), line, 0, [1] * len(ranks))
         failed = [rank for rank, found in zip(ranks, theirs.tolist(), strict=True) if found]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import linecache
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onecard._torch.names import OpOverload
+from onecard.static.capture.script import Entry, Ref, Script
 
 
 @dataclass
@@ -48,6 +52,54 @@ def same(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (RuntimeError, ValueError, TypeError):  # what its class says of equality is no answer
         return False
+
+
+def between(was: Script, now: Script) -> str:
+    """What the first difference of two recordings of one step is, in words; "" if they are one."""
+    for entry, other in zip(was.entries, now.entries, strict=False):
+        if entry.target is not other.target:
+            return str(Difference("other", other.target, entry, other.line))
+        for name, value, expected in _arguments(entry, other):
+            if not same(value, expected):
+                known = (name, _known(now, value), _known(was, expected))
+                return str(Difference("argument", known, entry, other.line))
+        if not _same_values(entry.constant, other.constant):
+            values = "values", _known(now, other.constant), _known(was, entry.constant)
+            return str(Difference("argument", values, entry, other.line))
+    if len(was.entries) != len(now.entries):
+        more = len(now.entries) > len(was.entries)
+        entry = (now if more else was).entries[min(len(was.entries), len(now.entries))]
+        return str(Difference("more" if more else "fewer", entry.target, entry, entry.line))
+    if was.tree != now.tree:
+        return str(Difference("returns", None, None))
+    for i, (value, expected) in enumerate(zip(now.results, was.results, strict=True)):
+        if not same(value, expected):
+            return str(Difference("result", (i, value, expected), None))
+    left = next((e for e, other in zip_longest(now.effects, was.effects) if e is not None and e != other), None)
+    return str(Difference("leaves", left, None)) if left is not None else ""
+
+
+def _arguments(entry: Entry, other: Entry) -> Iterator[tuple[Any, Any, Any]]:
+    """Those of a call, by number or name: as they are, and as they were."""
+    yield from ((i, *both) for i, both in enumerate(zip_longest(other.args, entry.args)))
+    yield from ((key, other.kwargs.get(key), entry.kwargs.get(key)) for key in {**entry.kwargs, **other.kwargs})
+
+
+def _same_values(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return x.dtype is y.dtype and x.shape == y.shape and bool(torch.equal(x, y))
+
+
+def _known(script: Script, value: Any) -> Any:
+    return _Named(script.name_of(value)) if isinstance(value, Ref) else value
+
+
+class _Named(str):
+    """A value that is said by its name."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _call(target: Any) -> str:

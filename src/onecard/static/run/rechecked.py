@@ -20,6 +20,7 @@ from onecard.static.run.follower import Follower
 from onecard.static.step.step import MISS
 
 SELDOM = 512  # calls: never more than one of so many is compared in the steady state
+SKETCH_SELDOM = 4096
 
 
 def next_check(call: int) -> int:
@@ -33,6 +34,21 @@ def next_check(call: int) -> int:
         [3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
     """
     return 3 if call < 3 else 4 if call == 3 else call + min(call, SELDOM)
+
+
+def next_sketch(call: int) -> int:
+    """The next call at which a step that nobody can run is written down once more: 3, 8, 64, 512, later each 4096th.
+
+    It takes as long as recording does.
+
+    Example:
+        >>> calls = [2]
+        >>> while calls[-1] < 9000:
+        ...     calls.append(next_sketch(calls[-1]))
+        >>> calls[1:]
+        [3, 8, 64, 512, 4096, 8192, 12288]
+    """
+    return 3 if call < 3 else 8 if call == 3 else call + min(call * 7, SKETCH_SELDOM)
 
 
 class Recounted:
@@ -90,10 +106,19 @@ class Checks:
             return step()
         follower = Follower(self.script, given, roots, leaves, note)
         result = follower.run(step)
-        self.found = str(follower.found or "")
-        if anybody(self.lines, bool(self.found)) and not self.found:
-            self.found = "another rank has found it"
+        self._agree(str(follower.found or ""))
         return result
+
+    def sketched(self, again: Callable[[Script], str]) -> None:
+        """Of a step that nobody can run: ``again`` writes it down once more, and says what differs."""
+        self.due = next_sketch(self.calls + 1) - 1
+        if self.script is not None and sparse_check.on.here:
+            self._agree(again(self.script))
+
+    def _agree(self, found: str) -> None:
+        self.found = found
+        if anybody(self.lines, bool(found)) and not found:
+            self.found = "another rank has found it"
 
 
 NEVER = Checks(None, ())

@@ -1,0 +1,100 @@
+"""Steps that are cut into stages check themselves: what no guard sees is told within a few calls, on all ranks at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import onecard as oc
+from onecard.errors import RecordingError
+from onecard.static.run.rechecked import next_sketch
+from onecard.testing import run_ranks
+
+PLAN = {"pp": 2, "microbatches": 2}
+Factor = Callable[[], float]
+
+
+class Net(nn.Module):
+    """Multiplies by a number that Python finds."""
+
+    def __init__(self, factor: Factor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 12), nn.Linear(12, 3))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.factor()
+
+
+def steps(factor: Factor, count: int) -> tuple[int, list[str]]:
+    """How many steps there were, and what was told, the last refusal with it."""
+    net = Net(factor)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, plan=oc.Plan(**PLAN))
+    x, y, done = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3, 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            for done in range(count):  # noqa: B007
+                run(x, y)
+            end = []
+        except RecordingError as error:
+            end = [f"refused: {error}"]
+    return done, [str(w.message) for w in told if "does not do what was recorded" in str(w.message)] + end
+
+
+def of_numpy() -> Any:
+    random = np.random.default_rng(0)
+    return steps(lambda: float(random.random()), 40)
+
+
+def of_one_rank() -> Any:
+    random = np.random.default_rng(0)
+    return steps(lambda: float(random.random()) if oc.get_rank() == 1 else 0.5, 40)
+
+
+def nothing() -> Any:
+    return steps(lambda: 0.5, 70)
+
+
+@pytest.mark.parametrize("program", [of_numpy, of_one_rank])
+def test_what_python_draws_is_told_and_then_refused(program: Callable[[], Any]) -> None:
+    for rank, (done, told) in enumerate(run_ranks(program, 2)):
+        assert done < 16
+        assert len(told) == 2
+        assert told[1].startswith("refused: ")
+        assert told[1].endswith("A step that is cut into stages cannot run as it is")
+        if program is of_numpy or rank == 1:
+            assert "other was 0." in told[0]
+            assert "float(random.random())" in told[0] or "self.factor()" in told[0]
+        else:
+            assert "another rank has found it" in told[0]
+
+
+def test_what_changes_nothing_is_not_told() -> None:
+    for done, told in run_ranks(nothing, 2):
+        assert (done, told) == (69, [])
+
+
+def test_calls_at_which_a_step_is_written_down_once_more() -> None:
+    calls = [2]
+    while calls[-1] < 10_000:
+        calls.append(next_sketch(calls[-1]))
+    assert calls[1:] == [3, 8, 64, 512, 4096, 8192, 12288]
