@@ -882,11 +882,11 @@ def hooks_on_parameters(at: At) -> Seen:
 
 @habit
 def hooks_before(at: At) -> Seen:
-    net = Net()
-    for p in net.parameters() if type(at) in (At, Level) else ():
+    net, before = Net(), type(at) in (At, Level, Copies, Planned)
+    for p in net.parameters() if before else ():
         p.register_hook(lambda g: g.clamp(-0.02, 0.02))
     net, opt = at.wrap(net, sgd)
-    for p in net.parameters() if type(at) not in (At, Level) else ():  # shard_layer makes new ones
+    for p in net.parameters() if not before else ():  # shard_layer makes new ones
         p.register_hook(lambda g: g.clamp(-0.02, 0.02))
     return at.ended(net, *trained(at, net, opt))
 

@@ -389,6 +389,10 @@ def test_what_cannot_be_exchanged_is_said() -> None:
             net.load_state_dict(kept, assign=True)
         with pytest.raises(FleetError, match="remove it before"):
             del net[0].bias
+        with pytest.raises(FleetError, match="layer '1', a Linear, is set after group_sharded_parallel"):
+            net[1] = nn.Linear(2, 2)
+        net[1] = net[1]
+        net.append(nn.ReLU())
         with pytest.raises(FleetError, match="is of level"):
             fleet.group_sharded_parallel(net, torch.optim.SGD(net.parameters(), 0.1), "os" if level != "os" else "os_g")
         with pytest.raises(FleetError, match=r"create_graph=True\) for parameters of group_sharded_parallel"):

@@ -224,6 +224,26 @@ class Places(dict[str, Any]):
         return lambda given: _Gathered(given, blocks)
 
 
+class Layers(dict[str, Any]):
+    """The layers of a module, in whose places only such come as train nothing that the optimizer has no parts of."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        new = value is not None and any(
+            m._parameters and not isinstance(m._parameters, Places) for m in value.modules()
+        )
+        if new:
+            raise FleetError(
+                f"layer {name!r}, a {type(value).__name__}, is set after group_sharded_parallel, which trains what was there "
+                "before: exchange it before; or begin it anew where it is: with torch.no_grad(): p.copy_(values)"
+            )
+        super().__setitem__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        import copy
+
+        return {name: copy.deepcopy(self[name], memo) for name in self}
+
+
 class _Gathered(Places):
     """Who asks for one by name computes with it, and has it gathered; who asks for all has the twins."""
 

@@ -25,7 +25,15 @@ from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks
 from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, twin_of
 from onecard.fleet.grid import topology
-from onecard.fleet.zero.local_parameter import Places, become_local, local_gradient, mend, of_local, twin_parameter
+from onecard.fleet.zero.local_parameter import (
+    Layers,
+    Places,
+    become_local,
+    local_gradient,
+    mend,
+    of_local,
+    twin_parameter,
+)
 from onecard.tensor import DistTensor
 from onecard.train.zero.blocks import Blocks, BlockSpec, Hook, Piece, Policy
 from onecard.train.zero.master import exchange_all
@@ -86,6 +94,7 @@ class Sharded:
         places = Places.gathering(self.blocks) if self.blocks is not None else Places
         for module in model.modules():
             module.__dict__["_parameters"] = places(module._parameters)
+            module.__dict__["_modules"] = Layers(module._modules)
         model.register_forward_pre_hook(Hook(lambda *_: self.agree()), prepend=True)
         kind = type(model)
         model.__class__ = type(
