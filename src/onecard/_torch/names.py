@@ -278,8 +278,9 @@ foreach_types: dict[str, list[Any]] = {
 
 def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Call a hook of a leaf before those that it has: autograd goes by when each was put in, whatever the dict's order is."""
-    handle, hooks = p.register_hook(hook), p._backward_hooks
-    hooks.update({key: hooks.pop(key) for key in [*hooks] if key != handle.id})  # type: ignore[union-attr]
+    handle = p.register_hook(hook)
+    hooks: Any = p._backward_hooks
+    hooks.update({key: hooks.pop(key) for key in [*hooks] if key != handle.id})
 
 
 def has_hooks_beside(p: Any) -> bool:
