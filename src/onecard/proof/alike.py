@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -29,7 +29,7 @@ def _weights(count: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _most(count: int) -> float:
+def most_of(count: int) -> float:
     """How much a print can change if each number changes by one."""
     return float(_weights(count).abs().sum())
 
@@ -115,9 +115,9 @@ class Alike(Generic[T]):
         shape = tuple(x.shape)
         if shape not in self._by_rows:
             same = [(i, value) for i, (_, _, value, _) in enumerate(self._things) if tuple(value.shape) == shape]
-            marks = [(float(_marks(value).sum()), i) for i, value in same if value.is_floating_point()]
+            marks = [(float(marks_of(value).sum()), i) for i, value in same if value.is_floating_point()]
             self._by_rows[shape] = _Sorted(marks)
-        mine = _marks(x)
+        mine = marks_of(x)
         found = self._by_rows[shape].within(float(mine.sum()), self._slack(x, x) * max(len(x), 1))
         found = [i for i in found if apart(_sorted(x), _sorted(self._things[i][2])) <= self.bound]
         found.sort(key=lambda i: (self._things[i][0] != name, abs(self._things[i][1] - near)))
@@ -139,7 +139,7 @@ class Alike(Generic[T]):
 
     def _slack(self, x: Tensor, value: Tensor) -> float:
         numbers = x.numel() * (2 if x.is_complex() else 1)
-        return self.bound * max(scale_of(x), scale_of(value)) * _most(numbers) * 2 + 1e-12
+        return self.bound * max(scale_of(x), scale_of(value)) * most_of(numbers) * 2 + 1e-12
 
     def _blocks(self, name: str, x: Tensor) -> list[tuple[float, tuple[int, Block]]]:
         found = []
@@ -149,14 +149,14 @@ class Alike(Generic[T]):
         return found
 
 
-def _marks(x: Tensor) -> Tensor:
+def marks_of(x: Tensor) -> Tensor:
     """A number for each row of a table."""
     return _numbers(x) @ _weights(x.shape[1])
 
 
 def _sorted(x: Tensor) -> Tensor:
     """A table with its rows in the order of their marks."""
-    return x[_marks(x).argsort()]
+    return x[marks_of(x).argsort()]
 
 
 def squeezed(x: Tensor) -> Shape:
@@ -207,11 +207,16 @@ def block_in(part: Tensor, value: Tensor, bound: float) -> Block | None:
         >>> block_in(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0, 2.0, 3.0]), 1e-6)
         (slice(2, 4, None),)
     """
+    return next(blocks_in(part, value, bound), None)
+
+
+def blocks_in(part: Tensor, value: Tensor, bound: float) -> Iterator[Block]:
+    """All such places, in order."""
     if part.dim() != value.dim() or not part.dim() or not part.numel():
-        return None
+        return
     starts = _starts(tuple(part.shape), tuple(value.shape))
     if starts is None:
-        return None
+        return
     scale = scale_of(value)
     largest = torch.unravel_index(_size(part).argmax(), part.shape)  # looked for in each block, before all of it is
     grid = value
@@ -221,8 +226,7 @@ def block_in(part: Tensor, value: Tensor, bound: float) -> Block | None:
     for place in like.nonzero().tolist():
         block = tuple(slice(s[i], s[i] + p) for s, i, p in zip(starts, place, part.shape, strict=True))
         if _is_block(part, value, block, bound):
-            return block
-    return None
+            yield block
 
 
 def _number(x: Tensor) -> Tensor:

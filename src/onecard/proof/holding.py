@@ -70,7 +70,9 @@ class Holding:
                 yield how, ranks, _JOINED[how](stacked)
 
 
-_NORMS: tuple[str, ...] = ("norm", "linalg_vector_norm", "_foreach_norm")
+NORMS: tuple[str, ...] = ("norm", "linalg_vector_norm", "_foreach_norm")
+SUMMANDS = (*_JOINED,)
+"""In which ways ranks have a value together."""
 MOVES = ("clone", "copy", "stack", "cat", "_to_copy")
 
 
@@ -78,7 +80,7 @@ def _ways(node: Node, part: Tensor) -> Sequence[str]:
     """In which ways ranks may have a value together."""
     if part.is_complex() or not part.numel():
         return ("sum", "mean")
-    if node.name in _NORMS:
+    if node.name in NORMS:
         return ("norm",)
     if any(word in node.name for word in ("max", "min")):
         return ("max", "min")
@@ -88,7 +90,7 @@ def _ways(node: Node, part: Tensor) -> Sequence[str]:
 def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
     """The ranks whose part is not the right one; of a pending value all of them."""
     if held.value is None or held.value.shape != right.shape or held.layout.pending:
-        return tuple(held.layout.mesh.process_ids)
+        return tuple(held.local)
     scale = scale_of(right)
     mesh = held.layout.mesh
 
@@ -96,7 +98,7 @@ def wrong_ranks(held: Whole, right: Tensor, bound: float) -> tuple[int, ...]:
         want = held.layout.local_part(right, mesh.coordinate(rank))
         return apart(held.local[rank], want) * scale_of(held.local[rank], want)
 
-    return tuple(rank for rank in mesh.process_ids if off(rank) > bound * scale)
+    return tuple(rank for rank in held.local if off(rank) > bound * scale)
 
 
 def _in_shape_of(held: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:

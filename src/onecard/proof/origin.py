@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from onecard.proof.found import Found
-from onecard.proof.holding import MOVES, is_part
+from onecard.proof.holding import MOVES, SUMMANDS, is_part
 from onecard.proof.nodes import Node
-
-SUMMANDS = ("sum", "mean", "max", "min", "norm")
 
 
 def origin(found: Found, ends: Sequence[tuple[int, int, int]], bound: float) -> Node | None:

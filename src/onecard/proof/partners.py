@@ -19,6 +19,8 @@ from onecard.proof.explain import explained
 from onecard.proof.found import Found, equal
 from onecard.proof.holding import Holding, is_part, wrong_ranks
 from onecard.proof.nodes import Node, nodes_of
+from onecard.proof.numbered import number
+from onecard.proof.pieces import complete
 from onecard.proof.seen import Watched
 from onecard.proof.whole import Whole
 
@@ -29,11 +31,13 @@ def partners(ranks: Sequence[Watched], one: Watched, bound: float) -> Found:
     told = {
         m.ranks for watched in ranks for m in watched.messages if len(m.ranks) > 1 and m.kind not in ("send", "recv")
     }
-    found = Found(nodes, alone, places, tuple(sorted({*told, tuple(range(len(ranks)))}, key=len)))
+    found = Found(nodes, alone, places, bound, tuple(sorted({*told, tuple(range(len(ranks)))}, key=len)))
     search = _Search(found, Alike([(node.name, node.order, node.value, node) for node in alone], bound), bound)
     for parts in (("name", "phase", "module", "line"), ("name", "phase", "module"), ("name", "phase")):
         search.pair(parts)
     search.judge()
+    complete(found, bound)
+    number(found, bound)
     return found
 
 

@@ -89,6 +89,8 @@ class Proof:
         widths: which widths were made small, or why none, in words.
         rounded: which differences are rounding that the program multiplies, in words.
         alone: one card's values that none of the ranks' is equal to: operator, phase, module, line, how many.
+        numbered: those that each rank counts in its own way, as indices of its own rows: what they pick is compared instead, and
+            they are not among ``values``.
     """
 
     world: int
@@ -107,6 +109,7 @@ class Proof:
     widths: str = ""
     rounded: str = ""
     alone: tuple[str, ...] = ()
+    numbered: tuple[str, ...] = ()
 
     @property
     def compared(self) -> int:
@@ -132,6 +135,11 @@ class Proof:
                 lines.append(f"  and {len(self.wrong) - SHOWN} more")
             if self.first is not None:
                 lines.append(str(self.first))
+        if self.numbered:
+            counts = sum(int(said.partition(" ")[0]) for said in self.numbered)
+            lines.append(
+                f"  {counts} indices and sizes that each rank counts in its own way: what they pick is compared"
+            )
         if self.passes:
             lines.append(f"  {self.passes}")
         if self.unpaired:

@@ -202,17 +202,16 @@ def _result(
         held = whole({rank: value for rank, value in values.items() if value.spec is not None}, bound)
         if held.odd or held.why:
             return _odd(what, kind, held, right, bound)
-        if held.value is None:
+        layout, mesh = held.layout, held.layout.mesh
+        if held.value is None and layout.pending:  # summands of which some ranks have none
             return Result(what, kind, 0.0)
-        if held.value.shape != right.shape:
+        if held.value is not None and held.value.shape != right.shape:
             return Result(what, kind, float("inf"), (), f"{list(held.value.shape)}, on one card {list(right.shape)}")
-        off = apart(held.value, right)
-        mesh = held.layout.mesh
-        want = {rank: held.layout.local_part(right, mesh.coordinate(rank)) for rank in mesh.process_ids}
-        local = (
-            {rank: held.local[rank] for rank in want} if not held.layout.pending else {mesh.process_ids[0]: held.value}
-        )
-        want = want if not held.layout.pending else {mesh.process_ids[0]: right}
+        want = {rank: layout.local_part(right, mesh.coordinate(rank)) for rank in held.local}
+        local: dict[int, Tensor] = dict(held.local)
+        if layout.pending and held.value is not None:
+            local, want = {min(held.local): held.value}, {min(held.local): right}
+        off = _furthest(local, want, right)
         return Result(what, kind, off, _wrong(local, want, bound) if off > bound else (), "", local, want)
     local = {rank: value.local for rank, value in values.items() if rank in parts}
     want = {}
@@ -222,9 +221,14 @@ def _result(
             why = f"rank {rank} has {list(x.shape)}, its part of one card's is {list(part.shape)}"
             return Result(what, kind, float("inf"), (rank,), why)
         want[rank] = part
-    scale = max(scale_of(right), 1e-12)
-    off = max((apart(x, want[rank]) * scale_of(x, want[rank]) / scale for rank, x in local.items()), default=0.0)
+    off = _furthest(local, want, right)
     return Result(what, kind, off, _wrong(local, want, bound) if off > bound else (), "", local, want)
+
+
+def _furthest(local: Mapping[int, Tensor], want: Mapping[int, Tensor], right: Tensor) -> float:
+    """How far the ranks' parts are from what they should be, relatively to the largest number of the whole."""
+    scale = max(scale_of(right), 1e-12)
+    return max((apart(x, want[rank]) * scale_of(x, want[rank]) / scale for rank, x in local.items()), default=0.0)
 
 
 def _alone(value: Value) -> Value:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -68,17 +69,18 @@ def whole(values: Mapping[int, Value], bound: float) -> Whole:
     """Put the ranks' parts of a distributed value together.
 
     Args:
-        values: of the ranks of its mesh.
+        values: of the ranks of its mesh, or of so many that they have all parts.
         bound: how far copies may be apart.
     """
     spec = next(iter(values.values())).spec
     assert spec is not None
     layout, shape = spec.layout, spec.shape
     local = {rank: value.local for rank, value in values.items()}
-    if any(rank not in local for rank in layout.mesh.process_ids):
+    here = [rank for rank in layout.mesh.process_ids if rank in local]
+    if len(here) < layout.mesh.size and not _have_all(layout, tuple(shape), here):
         return Whole(None, layout, (), "", local)
     parts = {}
-    for rank in layout.mesh.process_ids:
+    for rank in here:
         place = layout.mesh.coordinate(rank)
         assert place is not None
         want = layout.local_shape(shape, place)
@@ -99,6 +101,18 @@ def whole(values: Mapping[int, Value], bound: float) -> Whole:
         layout.local_part(made, place).copy_(part) if not layout.merged else _fill(made, layout, place, part)
         odd += _odd(layout.mesh, members, bound)
     return Whole(made, layout, tuple(sorted(odd)), "", local)
+
+
+def _have_all(layout: Layout, shape: tuple[int, ...], here: Sequence[int]) -> bool:
+    """Whether some ranks of a mesh have all parts: in a recorded pipeline a stage's copies lie on its own ranks alone."""
+    places = {layout.mesh.coordinate(rank) for rank in here}
+    boxes = _boxes(layout, shape)
+    kept = {boxes[place] for place in places if place is not None}
+    if {*boxes.values()} != kept:
+        return False
+    pending = [axis for axis, _ in layout.pending]
+    lines = {tuple(x for axis, x in enumerate(place) if axis not in pending) for place in places if place is not None}
+    return len(places) == len(lines) * prod(layout.mesh.shape[axis] for axis in pending)
 
 
 def _fill(made: Tensor, layout: Layout, place: tuple[int, ...], part: Tensor) -> None:
