@@ -156,3 +156,38 @@ STOPS = {
         "stops.py: ended after 1 optimizer step"
     ),
 }
+
+RESUMED = """
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(29, 6), torch.randint(0, 3, (29,))
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+start = 0
+if os.path.exists("ckpt.pt"):
+    ckpt = torch.load("ckpt.pt", map_location=lambda storage, _: storage)
+    for name, p in model.named_parameters():
+        p.data = ckpt["model"][name]
+    model.load_state_dict(ckpt["model"])
+    optimizer.load_state_dict(ckpt["optimizer"])
+    torch.set_rng_state(ckpt["random"])
+    start = ckpt["epoch"]
+    whole = torch.load("whole.pt", weights_only=False)
+    assert whole[0].weight.shape == model[0].weight.shape and int(whole[1].num_batches_tracked) == 4 * start
+for epoch in range(start, start + 2):
+    for a, b in loader:
+        loss = nn.functional.cross_entropy(model(a), b)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+    torch.save(state | {"random": torch.get_rng_state()}, "ckpt.pt")
+    torch.save(model, "whole.pt")
+"""
+"""Goes on from its own files: states by name and by `.data`, of the optimizer and of random numbers, a pickled module."""

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_a_plain_program(tmp_path, capsys):
     assert "loss 1.0000" in said.err  # the program's own words: standard output is for the answer
     assert main(["estimate", str(tmp_path / "train.py")]) == 0
     assert capsys.readouterr().out.startswith("a step on H100:")
+
+
+def test_a_program_that_goes_on_from_its_own_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = estimated(tmp_path, programs.RESUMED)
+    assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]  # a rehearsal leaves nothing
+    runpy.run_path("train.py")
+    assert {p.name for p in tmp_path.iterdir()} == {"train.py", "ckpt.pt", "whole.pt"}
+    again = estimated(tmp_path, programs.RESUMED)
+    assert again["flops"] == first["flops"]
+    for name in ("parameters", "gradients", "states"):
+        assert again["memory"][name] == first["memory"][name] > 0
 
 
 def test_it_is_the_recording_of_the_step(tmp_path):

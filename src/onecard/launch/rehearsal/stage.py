@@ -20,6 +20,7 @@ import onecard
 from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch.names import no_fakes
+from onecard.launch.rehearsal.loaded import load_by
 from onecard.launch.rehearsal.replicated import Replicated
 from onecard.launch.rehearsal.values import on_cpu
 
@@ -116,6 +117,7 @@ def _programs() -> list[tuple[Any, str, Any]]:
 
     return [
         (nn.Module, "_apply", _applied), (torch, "save", _nothing), (torch, "compile", compiled),
+        (torch, "load", load_by(torch.load)), (torch.serialization, "load", load_by(torch.load)),
         (nn.Module, "compile", _nothing),
         (onecard.checkpoint, "save", _nothing), (DataLoader, "__init__", loader),
         (fakes.loader_iterator, "__init__", start), (fakes.loader_iterator, "__next__", next_batch),

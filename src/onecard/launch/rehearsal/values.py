@@ -59,9 +59,7 @@ class Values(TorchDispatchMode):
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A tensor that is made of no other."""
         made = func(*args, **kwargs)
-        if not isinstance(made, Tensor) or made.is_floating_point() or made.is_complex() or made.numel() > MOST:
-            return made
-        if made.device.type != "cpu":
+        if not isinstance(made, Tensor) or not has_data(made):
             return made
         with no_fakes():
             return func(*args, **kwargs)
@@ -89,6 +87,16 @@ class Values(TorchDispatchMode):
                 f"note: {line} reads a value that is not computed here: it gets 1, here and from now on",
                 file=sys.stderr,
             )
+
+
+def has_data(x: Tensor) -> bool:
+    """Whether a tensor of its kind has data: whole numbers on the CPU that are not too many.
+
+    Example:
+        >>> has_data(torch.arange(3)), has_data(torch.ones(3))
+        (True, False)
+    """
+    return not (x.is_floating_point() or x.is_complex()) and x.numel() <= MOST and x.device.type == "cpu"
 
 
 def holds_others(kind: type) -> bool:
