@@ -33,6 +33,24 @@ def _update(path: Path) -> str:
     return text
 
 
+def _inside(folder: Path, text: str) -> Any:
+    """Relative paths, from a folder that may be this rank's alone."""
+    above = os.getcwd()
+    os.chdir(folder)
+    try:
+        made = Path("inner")
+        made.write_text(text)
+        there = (Path.cwd() == folder, os.path.abspath("inner") == str(folder / "inner"), sorted(os.listdir()))
+        return (
+            there,
+            (folder / "inner").read_text(),
+            sorted(p.name for p in Path("..").glob("*")),
+            Path("../a").exists(),
+        )
+    finally:
+        os.chdir(above)
+
+
 OPERATIONS: dict[str, Callable[[Path, Path, str], Any]] = {
     "write": lambda a, b, t: _text(a, "w", t),
     "append": lambda a, b, t: _text(a, "a", t),
@@ -55,6 +73,10 @@ OPERATIONS: dict[str, Callable[[Path, Path, str], Any]] = {
     "scan": lambda a, b, t: sorted((e.name, e.is_dir()) for e in os.scandir(a.parent)),
     "walk": lambda a, b, t: sorted((Path(f).name, sorted(d), sorted(n)) for f, d, n in os.walk(a.parent)),
     "glob": lambda a, b, t: sorted(p.name for p in a.parent.glob("*")),
+    "copy all": lambda a, b, t: str(shutil.copy2(a, b))[-1:],
+    "mode": lambda a, b, t: (os.chmod(a, 0o640), oct(os.stat(a).st_mode)),
+    "attributes": lambda a, b, t: os.listxattr(a),
+    "enter": lambda a, b, t: _inside(a, t),
     "low": lambda a, b, t: os.close(os.open(a, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)),
 }
 
@@ -97,6 +119,18 @@ def test_an_overlay_is_the_disk(tmp_path, seed):
     assert _disk(other) == before
 
 
+def test_every_call_with_a_path_is_sent_to_the_overlay(tmp_path):
+    """By the lists of calls that Python keeps itself, so that a new one is not forgotten."""
+    names = {
+        call.__name__ for listed in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks) for call in listed
+    }
+    names |= {"getcwd", "getcwdb", "lchown", "rmdir", "setxattr", "getxattr", "listxattr", "removexattr"}
+    before = {name: getattr(os, name) for name in names - {"execve"}}  # of a command, which is the disk's
+    with ExitStack() as stack:
+        over(Overlay(tmp_path / "mine"), stack)
+        assert [name for name, call in before.items() if getattr(os, name) is call] == []
+
+
 def test_what_rank_0_has_written_since_is_not_there(tmp_path):
     old = tmp_path / "old"
     old.write_text("before")
@@ -123,8 +157,9 @@ def test_rank_0_writes_and_notes(tmp_path):
         over(noted, stack)
         (tmp_path / "log").write_text("x")
         os.mkdir(tmp_path / "folder")
-        os.remove(tmp_path / "log")
-    assert [*noted.written] == [str(tmp_path / "log")]
+        os.replace(tmp_path / "log", tmp_path / "final")
+        os.remove(tmp_path / "final")
+    assert [*noted.written] == [str(tmp_path / "log"), str(tmp_path / "final")]
     assert not (tmp_path / "log").exists() and (tmp_path / "folder").is_dir()
 
 

@@ -33,12 +33,15 @@ def over(overlay: Overlay, stack: ExitStack) -> None:
     for module in (builtins, io):
         put(module, "open", lambda real: opened)
     put(os, "open", calls.os_open)
-    for name in ("stat", "lstat", "access", "readlink", "statvfs"):
+    for name in ("stat", "lstat", "access", "readlink", "statvfs", "pathconf", "listxattr", "getxattr"):
         put(os, name, calls.at(overlay.reading))
-    for name in ("chmod", "utime", "truncate", "setxattr"):
+    for name in ("chmod", "utime", "truncate", "setxattr", "removexattr", "chown", "lchown"):
         put(os, name, calls.at(lambda path: overlay.writing(path, True)))
-    for name in ("remove", "unlink"):
+    for name in ("remove", "unlink", "mkfifo", "mknod"):
         put(os, name, calls.at(overlay.changing))
+    put(os, "chdir", calls.at(overlay.entering))
+    put(os, "getcwd", lambda real: lambda: overlay.seen(real()))
+    put(os, "getcwdb", lambda real: lambda: os.fsencode(overlay.seen(os.fsdecode(real()))))
     put(os, "rmdir", calls.at(overlay.moving))
     put(os, "mkdir", calls.mkdir)
     for name in ("rename", "replace"):
@@ -171,7 +174,7 @@ class _Calls:
         def listdir(path: Any = ".") -> list[Any]:
             here = self.overlay.listing(path)
             found = told(path, real, here)
-            if isinstance(path, int) or here is not path:  # its own copy has nothing of another rank
+            if isinstance(path, int) or self.overlay.text(here) is None:  # its own copy has nothing of another rank
                 return list(found)
             folder = os.path.abspath(os.fsdecode(path))
             return [n for n in found if not self.overlay.is_hidden(os.path.join(folder, os.fsdecode(n)))]
@@ -187,7 +190,7 @@ class _Calls:
                 return real(path)
             with told(path, real, here) as entries:
                 shown = [_Entry(entry, os.path.join(os.fsdecode(path), entry.name)) for entry in entries]
-            if here is path:
+            if self.overlay.text(here) is not None:
                 shown = [entry for entry in shown if not self.overlay.is_hidden(os.path.abspath(entry.path))]
             return _Entries(iter(shown))
 

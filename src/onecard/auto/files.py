@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 # Python's own, which a process sends here once its calls go through an overlay.
-_lstat, _stat, _listdir, _mkdir, _symlink, _unlink, _readlink, _rename = (
-    os.lstat, os.stat, os.listdir, os.mkdir, os.symlink, os.unlink, os.readlink, os.rename,
+_lstat, _stat, _listdir, _mkdir, _symlink, _unlink, _readlink, _cwd = (
+    os.lstat, os.stat, os.listdir, os.mkdir, os.symlink, os.unlink, os.readlink, os.getcwd,
 )  # fmt: skip
 _open = io.open
 _LIBC = ctypes.CDLL(None)
@@ -98,7 +98,7 @@ class Overlay:
         if text is None:
             return path
         if not self._is_governed(text):
-            return self.folder + text if self._is_new(text) else path
+            return self.folder + text if self._is_new(text) else self._on_disk(path, text)
         mine = self.folder + text
         return _readlink(mine) if _kind(mine) == stat.S_IFLNK and self._is_ours(mine) else mine
 
@@ -150,9 +150,25 @@ class Overlay:
         """Where a folder is listed; what ``is_hidden`` says is not in it."""
         text = self.text(path)
         if text is None or not (self._is_governed(text) or text in self._copied):
-            return path
+            return path if text is None else self._on_disk(path, text)
         self.copy(text)
         return self.folder + text
+
+    def entering(self, path: Any) -> Any:
+        """Where a folder is that becomes the present one: the disk's, unless this rank has made or changed it."""
+        text = self.text(path)
+        if text is None:
+            return path
+        is_disks = text not in self._copied and _is_folder(text) and not self._is_new(text)
+        return text if is_disks and not self._is_gone(text) else self.reading(path)
+
+    def seen(self, folder: str) -> str:
+        """What the program is told of a folder that it is in: its own path, also of a copy."""
+        return folder[len(self.folder) :] if self.folder and folder.startswith(self.folder + "/") else folder
+
+    def _on_disk(self, path: Any, text: str) -> Any:
+        """A path as it was given, unless the present folder is a copy, from which a relative one leads elsewhere."""
+        return text if _cwd().startswith(self.folder + "/") else path
 
     def is_hidden(self, path: str) -> bool:
         """Whether an entry of a folder of the disk is another rank's."""
@@ -204,6 +220,10 @@ class Overlay:
             below, folder = folder, os.path.dirname(folder)
         return below == text or _kind(self.folder + below) not in (stat.S_IFDIR, stat.S_IFLNK)
 
+    def _is_gone(self, text: str) -> bool:
+        """Whether this rank's copies say that nothing is there."""
+        return self._is_governed(text) and not _kind(self.folder + text)
+
     def _is_ours(self, link: str) -> bool:
         """Whether a link was made by ``copy``: to the place of the disk where something is."""
         target = _readlink(link)
@@ -235,3 +255,7 @@ class Noted(Overlay):
         if not text.startswith(_SYSTEM):
             self.written[text] = None
         return path
+
+    def moved(self, source: Any, target: Any) -> None:
+        """A file that was written under another name."""
+        self.writing(target)

@@ -46,6 +46,7 @@ def _converted(read: Callable[..., Any], f: Any, map_location: Any, given: dict[
 
     value = tree_map(convert, value)
     for part in [part for module in modules for part in module.modules()]:
+        held: dict[str, Any]
         for held in (part._parameters, part._buffers):
             held.update({name: _without(x, devices) for name, x in held.items() if x is not None})
     return value
