@@ -67,6 +67,10 @@ def test_a_program_that_goes_on_from_its_own_files(tmp_path, monkeypatch):
         assert again["memory"][name] == first["memory"][name] > 0
 
 
+def test_a_loader_that_reads_what_was_computed_before(tmp_path):
+    assert estimated(tmp_path, programs.NORMALISED)["flops"] == 2 * 2 * 4 * 48 * 3
+
+
 def test_it_is_the_recording_of_the_step(tmp_path):
     """Programs by marks: what `oc.record` writes down of the same step."""
     data = estimated(tmp_path, programs.MARKS, "--world", "4", "--rank", "1")

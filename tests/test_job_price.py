@@ -271,3 +271,21 @@ def test_a_module_that_was_changed_is_priced_anew():
 def test_what_cannot_be_priced_is_said(model, given, batch, said):
     with pytest.raises(oc.errors.PlanError, match=said):
         oc.price(model, oc.Plan(**KEPT, **given), A100, batch=batch)
+
+
+class Noisy(torch.nn.Module):
+    """Has random numbers of its own, as timm's averages have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.draws = torch.nn.Linear(4, 3), torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).square().mean()
+
+
+def test_a_model_with_a_generator() -> None:
+    model = Noisy()
+    before = model.draws.get_state()
+    assert oc.price(model, oc.Plan(), A100, batch=torch.randn(4, 4)).seconds > 0
+    assert torch.equal(model.draws.get_state(), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -44,8 +45,17 @@ def _kind() -> type:
 
 def as_fake(x: Tensor) -> Tensor:
     """The tensor without data that stands for one with data: the same one each time."""
-    mode: Any = names._mode_of(names._FAKE)
-    return mode.from_tensor(x)
+    return mode_now().from_tensor(x)
+
+
+def again(mode: Any) -> AbstractContextManager[Any]:
+    """Inside, tensors that are made have no data, by that mode; as it is, if they have none already."""
+    return nullcontext() if mode is None or names.fakes() else mode
+
+
+def mode_now() -> Any:
+    """The mode in which tensors are made without data; None: they have some."""
+    return names._mode_of(names._FAKE)
 
 
 def stand_in(x: Tensor) -> Tensor:

@@ -264,6 +264,8 @@ def without_data(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters, buffers and other tensors have no data; inside of ``pretend(fake=True)``."""
     memo: dict[int, Any] = {}
     kept = [tree_leaves(list(vars(m).values())) for m in module.modules()]  # parameters and buffers lie in dicts, too
+    for g in (x for leaves in kept for x in leaves if isinstance(x, torch.Generator)):
+        memo[id(g)] = g.clone_state()  # torch's own copies a tensor of its state, of which there is none here
     for t in (x for leaves in kept for x in leaves if isinstance(x, Tensor)):
         made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
         memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made

@@ -30,6 +30,7 @@ class Values(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.told: set[str] = set()
+        self._fakes = fakes.mode_now()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,6 +47,11 @@ class Values(TorchDispatchMode):
                 return func(*args, **kwargs)
             with no_fakes():
                 return func(*args, **kwargs)
+        with fakes.again(self._fakes):  # a loader reads with data, and may meet a mean that the program computed before
+            return self._without(func, args, kwargs)
+
+    def _without(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator on tensors of which one has no data."""
         if func is aten.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]])
         if func is aten.index_put_.default:
