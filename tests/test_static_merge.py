@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "batch norm": {"k": 2, "norm": nn.BatchNorm1d},  # statistics are those of each microbatch, as in the loop
     "sums": {"k": 4, "reduction": "sum"},
     "recompute": {"k": 4, "drop": 0.3, "also": ["recompute"]},
-    "no pass": {"k": 2, "without": [*oc.graph.passes.PASSES]},
+    "no pass": {"k": 2, "without": [*oc.static.passes.PASSES]},
     "three": {"k": 3, "close": 1e-6},  # thirds are rounded in another place
     "one row each": {"k": ROWS, "close": 1e-6},
 }

@@ -7,7 +7,7 @@ from onecard import _needed as _needed  # first: it says of an old torch what is
 # isort: split
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from onecard import _addresses
+from onecard import _addresses, _deprecated
 from onecard import checkpoint as checkpoint
 from onecard import fleet as fleet
 from onecard._torch.patches import unpatch
@@ -123,3 +123,6 @@ __all__ = [
 
 def __getattr__(name: str) -> _ModuleType:
     return _addresses.module_or(lambda _, name: _refuse(name))(__name__, name)
+
+
+_deprecated.install(_deprecated.TABLE)

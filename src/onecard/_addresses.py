@@ -13,14 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from onecard import _deprecated
+
 ROOT = Path(__file__).parent
-RENAMED = {
-    "graph": "static",
-    "parallel": "train",
-    "modules": "train.modules",
-    "message_report": "reports.messages",
-    "operator_report": "reports.operators",
-}
+RENAMED = _deprecated.modules()
 KNOWN = ("place", "machine", "moves", "reports", "launch")
 """The rooms of which modules lay in the package itself, before it had rooms: of no other is one found without its room."""
 
@@ -48,6 +44,8 @@ class _Floors(MetaPathFinder):
         package, _, address = name.partition(".")
         if package != "onecard" or (address.partition(".")[0] in RENAMED) != self.renamed:
             return None
+        if self.renamed and address in RENAMED:
+            _deprecated.tell(RENAMED[address])
         found = home_of(address)
         return None if found in (None, name) else ModuleSpec(name, _Same(str(found)), is_package=True)
 
@@ -62,7 +60,8 @@ def home_of(address: str) -> str | None:
         (None, None)
     """
     room, _, rest = address.partition(".")
-    full = ".".join(filter(None, (RENAMED.get(room, room), rest)))
+    place = RENAMED[room].new.partition(".")[2] if room in RENAMED else room
+    full = ".".join(filter(None, (place, rest)))
     *above, last = full.split(".")
     folder = ROOT.joinpath(*above)
     if not folder.is_dir():
@@ -84,7 +83,10 @@ def module_or(refuse: Callable[[str, str], NoReturn]) -> Callable[[str, str], Mo
     """
 
     def look_up(package: str, name: str) -> ModuleType:
-        home = None if name.startswith("_") else home_of(f"{package}.{name}".partition(".")[2])
+        address = f"{package}.{name}".partition(".")[2]
+        if address in RENAMED:
+            _deprecated.tell(RENAMED[address])
+        home = None if name.startswith("_") else home_of(address)
         return importlib.import_module(home) if home else refuse(package, name)
 
     return look_up

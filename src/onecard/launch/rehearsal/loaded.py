@@ -45,10 +45,10 @@ def _converted(read: Callable[..., Any], f: Any, map_location: Any, given: dict[
         return _without(x, devices) if isinstance(x, Tensor) else x
 
     value = tree_map(convert, value)
-    for part in [part for module in modules for part in module.modules()]:
-        held: dict[str, Any]
-        for held in (part._parameters, part._buffers):
-            held.update({name: _without(x, devices) for name, x in held.items() if x is not None})
+    parts = [part for module in modules for part in module.modules()]
+    tables: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
+    for held in tables:
+        held.update({name: _without(x, devices) for name, x in held.items() if x is not None})
     return value
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from onecard import _deprecated
 from onecard.static.capture import autocast
 from onecard.static.code.segments import check_backend
 from onecard.static.passes.microbatches import Microbatches, asked
-
-RENAMED = {"apart": "decompositions", "names": "noop_views", "equal": "common_subexpressions"}
-"""Passes by the names that they had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +59,4 @@ class StaticOptions:
         """The passes that do not run, by their present names."""
         # Another backend reuses memory itself, and takes what does not write only.
         more = () if self.backend == "eager" else ("inplace",)
-        return (*(RENAMED.get(name, name) for name in self.without), *more)
+        return (*(_deprecated.value("onecard.to_static", "without", name) for name in self.without), *more)
