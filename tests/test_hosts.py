@@ -176,6 +176,12 @@ for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfl
             x = x.t().contiguous().t() if strided and me % 2 else x
             dist.broadcast(x, root)
             assert torch.equal(x, want), (dtype, root, strided)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) if dtype in (torch.float32, torch.int64, torch.bfloat16) else ():
+            each = [torch.arange(6).add(rank).to(dtype).view(2, 3) for rank in range(n)]
+            x = each[me].t().contiguous().t() if me % 2 else each[me].clone()
+            dist.reduce(x, root, op)
+            want = sum(each) if op == dist.ReduceOp.SUM else each[-1]
+            assert torch.equal(x, want if me == root else each[me]), (dtype, root, op)
     parts = [torch.zeros(3, 2, dtype=dtype) for _ in range(n)]
     parts[1] = torch.zeros(2, 3, dtype=dtype).t()
     dist.all_gather(parts, torch.full((3, 2), me).to(dtype))
@@ -184,6 +190,7 @@ dist.broadcast(torch.empty(0), 3)
 
 x, parts = torch.ones(P), [torch.empty(P) for _ in range(n)]
 found = {f"broadcast from {root}": crossed(dist.broadcast, x, root) for root in range(n)}
+found |= {f"reduce to {root}": crossed(dist.reduce, x, root) for root in range(n)}
 found["all_gather"] = crossed(dist.all_gather, parts, x)
 found["gather"] = crossed(dist.gather, x, parts if me == 1 else None, 1)
 found["scatter"] = crossed(dist.scatter, x, parts if me == 1 else None, 1)
@@ -195,6 +202,7 @@ if me == 0:
 # as each byte is for one rank: two ranks' to the root, and half of each of four.
 LEAST = {
     **{f"broadcast from {root}": 1.0 for root in range(4)},
+    **{f"reduce to {root}": 1.0 for root in range(4)},
     "all_gather": 4.0,
     "gather": 2.0,
     "scatter": 2.0,

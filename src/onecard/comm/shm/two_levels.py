@@ -4,7 +4,8 @@ A sum is three steps. The ranks of a host add what they have, and each gets its 
 their parts by Gloo; the ranks of a host give each other the parts. P bytes over 2 hosts take 1.0 P from each host, however many
 ranks it has; a ring over all n ranks takes 2 (n - 1) / n P.
 
-A broadcast goes to one rank of each host, and from there to the others; an all-gather crosses once for each host.
+A broadcast goes to one rank of each host, and from there to the others; a sum for one rank the other way; an all-gather crosses
+once for each host.
 
 Gather, scatter, all-to-all and sends go by a group of Gloo over all ranks: each byte is for one rank, and crosses once as it is.
 """
@@ -13,6 +14,7 @@ Gather, scatter, all-to-all and sends go by a group of Gloo over all ranks: each
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -40,6 +42,14 @@ _REDUCED = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
+}
+
+
+_JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
 }
 
 
@@ -211,6 +221,40 @@ class HostsGroup(OtherDevices):
             steps.append(lambda _: tensors.fill(tensor, dense))
         return self._inside._start(in_turn(steps), [tensor], opts)
 
+    def reduce(self, given: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduces a tensor into that of the root: each host to one rank, and those ranks to the root."""
+        (tensor,) = given if isinstance(given, list | tuple) else (given,)
+        op = getattr(opts, "reduceOp", None) or SUM
+        if not self._takes(tensor, op):
+            return self._flat_call("reduce", [tensor], opts)
+        root, join = root_of(opts), _JOINED[name_of(op)]
+        host = next(number for number, ranks in enumerate(self._grid) if root in ranks)
+        place = self._grid[host].index(root)
+        takes_part, is_root = self._inside.rank() == place, self.rank() == root
+        dense = tensors.dense(tensor)
+        mine = torch.empty_like(dense) if takes_part and not is_root else dense  # what it gave stays what it was
+        options = dist.GatherOptions()
+        options.rootRank = host
+
+        def begin(_: float) -> None:
+            if mine is not tensor:
+                tensors.fill(mine, tensor)
+
+        def cross(deadline: float) -> None:
+            """Gloo's own reduce sends half of it twice."""
+            if not takes_part:
+                return
+            flat = mine.detach().view(-1)
+            each = list(flat.new_empty((len(self._grid), flat.numel()))) if is_root else []
+            self._await(self._line.gather([each] if is_root else [], [flat], options), deadline)
+            if is_root:
+                flat.copy_(functools.reduce(join, each))
+                if mine is not tensor:
+                    tensors.fill(tensor, mine)
+
+        inside = self._inside._reduction([mine], name_of(op), place)
+        return self._inside._start(in_turn([begin, inside, cross]), [tensor], opts)
+
     def _takes(self, tensor: Tensor, op: Any) -> bool:
         """Whether a reduction of such a tensor goes by two levels: the same on all ranks."""
         here = tensors.here(tensor) and tensor.layout is torch.strided
@@ -258,8 +302,8 @@ class HostsGroup(OtherDevices):
             return getattr(self._elsewhere(first), name)(*args, **more)
         return getattr(self._whole, name)(*(a for a in args if a is not None), **more)
 
-    reduce, allgather_coalesced = _flat("reduce"), _flat("allgather_coalesced")
     gather, scatter, reduce_scatter = _flat("gather"), _flat("scatter"), _flat("reduce_scatter")
+    allgather_coalesced = _flat("allgather_coalesced")
     alltoall, alltoall_base = _flat("alltoall"), _flat("alltoall_base")
     all_to_all_single = _flat("alltoall_base")
     send, recv, recv_anysource = _flat("send"), _flat("recv"), _flat("recv_anysource")
