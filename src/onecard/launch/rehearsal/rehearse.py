@@ -81,8 +81,10 @@ def _code(stop: SystemExit) -> str:
 
 
 def said(fault: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of what an error says; torch's names for "values decide" say it in words."""
     text = str(fault).strip().splitlines()
+    if type(fault).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException") and text:
+        return f"values decide what {text[0].removesuffix('.default')} gives, and there are none in a rehearsal"
     return f"{type(fault).__name__}: {text[0]}" if text else type(fault).__name__
 
 
