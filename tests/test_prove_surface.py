@@ -192,11 +192,12 @@ def test_the_command_under_a_plan(tmp_path, capsys):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)
     oc.Plan(dp=2, zero=1).save(plan)
-    outputs = ["--html", str(tmp_path / "out.html"), "--json", str(tmp_path / "out.json")]
-    status = command.main([str(script), "--plan", str(plan), "--narrow", "hidden", *outputs, "--", "--hidden", "4097"])
+    words = [str(script), "--plan", str(plan), "--narrow", "hidden", "--html", str(tmp_path / "out.html")]
+    status = command.main([*words, "--", "--hidden", "4097"])
     said = capsys.readouterr().out
     assert status == 0 and said.startswith("Equal"), said
-    data = json.loads((tmp_path / "out.json").read_text())
+    assert command.main([*words, "--json", "--", "--hidden", "4097"]) == 0
+    data = json.loads(capsys.readouterr().out)
     assert data["equal"] and data["world"] == 2
     assert "equal on 2 ranks" in (tmp_path / "out.html").read_text()
 
@@ -205,7 +206,8 @@ def test_what_cannot_be_proved_has_a_status_of_its_own(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')")
     assert command.main([str(script)]) == 2
-    assert "no data" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert 'train.py", line 1' in said and "ValueError: no data" in said  # the script's own traceback
     assert command.main([str(script), "--narrow", "hidden"]) == 2
     assert "does not say how large it is" in capsys.readouterr().err
 

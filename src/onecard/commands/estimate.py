@@ -79,7 +79,7 @@ def _run(asked: Asked, script: list[str]) -> int:
 
 def _check(asked: Asked) -> None:
     check_script(asked.script)
-    check_rank(asked.world, asked.rank)
+    check_rank(asked.world or 1, asked.rank)
     if asked.per_host < 0:
         raise PlanError(f"--per_host {asked.per_host}; ranks on a host, 0 if all are on one")
     if asked.plan is None and asked.output.html is not None:

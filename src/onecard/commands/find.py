@@ -89,11 +89,12 @@ def searched(
     machine: Machine,
     memory: float,
     fixed: Mapping[str, Any] = PLAIN,
+    objective: str = "time",
 ) -> tuple[Plans, dict[str, list[int]]]:
     """The plans of a program for one card, and the shapes of its parameters by name.
 
     Args:
-        memory: GiB of a rank; 0: what the machine has. fixed: as for ``oc.plan``.
+        memory: GiB of a rank; 0: what the machine has. fixed, objective: as for ``oc.plan``.
 
     Raises:
         RehearsalError: it cannot be run without devices, or not be divided; the cause is what stopped it.
@@ -107,7 +108,9 @@ def searched(
             model, batch, loss = program.parts()
             names = {name: list(p.shape) for name, p in model.named_parameters()}
             limit = int(memory * 2**30) if memory else None
-            found = plan(model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed)
+            found = plan(
+                model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed, objective=objective
+            )  # fmt: skip
         except NothingFits:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as why:

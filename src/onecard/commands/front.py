@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from onecard.comm.base.record import _NOT_USERS
-from onecard.errors import OnecardError, PlanError
+from onecard.errors import OnecardError, PlanError, ProofError
 from onecard.launch.rehearsal.rehearse import RehearsalError
 
 FINE, NO, CANNOT = 0, 1, 2
@@ -42,7 +42,7 @@ def answered(name: str, act: Callable[[], int]) -> int:
     """
     try:
         return act()
-    except RehearsalError as error:
+    except (RehearsalError, ProofError) as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, OnecardError):
             sys.stderr.write(scripts_traceback(error.__cause__))
         return refuse(name, error)
@@ -84,8 +84,10 @@ def check_rank(world: int, rank: int) -> None:
     Raises:
         PlanError: there is no such rank.
     """
-    if world < 0 or not 0 <= rank < (world or 1):
-        raise PlanError(f"--rank {rank} of --world {world or 1}: ranks go from 0 below it")
+    if world < 1:
+        raise PlanError(f"--world {world}: want a number from 1")
+    if not 0 <= rank < world:
+        raise PlanError(f"--rank {rank} of --world {world}: ranks go from 0 below it")
 
 
 def print_json(data: Any) -> None:

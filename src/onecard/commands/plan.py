@@ -18,6 +18,7 @@ from onecard.commands.front import (
     NO,
     Flag,
     answered,
+    check_rank,
     check_script,
     divided,
     parsed,
@@ -80,8 +81,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(asked: Asked, words: list[str]) -> int:
-    if asked.world < 1 or asked.batch < 0 or asked.memory < 0:
-        raise PlanError(f"--world {asked.world} --batch {asked.batch} --memory {asked.memory:g}: numbers from 1")
+    for name, number in (("batch", asked.batch), ("memory", asked.memory)):
+        if number < 0:
+            raise PlanError(f"--{name} {number:g}: want a number above 0; without it, as --help says")
+    check_rank(asked.world, 0)
+    if asked.objective not in OBJECTIVES:
+        raise PlanError(f"--objective {asked.objective}: want one of {', '.join(OBJECTIVES)}")
     fixed = {name: typed(name, value, "fixed") for name, value in pairs("fixed", asked.fixed).items()}
     script = asked.target.endswith(".py")
     try:
@@ -109,7 +114,9 @@ def _script(asked: Asked, words: list[str], fixed: Mapping[str, Any]) -> tuple[P
         )
     check_script(Path(asked.target))
     on = machine_named(asked.machine, Machine.measure) if asked.machine else this_machine()
-    found, names = searched(Path(asked.target), words, asked.world, on, asked.memory, {**PLAIN, **fixed})
+    found, names = searched(
+        Path(asked.target), words, asked.world, on, asked.memory, {**PLAIN, **fixed}, asked.objective
+    )
     return found, Job(found.best, names).to_json()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from onecard.commands.estimate import divided
-from onecard.commands.simulate import refuse
+from onecard.commands.front import FINE, NO, Flag, answered, check_rank, check_script, divided, parsed, print_json
 from onecard.commands.waiting import waiting
-from onecard.errors import OnecardError, ProofError
+from onecard.errors import ProofError
 from onecard.planning.plan import Plan
 from onecard.proof.api import prove
 from onecard.proof.report import Proof
@@ -58,8 +56,8 @@ class Asked:
     """the same, and which pass is at fault if they are not equal"""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """write the report as one HTML file, too"""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """write it as data"""
+    json: Flag = False
+    """all that was found as JSON, in place of the report"""
     show: bool = False
     """what the program prints, of every rank"""
 
@@ -67,17 +65,23 @@ class Asked:
 def main(argv: Sequence[str]) -> int:
     """Proves a program and prints what was found; returns the exit status: 0 equal, 1 not equal, 2 for what cannot be."""
     ours, words = divided(argv)
-    asked = tyro.cli(Asked, args=ours, prog="onecard prove", use_underscores=True)
-    try:
-        proof = _proof(asked, words)
-    except OnecardError as error:
-        return refuse("prove", error)
+    asked = parsed(Asked, ours, "prove")
+    return answered("prove", lambda: _run(asked, words))
+
+
+def _run(asked: Asked, words: Sequence[str]) -> int:
+    for script in filter(None, (asked.script, asked.against)):
+        check_script(script)
+    if asked.world is not None:
+        check_rank(asked.world, 0)
+    proof = _proof(asked, words)
     if asked.html is not None:
         proof.html(asked.html, asked.script.name)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(proof.data(), indent=1) + "\n", encoding="utf-8")
-    print(proof.text(), file=sys.stdout)
-    return 0 if proof else 1
+    if asked.json:
+        print_json(proof.data())
+    else:
+        print(proof.text(), file=sys.stdout)
+    return FINE if proof else NO
 
 
 def _proof(asked: Asked, words: Sequence[str]) -> Proof:
@@ -92,7 +96,7 @@ def _proof(asked: Asked, words: Sequence[str]) -> Proof:
         return replace(_ran(asked, small), widths=said_of(less))
     except ProofError as fault:
         why = f"widths as they are: with smaller ones {str(fault).splitlines()[0]}"
-        return replace(_ran(asked, words), widths=why)
+    return replace(_ran(asked, words), widths=why)
 
 
 def _ran(asked: Asked, words: Sequence[str]) -> Proof:
