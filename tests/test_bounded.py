@@ -27,6 +27,7 @@ FINITE = {
     "onecard.rules.call.schema_of": "operators",
     "onecard.rules.traits.traits_of": "operators",
     "onecard.comm.shm.reduction.fold": "reductions and dtypes",
+    "onecard.static.passes.inplace._form_of": "operators",
     "onecard.rules.verify.report.calls_of_samples": "one",
     "onecard.testing._run._context": "one",
 }

@@ -35,10 +35,11 @@ OF_ALL_WORLDS = {
     "the mechanism itself": ("comm.base.state.kept",),
     "a Kept, set for the world that is entered": ("comm.base.state.machine.here", "comm.joined.hub.hub.here"),
     "functions of their key alone, of a bounded number of entries": (
-        "comm.agree.clock._codes", "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
+        "comm.agree.clock._codes", "comm.base.record._is_users",
+        "comm.issue.plain.reduces", "comm.shm.reduction.fold", "fleet.zero.local_parameter._kind",
         "tensor.random_operators.draw._law", "tensor.dispatch.entry.by_value",
         "tensor.aliasing.strides.expanded", "tensor.aliasing.strides.overlaps",
-        "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place", "tensor.rows.owners._places",
+        "tensor.aliasing.strides.own_stride", "tensor.aliasing.strides.place", "tensor.rows.owners._of_dim",
     ),
     "of objects, for as long as they live": (
         "comm.shm.group.alive", "fleet.gradients.merging._known", "fleet.gradients.scaling._resting",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -279,8 +279,7 @@ foreach_types: dict[str, list[Any]] = {
 def hook_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Call a hook of a leaf before those that it has: autograd goes by when each was put in, whatever the dict's order is."""
     handle = p.register_hook(hook)
-    hooks: Any = p._backward_hooks
-    hooks.update({key: hooks.pop(key) for key in [*hooks] if key != handle.id})
+    (hooks := cast(Any, p)._backward_hooks).update({key: hooks.pop(key) for key in [*hooks] if key != handle.id})
 
 
 def has_hooks_beside(p: Any) -> bool:

@@ -177,8 +177,8 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
     apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
-        case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first, apart, tuple(unpaired),
-        time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
+        case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first, apart,
+        tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
         numbered=found.names_numbered(),
     )  # fmt: skip
 

@@ -133,8 +133,9 @@ def _counted(chosen: Tensor, experts: int) -> Tensor:
     """
     local = chosen._local if isinstance(chosen, DistTensor) else chosen
     if local.is_floating_point():
-        place = chosen.mesh.coordinate() if isinstance(chosen, DistTensor) else None
-        first = chosen._spec.layout.bounds(tuple(chosen.shape), 1, place)[0] if place is not None else 0
+        first = 0
+        if isinstance(chosen, DistTensor) and (place := chosen.mesh.coordinate()) is not None:
+            first = chosen._spec.layout.bounds(tuple(chosen.shape), 1, place)[0]
         numbers = local.nonzero()[:, -1] + first
     else:
         numbers = local.flatten().long()

@@ -130,7 +130,7 @@ class Parts:
         elif node not in self.free:
             self._stage[node] = now = self._of_maker(node, now)
             self._modules.setdefault(node.meta.get("module", ""), now)
-        if number is not None and node not in self.free:  # a view of a weight has no stage: its gradient follows what it meets
+        if number is not None and node not in self.free:  # a view's gradient follows what it meets
             self._calls.setdefault(number, now)
 
     def _of_maker(self, node: fx.Node, otherwise: int) -> int:
