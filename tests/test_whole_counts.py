@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import counts
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, smooth_l1_loss
 
@@ -146,6 +147,11 @@ def test_a_mean_of_means_is_another_number() -> None:
         [[float(step(x, y)[0]) for x, y in zip(x.chunk(4), y.chunk(4), strict=True)] for x, y in batches()]
     )
     assert (means[0].mean() - ONE_CARD["masked"][0][0]).abs() > 1e-4
+
+
+@pytest.mark.parametrize("seed", [1, 6, 8, 13])
+def test_random_losses_are_right_or_told(seed: int) -> None:
+    assert counts.judged(seed, 4) in ("right", "told")
 
 
 def planned(plan: oc.Plan) -> dict[str, list[list[float]]]:

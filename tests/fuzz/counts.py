@@ -1,0 +1,125 @@
+"""Random losses that are scaled by what a batch counts, cut in microbatches: one card's numbers, or told."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.errors import RecordingError
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+ROWS, CLASSES, CALLS = 16, 5, 4
+
+# {o}: (rows, classes), what the model gives. {w}: (rows,), made of the batch alone.
+EACH = (
+    "F.cross_entropy(o, y, reduction='none')", "(o.logsumexp(1) - o.gather(1, y[:, None])[:, 0])", "o.square().mean(1)",
+    "F.mse_loss(o, hot(y), reduction='none').mean(1)", "F.binary_cross_entropy_with_logits(o, hot(y), reduction='none').sum(1)",
+)  # fmt: skip
+WEIGHTS = (
+    "(y != 4)", "(y != 4).float()", "(y < 2)", "table[y]", "(x[:, 0] > 0).float()", "x[:, 1].abs()",
+    "torch.where(y == 1, 2.0, 0.5)", "((y != 4) * (y != 0))", "y.float()", "(x.abs().sum(1) / len(x))",
+)  # fmt: skip
+SUMS = (
+    "({e} * {w}).sum()", "({e} * {w}).mean()", "{e}.sum()", "{e}.masked_fill({w} == 0, 0.0).sum()",
+    "torch.where({w} != 0, {e}, 0.0).sum()", "torch.dot({e}, {w}.float())", "({e} / len(o) * {w}).sum()",
+    "(o / len(o)).square().sum()",
+)  # fmt: skip
+COUNTS = (
+    "{w}.sum()", "{w}.sum().clamp(min=1)", "({w}.sum() + 1e-6)", "{w}.float().mean()", "torch.count_nonzero({w})",
+    "{w}.sum().float().sqrt()", "{w}.sum(dim=0)", "torch.maximum({w}.sum(), torch.ones(()))", "{w}.cumsum(0)[-1]",
+    "(torch.sum({w}) * 2)", "({w}.float().mean() * len(x))", "({w}.float().max() + 1)",
+)  # fmt: skip
+WHOLE = (
+    "{sum} / {count}", "{sum} / {count}", "{sum} / {count}", "{sum} * (1 / {count})", "{sum} * (len(y) / {count})",
+    "({e} * ({w} / {count})).sum()", "({w} / {count} * {e}).mean()", "F.cross_entropy(o, y, ignore_index={i})",
+    "F.cross_entropy(o, y, weight=table, label_smoothing=0.1)", "F.nll_loss(o.log_softmax(1), y, ignore_index={i}, weight=table)",
+    "F.cross_entropy(o * (1 / {count}), y)", "{sum}",
+)  # fmt: skip
+
+
+def drawn(seed: int) -> str:
+    """The text of a loss of ``o``, ``x`` and ``y``."""
+    r = random.Random(seed)
+
+    def term() -> str:
+        w, e = r.choice(WEIGHTS), r.choice(EACH)
+        parts = {"w": w, "e": e, "i": r.randrange(CLASSES)}
+        total, count = (r.choice(table).format(**parts) for table in (SUMS, COUNTS))
+        return r.choice(("", "0.1 * ", "2 * ")) + "(" + r.choice(WHOLE).format(sum=total, count=count, **parts) + ")"
+
+    return " + ".join(term() for _ in range(r.choice((1, 1, 1, 2, 2, 3))))
+
+
+def hot(y: Tensor) -> Tensor:
+    return F.one_hot(y, CLASSES).float()
+
+
+def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
+    """(CALLS,) losses, and what was told of microbatches. ``k``: None runs the step as it is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    table = torch.linspace(0.5, 2, CLASSES)
+    loss: Loss = eval(f"lambda o, x, y: {text}", {"torch": torch, "F": F, "table": table, "hot": hot})
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        found = loss(net(x), x, y)
+        found.backward()
+        optimizer.step()
+        return found.detach()
+
+    run = step if k is None else oc.to_static(step, k_steps=k)
+    generator = torch.Generator().manual_seed(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        losses = [
+            run(torch.randn(ROWS, 8, generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator))
+            for _ in range(CALLS)
+        ]
+    return torch.stack(losses), [str(w.message) for w in said]
+
+
+def judged(seed: int, k: int) -> str:
+    """right, right though told, told, refused, silent, or void: no number on one card."""
+    text = drawn(seed)
+    one, _ = trained(text, None)
+    if not torch.isfinite(one).all() or one.abs().max() > 1e4:
+        return "void"
+    try:
+        found, said = trained(text, k)
+    except RecordingError:
+        return "refused"
+    right = ((one - found).abs() / one.abs().clamp(min=1e-2)).max() < 1e-4
+    return ("right though told" if said else "right") if right else "told" if said else "silent"
+
+
+def main(seed: int = 0, count: int = 200, k: int = 4) -> None:
+    """Random losses under microbatches; exit status 1 if any is another number than one card's, and nobody was told.
+
+    Args:
+        seed: the first loss'.
+        count: how many.
+        k: microbatches.
+    """
+    found = Counter[str]()
+    for number in range(seed, seed + count):
+        what = judged(number, k)
+        found[what] += 1
+        if what in ("silent", "right though told"):
+            print(f"seed {number}: {what}: {drawn(number)}", flush=True)
+    print(", ".join(f"{n} {what}" for what, n in found.most_common()))
+    sys.exit(found["silent"] > 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
