@@ -152,8 +152,8 @@ def _evaluated(program: Program, evaluate: Any, rows: int) -> Tensor:
     return found
 
 
-def _other_steps() -> list[str]:
-    """Batches of two sizes, and steps without gradients between them."""
+def _other_steps() -> tuple[list[str], int, dict[str, int]]:
+    """Batches of two sizes, and steps without gradients between them: what is wrong; what a step more sends, and is priced."""
     program, one_card = Program(stages := oc.Stages(K, schedule="ZBV")), Program()
     wrong: list[str] = []
     warnings.filterwarnings("ignore", "step is recorded anew")
@@ -170,12 +170,24 @@ def _other_steps() -> list[str]:
         given = _evaluated(program, recorded, 8), _evaluated(one_card, one_card.model, 8)
         if not torch.allclose(*given, rtol=1e-5, atol=1e-5):
             wrong.append(f"evaluation {i}: {given}")
-    return wrong
+    with oc.explain() as report:
+        program.trained(range(4, 5), rows=(16, 8))
+    return wrong, report.bytes, dict(program.run.recordings[0].cost().sent)
 
 
-def test_batches_of_other_sizes_and_evaluation():
-    for found in run_ranks(_other_steps, 2, timeout=patience(300.0)):
-        assert found == []
+@pytest.fixture(scope="module")
+def other_steps() -> list[tuple[list[str], int, dict[str, int]]]:
+    return run_ranks(_other_steps, 2, timeout=patience(300.0))
+
+
+def test_batches_of_other_sizes_and_evaluation(other_steps: list[tuple[list[str], int, dict[str, int]]]) -> None:
+    for wrong, *_ in other_steps:
+        assert wrong == []
+
+
+def test_the_price_knows_what_is_sent(other_steps: list[tuple[list[str], int, dict[str, int]]]) -> None:
+    for _, sent, cost in other_steps:
+        assert cost == {"pp": sent} and sent > 0
 
 
 def _saved(folder: str) -> list[str]:
@@ -218,19 +230,6 @@ def test_an_error_in_a_stage_names_it_its_microbatch_and_the_line():
         run_ranks(_fails_in_a_stage, 2, timeout=120.0)
     said = str(caught.value)
     assert "stage 0, forward of microbatch 2" in said and "cut_programs.py" in said and "rank 0" in said
-
-
-def _priced() -> tuple[int, dict[str, int]]:
-    program = Program(oc.Stages(K, schedule="ZBV"))
-    program.trained(range(2))
-    with oc.explain() as report:
-        program.trained(range(2, 3))
-    return report.bytes, dict(program.run.recordings[0].cost().sent)
-
-
-def test_the_price_knows_what_is_sent():
-    for sent, cost in run_ranks(_priced, 2, timeout=120.0):
-        assert cost == {"pp": sent} and sent > 0
 
 
 MODES = ("F-then-B", "1F1B", "VPP", "ZBH1", "ZBV")
