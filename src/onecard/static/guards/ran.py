@@ -11,8 +11,9 @@ import builtins
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -52,19 +53,19 @@ class Ran:
         leaves: Sequence[Any],
         had: Callable[[Tensor], bool],
         found: Callable[[Any], None],
-        made_before: Iterable[Any],
+        made_before: Sequence[Any],
     ) -> None:
         self.seen = Seen(had, found)
         self._values, self._calls = Values(self.seen), Calls(self.seen)
         self._closures: dict[int, list[Any]] = {}
-        for x in made_before:
-            if type(x) is types.FunctionType and not (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
-                continue
-            if type(x) is types.FunctionType:
-                self._closures.setdefault(id(x.__code__), []).append(x)
+        plain, closures = types.FunctionType, self._closures
+        held = [x for x in made_before if type(x) is plain and (x.__closure__ or x.__defaults__ or x.__kwdefaults__)]
+        for code, function in zip(map(id, map(attrgetter("__code__"), held)), held, strict=True):  # there are thousands
+            if code in closures:
+                closures[code].append(function)
             else:
-                self.seen.old(x)
-        for x in (fn, *leaves):
+                closures[code] = [function]
+        for x in (*(x for x in made_before if type(x) is not plain), fn, *leaves):
             self.seen.old(x)
         self._plans: dict[int, Any] = {}
         self._codes: list[Any] = []  # kept, so that their identities are theirs
