@@ -133,10 +133,9 @@ def _counted(chosen: Tensor, experts: int) -> Tensor:
     """
     local = chosen._local if isinstance(chosen, DistTensor) else chosen
     if local.is_floating_point():
-        first = 0
+        numbers = local.nonzero()[:, -1]
         if isinstance(chosen, DistTensor) and (place := chosen.mesh.coordinate()) is not None:
-            first = chosen._spec.layout.bounds(tuple(chosen.shape), 1, place)[0]
-        numbers = local.nonzero()[:, -1] + first
+            numbers += chosen._spec.layout.bounds(tuple(chosen.shape), 1, place)[0]
     else:
         numbers = local.flatten().long()
     known = numbers[(numbers >= 0) & (numbers < experts)]
