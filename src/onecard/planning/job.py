@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from onecard.machine.cost import Machine
 from onecard.machine.events import Event
+from onecard.pipeline.schedule.timing import Span
 from onecard.planning.plan import Plan
 
 if TYPE_CHECKING:  # rich is loaded by what prints
@@ -110,7 +111,7 @@ class JobCost:
         model_flops, hardware_flops: of a step on all ranks, without and with what is computed again.
         ranks: one entry for each place in the pipeline.
         pieces: what they are made of.
-        events: one rank of each kind over a step, in seconds.
+        spans: one rank of each kind over a step, in seconds.
     """
 
     plan: Plan
@@ -122,7 +123,12 @@ class JobCost:
     hardware_flops: int
     ranks: tuple[RankCost, ...]
     pieces: tuple[PieceCost, ...]
-    events: tuple[Event, ...] = field(default=(), repr=False)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The spans, to be drawn."""
+        return tuple(map(_event, self.spans))
 
     @property
     def tokens_per_second(self) -> float:
@@ -223,3 +229,12 @@ def bytes_in_words(nbytes: int) -> str:
     if nbytes >= 2**27:
         return f"{nbytes / 2**30:.2f} GiB"
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**17 or not nbytes else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _event(span: Span) -> Event:
+    kind, stage, microbatch = span.action
+    names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+    return Event(
+        span.rank, "", span.start, span.end, name=f"{kind}{microbatch}", kind=names.get(kind, kind), shade=stage,
+        told={"stage": stage, "microbatch": microbatch},
+    )  # fmt: skip

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
-from onecard.machine.events import Event
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan as schedule_named
-from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
+from onecard.pipeline.schedule.timing import Timeline, Times, simulate
 from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.lines import AxisLine
 from onecard.planning.memory import RankMemory
@@ -159,14 +158,5 @@ def _job(
     longest = max(found, key=lambda rank: rank.terms["compute"])
     return JobCost(
         plan, machine, seconds, longest.terms, plan.batch * tokens, 2 * (macs - again), 2 * macs, tuple(found),
-        tuple(pieces), tuple(_event(span) for span in timeline.spans),
-    )  # fmt: skip
-
-
-def _event(span: Span) -> Event:
-    kind, stage, microbatch = span.action
-    names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-    return Event(
-        span.rank, "", span.start, span.end, name=f"{kind}{microbatch}", kind=names.get(kind, kind), shade=stage,
-        told={"stage": stage, "microbatch": microbatch},
+        tuple(pieces), timeline.spans,
     )  # fmt: skip

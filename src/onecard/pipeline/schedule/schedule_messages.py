@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from onecard.errors import ScheduleError
 from onecard.pipeline.schedule.action import Action, Schedule, received_by
-from onecard.pipeline.schedule.timing import Times, input_of, simulate
+from onecard.pipeline.schedule.flow import input_of
+from onecard.pipeline.schedule.timing import Times, simulate
 
 
 def with_messages(schedule: Schedule, times: Times | None = None) -> Schedule:

@@ -9,7 +9,8 @@ from statistics import median
 from typing import NamedTuple
 
 from onecard.errors import ScheduleError
-from onecard.pipeline.schedule.action import COMPUTE, SENDS, Action, Schedule, per_stage
+from onecard.pipeline.schedule.action import COMPUTE, Action, Schedule, per_stage
+from onecard.pipeline.schedule.flow import flow_of
 
 
 @dataclass(frozen=True)
@@ -169,63 +170,38 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
         >>> timeline.step, timeline.bubble_rate
         (12.0, 0.25)
     """
-    times = times or Times()
-    lasts, last_stage = times.durations(schedule.num_stages), schedule.num_stages - 1
-    clocks, places = [0.0] * len(schedule.ranks), [0] * len(schedule.ranks)
-    ready: dict[Input, float] = {}  # when it is there
-    waiting: dict[Input, int] = {}  # the rank that stands still for it
+    lasts, delay = (times := times or Times()).durations(schedule.num_stages), times.communication
+    flow = flow_of(schedule)
+    clocks, places = [0.0] * len(flow.rows), [0] * len(flow.rows)
+    ready = [-1.0] * len(flow.inputs)  # when each is there
+    waiting: dict[int, int] = {}  # the rank that stands still for an input
     spans: list[Span] = []
-    runnable = list(reversed(range(len(schedule.ranks))))
+    runnable = list(reversed(range(len(flow.rows))))
     while runnable:
         rank = runnable.pop()
-        row = schedule.ranks[rank]
-        while places[rank] < len(row):
-            action = row[places[rank]]
-            wanted = input_of(action, last_stage)
-            if wanted and wanted not in ready:
+        row, clock = flow.rows[rank], clocks[rank]
+        for turn in range(places[rank], len(row)):
+            _, action, computes, wanted, given, far = row[turn]
+            if wanted >= 0 and ready[wanted] < 0:
                 waiting[wanted] = rank
                 break
-            if action.kind in lasts:
-                start = max(clocks[rank], ready[wanted]) if wanted else clocks[rank]
-                clocks[rank] = start + lasts[action.kind][action.stage]
-                spans.append(Span(rank, action, start, clocks[rank]))
-            given, delay = _output(action, schedule, times.communication)
-            if given:
-                ready[given] = clocks[rank] + delay
+            if computes:
+                start = max(clock, ready[wanted]) if wanted >= 0 else clock
+                clock = start + lasts[action.kind][action.stage]
+                spans.append(Span(rank, action, start, clock))
+            if given >= 0:
+                ready[given] = clock + delay if far else clock
                 if given in waiting:
                     runnable.append(waiting.pop(given))
-            places[rank] += 1
-    for (what, stage, microbatch), rank in waiting.items():
+        else:
+            turn = len(row)
+        clocks[rank], places[rank] = clock, turn
+    for number, rank in waiting.items():
+        what, stage, microbatch = flow.inputs[number]
+        stands = flow.rows[rank][places[rank]]
         raise ScheduleError(
-            f"{schedule.name}: rank {rank}, position {places[rank]}: {schedule.ranks[rank][places[rank]]} waits for "
+            f"{schedule.name}: rank {rank}, position {stands.place}: {stands.action} waits for "
             f"{'the activation' if what == 'F' else 'the gradient'} of microbatch {microbatch} for stage {stage}, which "
             "never comes; onecard.pipeline.check_schedule says why"
         )
     return Timeline(tuple(spans), schedule.name)
-
-
-Input = tuple[str, int, int]  # the activation ("F") or gradient ("B") that this stage wants for this microbatch
-
-
-def input_of(action: Action, last_stage: int) -> Input | None:
-    """What a computation wants of a neighbouring stage."""
-    kind, stage, microbatch = action
-    if kind == "F":
-        return ("F", stage, microbatch) if stage > 0 else None
-    if kind == "B" or kind == "I":
-        return ("B", stage, microbatch) if stage < last_stage else None
-    return None
-
-
-def _output(action: Action, schedule: Schedule, communication: float) -> tuple[Input | None, float]:
-    """What an action puts where it is wanted, and how long that takes; where sends are written, they do it."""
-    kind, stage, microbatch = action
-    if kind in ("W", "RECV_F", "RECV_B"):
-        return None, 0.0
-    forward = kind == "F" or kind == "SEND_F"
-    other = stage + 1 if forward else stage - 1
-    given = ("F" if forward else "B", other, microbatch)
-    if kind in SENDS:
-        return given, communication
-    near = schedule.stage_to_rank.get(other) == schedule.stage_to_rank[stage]
-    return (None, 0.0) if schedule.has_messages and not near else (given, 0.0 if near else communication)
