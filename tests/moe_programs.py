@@ -136,18 +136,19 @@ def batches(what: Mixture) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def train(what: Mixture) -> dict[str, Any]:
     """Losses, gradients and parameters, as parts of one card's: {name: (value, part)}."""
+    clips = what.zero in ("os", "os_g", "p_g_os")  # the program itself, ahead of the step
     if what.ranks == 1:
         what = replace(what, zero="")
     hcg = begin(**what.degrees)
     oc.manual_seed(3)
     torch.set_default_dtype(getattr(torch, what.dtype))
     try:
-        return _trained(what, hcg)
+        return _trained(what, hcg, clips)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _trained(what: Mixture, hcg: Any) -> dict[str, Any]:
+def _trained(what: Mixture, hcg: Any, clips: bool) -> dict[str, Any]:
     net = Net(what)
     optimizer = optimizer_of(what, net.parameters())
     model: Any = net
@@ -156,7 +157,7 @@ def _trained(what: Mixture, hcg: Any) -> dict[str, Any]:
     else:
         model = fleet.distributed_model(net)
         clip = fleet.ClipGradByGlobalNorm(what.clip)
-        optimizer = fleet.distributed_optimizer(optimizer, grad_clip=clip if what.clip else None)
+        optimizer = fleet.distributed_optimizer(optimizer, grad_clip=clip if what.clip and not clips else None)
     data = hcg.data()
     losses, grads = [], {}
     for _ in range(what.steps):
@@ -167,7 +168,7 @@ def _trained(what: Mixture, hcg: Any) -> dict[str, Any]:
             router = fleet.router_loss(net)
             ((loss + router) / what.micro).backward()
             losses.append([oc.all_reduce(loss.detach().clone(), "avg", group=data).wait().item(), router.item()])
-        if what.zero in ("os", "os_g", "p_g_os") and what.clip:
+        if clips and what.clip:
             nn.utils.clip_grad_norm_(model.parameters(), what.clip)
         if not what.zero:
             fleet.sync(model.parameters())

@@ -136,7 +136,7 @@ def planned(seed: int) -> Made:
 def mixtures(seed: int) -> Made:
     """fleet's mixtures of experts against the same in a world of one."""
     what = moe_manual.draw(seed)
-    alone = replace(what, degrees={}, zero="", overlap=False)
+    alone = replace(what, degrees={}, overlap=False, zero="" if what.zero == "sharding" else what.zero)
     return lambda: moe_programs.train(what)["losses"], lambda: moe_programs.train(alone)["losses"], what.ranks
 
 

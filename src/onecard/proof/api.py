@@ -135,7 +135,7 @@ def _smallest(case: Case, rounding: bool, wide: bool) -> tuple[Case, Proof]:
         return less, replace(proved(less, rounding), widths=said_of(found))
     except ProofError as fault:
         why = f"widths as they are: with smaller ones {str(fault).splitlines()[0]}"
-    return case, replace(proved(case, rounding), widths=why)
+        return case, replace(proved(case, rounding), widths=why)
 
 
 def _of_recordings(
@@ -160,9 +160,8 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     try:
         one, ranks = both(case, in_float64=True)
     except ProofError as fault:
-        exact, why = False, f"not in float64: {str(fault.__cause__ or fault).splitlines()[0]}"
-    if not exact:
         one, ranks = both(case, in_float64=False)  # its own faults are raised here
+        exact, why = False, f"not in float64: {str(fault.__cause__ or fault).splitlines()[0]}"
     bound = EXACT if exact else OWN
     results, unpaired = compare(ranks, one, bound)
     if not results:
@@ -177,8 +176,8 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
     apart = _rounding(case) if exact and rounding and not wrong else None
     return Proof(
-        case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first, apart,
-        tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
+        case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first,
+        apart, tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
         numbered=found.names_numbered(),
     )  # fmt: skip
 

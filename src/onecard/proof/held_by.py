@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 
-from onecard.proof.found import Found, equal
+import torch
+from torch import Tensor
+
+from onecard.proof.found import Found
 from onecard.proof.nodes import Node
 
 Place = tuple[Node, int]
@@ -42,25 +46,33 @@ class HeldBy:
                 continue
             self._held[id(one)][id(node), rank] = node, rank
             for other in self._brought[id(node)]:
-                same = tuple(r for r, x in other.local.items() if equal(x, node.local[rank]))
+                same = tuple(r for r, x in other.local.items() if _carries(x, node.local[rank]))
                 self.hold(one, other, same)
 
-    def of_all(self, one: Node) -> list[Place]:
-        """What ranks made by the operator of a value, of all that this one is made of."""
+    def of_all(self, one: Node, names: Container[str]) -> list[Place]:
+        """What ranks made by some operators of all that a value is made of, but for what reaches them in a way not seen."""
         found: dict[tuple[int, int], Place] | None = None
         for x in one.inputs:
-            if self._held[id(x)]:
-                made = self._made_of(x, one)
+            if made := self._made_of(x, names):
                 found = made if found is None else {key: place for key, place in found.items() if key in made}
         return [*(found or {}).values()]
 
     def of_any(self, one: Node) -> list[Node]:
         """The same of any of it."""
-        return [*dict.fromkeys(node for x in one.inputs for node, _ in self._made_of(x, one).values())]
+        return [*dict.fromkeys(node for x in one.inputs for node, _ in self._made_of(x, (called(one),)).values())]
 
-    def _made_of(self, source: Node, one: Node) -> dict[tuple[int, int], Place]:
+    def _made_of(self, source: Node, names: Container[str]) -> dict[tuple[int, int], Place]:
         places = [place for key in self._held[id(source)] for place in self._users[key]]
-        return {(id(node), rank): (node, rank) for node, rank in places if called(node) == called(one)}
+        return {(id(node), rank): (node, rank) for node, rank in places if called(node) in names}
+
+
+def _carries(message: Tensor, x: Tensor) -> bool:
+    """Whether a message brings a tensor, alone or in a row with others."""
+    flat, mine = message.reshape(-1), x.reshape(-1)
+    if message.dtype != x.dtype or not 0 < mine.numel() <= flat.numel():
+        return False
+    starts = (flat[: flat.numel() - mine.numel() + 1] == mine[0]).nonzero().flatten().tolist()
+    return any(torch.equal(flat[start : start + mine.numel()], mine) for start in starts)
 
 
 def called(node: Node) -> str:

@@ -18,7 +18,8 @@ def number(found: Found, bound: float) -> None:
     """Note which of one card's values ranks count in their own way, or have each element of on one of them.
 
     Whether an index is right is said by what it picks. So each value that one card makes of such a one has to be held; of a
-    result that nobody uses, another one of the same operator. What is made of nothing, and is one number, has its own size.
+    result that nobody uses, another one of the same operator. What is made of nothing, and is one number, or integers that
+    nobody reads, has its own size.
     """
     alone = {id(node): node for node in found.alone}
     users: defaultdict[int, list[Node]] = defaultdict(list)
@@ -33,7 +34,8 @@ def number(found: Found, bound: float) -> None:
     for node in reversed([*alone.values()]):
         like = here[origin_of(node)]
         made = [x for x in users[id(node)] or results[node.entries[0].number] if x is not node]
-        if like and not node.inputs and all(_same_constant(x, node.value) for x in like):
+        unread = not users[id(node)] and not node.value.is_floating_point()
+        if like and not node.inputs and (unread or all(_same_constant(x, node.value) for x in like)):
             found.numbered[id(node)] = node
         elif not like or not made or any(id(x) in alone for x in made):
             continue

@@ -22,6 +22,8 @@ from onecard.proof.nodes import Node
 from onecard.proof.rows import Rows
 from onecard.proof.whole import apart
 
+ADDED = ("add", "addmm", "baddbmm")
+"""What adds a product to what came before."""
 SHARE = 0.0
 """As many times as a piece's numbers go into the value's: a mean over its own."""
 
@@ -180,22 +182,22 @@ class _Pieces:
         return None
 
     def _summed_by_makers(self, one: Node) -> tuple[Node, ...] | None:
-        """The values that were made of all pieces of what one was made of, and add up to it."""
-        shape = squeezed(one.value)
-        made = [(node, rank) for node, rank in self.makers.of_all(one) if node.whole is None]
-        places = [(node, rank) for node, rank in made if squeezed(node.local[rank]) == shape]
-        parts = [node.local[rank] for node, rank in places]
-        if not parts:
-            return None
-        alone = list[Tensor]()
-        for (node, rank), x in zip(places, parts, strict=True):
-            if not any(equal(x, node.local[r]) for other, r in places if other is node and r < rank):
-                alone.append(x)
-        if not any(self._add_up_to(one, x) for x in (parts, alone)):
-            return None
-        for node, rank in places:
-            self.makers.hold(one, node, (rank,))
-        return tuple(dict.fromkeys(node for node, _ in places))
+        """What was made of all pieces of what one was made of, and adds up to it; or the last of it, which has the rest."""
+        for names in ((called(one),), ADDED):
+            places = [
+                (node, rank) for node, rank in self.makers.of_all(one, names)
+                if node.whole is None and squeezed(node.local[rank]) == squeezed(one.value)
+            ]  # fmt: skip
+            once = [
+                (node, rank) for node, rank in places
+                if not any(other is node and r < rank and equal(node.local[r], node.local[rank]) for other, r in places)
+            ]  # fmt: skip
+            for some in (places, once) if names is not ADDED else ([place] for place in once):
+                if some and self._add_up_to(one, [node.local[rank] for node, rank in some]):
+                    for node, rank in some:
+                        self.makers.hold(one, node, (rank,))
+                    return tuple(dict.fromkeys(node for node, _ in some))
+        return None
 
     def _adds_up(self, one: Node, nodes: Sequence[Node]) -> bool:
         return any(self._add_up_to(one, parts, len(nodes)) for parts in self._ways(nodes))

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.names import OpOverload, tree_map, tree_unflatten
+from onecard._torch.names import tree_unflatten
 from onecard.comm.agree import sparse_check
-from onecard.comm.issue import again
 from onecard.comm.joined.hub import Arrived, Told
 from onecard.comm.joined.worlds import together
 from onecard.errors import ProofError
 from onecard.proof.given import Values, of_rank
+from onecard.proof.interpreted import NodeWatch, fitting
 from onecard.proof.running import failed
-from onecard.proof.seen import Entry, Held, Value, Watched
-from onecard.proof.watch import Watch
-from onecard.proof.wide import SCALING, copied, float64, scaled, wide_bits, widened
-from onecard.rules.call import schema_of
+from onecard.proof.seen import Held, Value, Watched
+from onecard.proof.wide import copied, float64
 from onecard.static.code.compiled import below, compiled
-from onecard.static.step.memory import Memory
 from onecard.static.step.step import Output, Step, Where
 from onecard.tensor.spec import Spec
 
@@ -79,7 +75,7 @@ class Recorded:
         return [player.seen for player in players]
 
 
-class Player(Watch):
+class Player(NodeWatch):
     """Interprets one rank's recording, and notes what each node gives.
 
     Args:
@@ -95,10 +91,7 @@ class Player(Watch):
         self.names = list(names)
         self._names = {known.where: name for known, name in zip(step.inputs, names, strict=True)}
         self._elsewhere = {known.where for known in step.elsewhere if not known.here}
-        self.times, self._node = count, next(iter(step.graph.nodes))
-        self._after = _filled_later(step.graph)
-        self._specs: dict[fx.Node, Spec | None] = {}
-        self._bits: set[fx.Node] = set()  # what comes of a float's bits
+        self.times = count
         self.gradients: dict[Where, tuple[Any, Spec | None]] = {}
         self.made: dict[Where, tuple[Any, Spec | None]] = {}
 
@@ -109,7 +102,7 @@ class Player(Watch):
         for number in range(self.times):
             self._ask()
             with below():
-                out = self._run()
+                out = self.interpret(self.step.graph, self.inputs)
             self._settle(out)
             self._gradients()
             self.seen.steps = number + 1
@@ -132,95 +125,6 @@ class Player(Watch):
                 f"{self.step.name}: numbers that it asks about (in an if, an int()) are others with these values, so that the "
                 "recording is not the program's step: record it on values like args="
             )
-
-    def _run(self) -> tuple[Any, ...]:
-        values: dict[fx.Node, Any] = {}
-        inputs = iter(self.inputs)
-        for node in self.step.graph.nodes:
-            self._node = node
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-                known = node.meta.get("input")
-                self._specs[node] = node.meta.get("spec") or (known.spec if known is not None else None)
-            elif node.op == "output":
-                results: Any = node.args[0]
-                return tuple(values[x] if isinstance(x, fx.Node) else x for x in results)
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = self._call(node, args, kwargs)
-        return ()
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        target: Any = node.target
-        if self.in_float64 and isinstance(target, OpOverload):
-            args, kwargs = tree_map(widened, (args, kwargs))
-            seen = target is torch.ops.aten.view.dtype and args[0].is_floating_point()
-            if seen or any(x in self._bits for x in node.all_input_nodes):
-                self._bits.add(node)
-                args, kwargs = wide_bits((args, kwargs))
-        scales = self.in_float64 and isinstance(target, OpOverload) and schema_of(target).functional.endswith(_SCALES)
-        result = scaled(target, args, kwargs) if scales else target(*args, **kwargs)
-        self._specs[node] = self._spec(node)
-        if target not in _SILENT and self.keep:
-            with self.paused():
-                self._note_node(node, args, kwargs, result)
-        return result
-
-    def _spec(self, node: fx.Node) -> Spec | None:
-        """How the result of a node lies: as was noted, or as what it writes to."""
-        spec: Spec | None = node.meta.get("spec")
-        if spec is None and node.all_input_nodes and _in_place(node):
-            return self._specs.get(node.all_input_nodes[0])
-        return spec
-
-    def _note_node(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
-        target: Any = node.target
-        if isinstance(target, OpOverload) and schema_of(target).views:
-            return
-        before = len(self.seen.entries)
-        if isinstance(target, OpOverload):
-            self._note(target, args, kwargs, result)
-        else:
-            written = [args[i] for i in recorded.writes.get(target, ())]
-            name = getattr(target, "__name__", str(target))
-            self.note(name, written, args, kwargs, result, target not in recorded.pure)
-        if len(self.seen.entries) == before:
-            return
-        entry: Entry = self.seen.entries[before]
-        specs = [self._specs[node]] if len(entry.values) == 1 else self._of_results(node, len(entry.values))
-        if node not in self._after:
-            entry.values[:] = [Value(v.local, _fitting(v.local, s)) for v, s in zip(entry.values, specs, strict=True)]
-
-    def _of_results(self, node: fx.Node, count: int) -> list[Spec | None]:
-        """How several results lie, which are told apart by nodes of their own."""
-        found: list[Spec | None] = [None] * count
-        for user in node.users:
-            if user.target is operator.getitem and isinstance(user.args[1], int) and user.args[1] < count:
-                found[user.args[1]] = None if user in self._after else user.meta.get("spec")
-        return found
-
-    def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
-        """A message begins, at the line that the recording says."""
-        return super().told(replace(message, source=self._place()[1], operator="", operand=""), given)
-
-    def _message(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-        node, number = self._node, len(self.seen.entries)
-        arrived = super()._message(message, given)
-        into: Any = node.args[0] if node.target is again.message else None
-        spec = self._specs.get(into) if isinstance(into, fx.Node) else None
-
-        def then(tensors: Sequence[Tensor]) -> None:
-            arrived(tensors)
-            entry = self.seen.entries[number]
-            entry.values[:] = [Value(v.local, _fitting(v.local, spec)) for v in entry.values]
-
-        return then
-
-    def _phase(self) -> str:
-        return str(self._node.meta.get("phase", "forward"))
-
-    def _place(self) -> tuple[str, str]:
-        return str(self._node.meta.get("module") or ""), str(self._node.meta.get("line") or "?")
 
     # -- what it leaves ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +163,7 @@ class Player(Watch):
 
     def _laid(self, x: Tensor, spec: Spec | None) -> Value:
         found = self.value(x)
-        return Value(found.local, _fitting(found.local, spec), found.made)
+        return Value(found.local, fitting(found.local, spec), found.made)
 
     def _returned(self, out: Sequence[Any]) -> Any:
         def shown(result: Any) -> Any:
@@ -273,34 +177,3 @@ class Player(Watch):
 
         with self.paused():
             return tree_unflatten([shown(result) for result in self.step.results], self.step.tree)
-
-
-_SCALES = tuple(name.removesuffix("_") for name in SCALING)
-_SILENT = (again.message, again.wait, operator.getitem)
-"""What makes no value of its own: a message tells of what arrives."""
-
-
-def _fitting(local: Tensor, spec: Spec | None) -> Spec | None:
-    """A spec, if a rank's part is what it says."""
-    place = None if spec is None else spec.layout.mesh.coordinate()
-    if spec is None or place is None:
-        return None
-    return spec if tuple(local.shape) == tuple(spec.layout.local_shape(spec.shape, place)) else None
-
-
-def _in_place(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and target._schema.is_mutable
-
-
-def _filled_later(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose result a message fills later, so that it is not yet what its layout says."""
-    memory = Memory(graph)
-    found: set[fx.Node] = set()
-    filled: frozenset[fx.Node] = frozenset()
-    for node in reversed(graph.nodes):
-        if node.target in (again.message, again.wait):
-            filled |= memory.writes.get(node, frozenset())
-        elif memory.roots[node] & filled:
-            found.add(node)
-    return found

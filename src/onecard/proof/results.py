@@ -47,6 +47,7 @@ Part = Callable[[Tensor], Tensor]
 
 def compare(ranks: Sequence[Watched], one: Watched, bound: float) -> tuple[list[Result], list[str]]:
     """All results of the ranks beside one card's, in the order in which they arise, and names that have no partner."""
+    ranks = _of_one_mesh(ranks, bound)
     theirs, mine = _by_kind([one]), _by_kind(ranks)
     owners = _owners(ranks, mine, theirs, bound)
     results: list[Result] = []
@@ -89,6 +90,28 @@ def _by_kind(ranks: Sequence[Watched]) -> dict[tuple[str, int], Tables]:
         for held in watched.held:
             found[held.kind, held.step if held.kind == "gradient" else 0].setdefault(held.name, {})[rank] = held.value
     return found
+
+
+def _of_one_mesh(ranks: Sequence[Watched], bound: float) -> list[Watched]:
+    """What lies on several meshes, each of which has its own part of the whole, as experts do: put together on each of them."""
+    found: dict[tuple[str, str, int], dict[int, Value]] = defaultdict(dict)
+    for rank, watched in enumerate(ranks):
+        for held in watched.held:
+            found[held.kind, held.name, held.step][rank] = held.value
+    made: dict[tuple[int, str, str, int], Value] = {}
+    for key, values in found.items():
+        meshes = {value.spec.layout.mesh for value in values.values() if value.spec is not None}
+        for mesh in meshes if len(meshes) > 1 else ():
+            mine = {
+                r: value for r, value in values.items() if value.spec is not None and value.spec.layout.mesh is mesh
+            }
+            each = whole(mine, bound)
+            if each.value is not None and not each.odd:
+                made |= {(rank, *key): replace(value, local=each.value, spec=None) for rank, value in mine.items()}
+    return [
+        replace(watched, held=[replace(x, value=made.get((r, x.kind, x.name, x.step), x.value)) for x in watched.held])
+        for r, watched in enumerate(ranks)
+    ]  # fmt: skip
 
 
 def _gradients(mine: Mapping[tuple[str, int], Tables]) -> list[Tables]:
@@ -205,8 +228,8 @@ def _result(
         layout, mesh = held.layout, held.layout.mesh
         if held.value is None and layout.pending:  # summands of which some ranks have none
             return Result(what, kind, 0.0)
-        if held.value is not None and held.value.shape != right.shape:
-            return Result(what, kind, float("inf"), (), f"{list(held.value.shape)}, on one card {list(right.shape)}")
+        if tuple(first.spec.shape) != tuple(right.shape):
+            return Result(what, kind, float("inf"), (), f"{list(first.spec.shape)}, on one card {list(right.shape)}")
         want = {rank: layout.local_part(right, mesh.coordinate(rank)) for rank in held.local}
         local: dict[int, Tensor] = dict(held.local)
         if layout.pending and held.value is not None:

@@ -23,14 +23,18 @@ from onecard.comm.world.world import alone
 from onecard.errors import ProofError
 from onecard.planning.plan import Plan
 from onecard.proof.begun import Begun
+from onecard.proof.interpreted import NodeWatch
 from onecard.proof.results import frozen
 from onecard.proof.script import instead
 from onecard.proof.seen import Watched
 from onecard.proof.watch import Enough, Watch, hooks
 from onecard.proof.wide import Wide, copied, float64
 from onecard.static.api import Static
+from onecard.static.guards import fits
 from onecard.static.passes import withheld
+from onecard.static.recording import Recording
 from onecard.static.run import rechecked
+from onecard.static.step.step import Step
 from onecard.tensor import one_card_random
 
 Program = Callable[..., Any]
@@ -90,24 +94,41 @@ def room(case: Case, in_float64: bool) -> Iterator[None]:
         if case.plan is not None:
             taken.put(stack, [*hidden(), *one_card.numbers()])
             rank.listen(stack)  # ahead of those who look on: a module is laid out before
-        if case.recorded:
-            stack.enter_context(_replays())
+        stack.enter_context(_replays(case.recorded))
         stack.enter_context(hooks())
         yield
 
 
 @contextmanager
-def _replays() -> Iterator[None]:
-    """Inside, steps of ``to_static`` count as an optimizer's do elsewhere, and those that are recorded are replayed each time."""
-    call = Static.__call__
+def _replays(all_of_them: bool) -> Iterator[None]:
+    """Inside, steps of ``to_static`` that are replayed count as an optimizer's do elsewhere, and are replayed node by node.
+
+    ``all_of_them``: each is replayed. Else only those that cannot run as they are, which are cut into stages.
+    """
+    call, run = Static.__call__, fits.step_function
 
     def counted(self: Static, *args: Any, **kwargs: Any) -> Any:
-        result = call(self, *args, **kwargs)
-        if recorded.watcher is not None:
-            recorded.watcher.stepped()
+        result, watch = call(self, *args, **kwargs), recorded.watcher
+        if watch is not None and (all_of_them or watch.replays()):
+            watch.stepped()
         return result
 
-    with patch.object(Static, "__call__", counted), patch.object(rechecked, "next_check", lambda _: 1 << 62):
+    def looked_at(step: Step) -> Callable[..., tuple[Any, ...]]:
+        def interpreted(*given: Any) -> tuple[Any, ...]:
+            watch = recorded.watcher
+            if not isinstance(watch, NodeWatch) or not watch.keep:
+                return run(step)(*given)
+            return watch.replayed(
+                step.graph, given, step.bound.roots if isinstance(step, Recording) and step.bound else ()
+            )
+
+        return interpreted
+
+    with (
+        patch.object(Static, "__call__", counted),
+        patch.object(rechecked, "next_check", lambda _: 1 << 62),
+        patch.object(fits, "step_function", looked_at),
+    ):
         yield
 
 
@@ -134,7 +155,7 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
 def watch_of(case: Case, keep: bool) -> Watch:
     """Who looks on while one rank runs."""
     begun = Begun(case.start) if case.start else None
-    return Watch(keep, case.steps, not case.recorded, begun if case.nudged is None else case.nudged(begun))
+    return NodeWatch(keep, case.steps, not case.recorded, begun if case.nudged is None else case.nudged(begun))
 
 
 def failed(fault: BaseException, where: str, more: str = "") -> ProofError:

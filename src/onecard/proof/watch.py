@@ -28,6 +28,7 @@ from onecard.rules.call import schema_of
 from onecard.static.step.writes import arguments_written
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
+from onecard.train.absent import Absent
 from onecard.train.shard import Shard, noted
 
 _SKIPPED = ("profiler", "prim", "c10d", "_c10d_functional")
@@ -253,6 +254,13 @@ class Watch(recorded.Listener, DispatchMode):
             self._hold("initial", [module] if own or not known else [])
         self._stack.append(self._paths.get(id(module), type(module).__name__))
 
+    def replay_begins(self, roots: Sequence[Any]) -> None:
+        """A recorded step is done on some objects: its modules are the program's, though nobody calls them."""
+        for root in roots:
+            if isinstance(root, nn.Module) and not self._stack:
+                self.module_begins(root)
+                self.module_ends()
+
     def module_ends(self) -> None:
         if self._stack:
             self._stack.pop()
@@ -286,6 +294,8 @@ class Watch(recorded.Listener, DispatchMode):
     def _hold(self, kind: str, roots: Sequence[nn.Module]) -> None:
         with self.paused():
             for name, x in _named(kind, roots, self.roots):
+                if isinstance(x, Absent):  # another stage's
+                    continue
                 if isinstance(x, Tensor) and not fakes.is_fake(x) and x.device.type != "meta":
                     self.seen.held.append(Held(name, kind, self.seen.steps, self.value(_summed(x))))
 
