@@ -91,12 +91,16 @@ def _proof(asked: Asked, words: Sequence[str]) -> Proof:
     if not asked.wide and asked.start is None:  # a checkpoint has its own widths
         small, less = flags(words, ranks)
     if not less:
-        return _ran(asked, words)
+        kept = "" if asked.wide or asked.narrow or asked.start is not None else _NONE
+        return replace(_ran(asked, words), widths=kept)
     try:
         return replace(_ran(asked, small), widths=said_of(less))
     except ProofError as fault:
         why = f"widths as they are: with smaller ones {str(fault).splitlines()[0]}"
     return replace(_ran(asked, words), widths=why)
+
+
+_NONE = "widths as they are: the command line names none that could be smaller; --narrow NAME=SIZE says which are"
 
 
 def _ran(asked: Asked, words: Sequence[str]) -> Proof:

@@ -137,7 +137,7 @@ def of_one(one: Step, args: Any, start: str | Path | None = None) -> Values:
         roots = _filled(one, start)
     named = dict(args) if isinstance(args, Mapping) else {}
     leaves = () if isinstance(args, Mapping) or args is None else _leaves(one, args)
-    found = dict(named)
+    found, names = dict(named), [known.name for known in one.inputs]
     for i, known in enumerate(one.inputs):
         value = named.get(known.name, _MISSING)
         if value is _MISSING and known.where[0] == "argument" and known.where[1] < len(leaves):
@@ -149,8 +149,13 @@ def of_one(one: Step, args: Any, start: str | Path | None = None) -> Values:
                 f"prove(recordings, against=...): {one.name} of one card reads {known.name}, and nobody says what it is: bind "
                 f"the recording (against.bind(model=model, ...)), or args={{{known.name!r}: value}}"
             )
-        found[known.name] = _fitting(known, value)
+        found[known.name if names.count(known.name) == 1 else _placed_name(known)] = _fitting(known, value)
     return found
+
+
+def _placed_name(known: Input) -> str:
+    """What an input is called that shares its name with another one, as weights of modules in a list do: by its place, too."""
+    return f"{known.name} {known.where}"
 
 
 _MISSING = object()
@@ -233,7 +238,10 @@ def of_rank(rank: int, step: Step, values: Values) -> tuple[list[str], list[Any]
     names, made = list[str](), list[Any]()
     name: str | None
     for i, known in enumerate(step.inputs):
-        name = known.name if known.name in values else short.get(_without_root(known.name))
+        placed = _placed_name(known)
+        name = (
+            placed if placed in values else known.name if known.name in values else short.get(_without_root(known.name))
+        )
         value = values[name] if name is not None else bound_to(step, i)
         if name is None and (value is _MISSING or known.kind in ("parameter", "state")):
             raise ProofError(
