@@ -21,7 +21,8 @@ EDITS = {  # what is done before a step, and whether it touches values, which a 
     ),
     "hook of a gradient": ("held.append(params[-1].register_hook(lambda g: 0.3 * g))", False),
     "hook before the step": (
-        "held.append(opt.register_step_pre_hook(lambda o, *_: [p.grad.mul_(0.5) for p in params if p.grad is not None]))",
+        "def before(*_):\n    for p in params: p.grad = None if p.grad is None else 0.5 * p.grad\n"
+        "held.append(opt.register_step_pre_hook(before))",
         True,
     ),
     "hooks removed": ("while held: held.pop().remove()", False),

@@ -77,6 +77,9 @@ def drawn(seed: int, level: str) -> Script:
     edits = [e for e, (_, values) in engine_parts.EDITS.items() if not (cut and values)]
     schedule = draw.choice([*script_parts.SCHEDULES])
     made, after, _ = script_parts.SCHEDULES[schedule]
+    edits = (
+        edits if schedule in ("none", "by hand") else [e for e in edits if e != "a group more"]
+    )  # torch's own refuse it
     given = {"flat": "o, y = o.flatten(0, 1), y.flatten()" if kind == "text" else "", "after": f"it += 1\n{after}"}
     begin = engine_parts.BEGIN.replace("{loss}", loss).replace("{clip}", draw.choice(("None", "0.3")))
     lines = [script_parts.BEGIN.format(seed=seed), model, script_parts.DATA[kind].format(n=32), "C, W = "

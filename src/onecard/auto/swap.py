@@ -13,19 +13,23 @@ from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.become import become
+from onecard.tensor.deferred.calls import record_of
 from onecard.train import shard_layer
 
 Where = Callable[[str], Sequence[Placement]]
 """The placements of the parameter of a name; buffers are the same on all ranks."""
 
 
-def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
+def lay_out(
+    module: nn.Module, mesh: ProcessMesh, where: Where, held: Callable[[str, PlanError], None] | None = None
+) -> None:
     """Lay a module out in place: each parameter and buffer stays the object that it is.
 
     Lists of parameters that a program keeps, optimizers with their states, hooks and attributes go on with what lies on the mesh.
 
     Args:
         module: its plain tensors are the same on all ranks; what is distributed already stays.
+        held: is told of a tensor, by name, whose place nothing can take, and which is replaced; None: that is an error.
 
     Raises:
         PlanError: a graph that autograd keeps holds a parameter, so that nothing can take its place.
@@ -33,11 +37,16 @@ def lay_out(module: nn.Module, mesh: ProcessMesh, where: Where) -> None:
     first: dict[int, str] = {}
     with without_weak_weights(module):
         for name, tensor in _tensors(module):
-            if id(tensor) in first or isinstance(tensor, DistTensor):
+            if id(tensor) in first or isinstance(tensor, DistTensor) or record_of(tensor) is not None:
                 continue
             first[id(tensor)] = name
             replicated = [Replicate()] * mesh.ndim
-            _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
+            try:
+                _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
+            except PlanError as fault:
+                if held is None:
+                    raise
+                held(name, fault)
     shard_layer(module, mesh)
 
 

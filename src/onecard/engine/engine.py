@@ -50,8 +50,8 @@ class Engine:
         StrategyError: fields of the strategy that do not go together.
         EngineError: what cannot be a part of a step.
 
-    Parameters keep their names; what is laid out takes their place in the model and the optimizers. A step is recorded at its
-    second call (``onecard.to_static``).
+    Parameters stay the objects that they are, and keep their names. A step is recorded at its second call
+    (``onecard.to_static``).
 
     Source: ``paddle.distributed.auto_parallel.Engine``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import Optimizer
 
+from onecard.auto import swap
 from onecard.comm.world import world
 from onecard.engine.options import PIPELINE, axis_of, pipeline_degree, sharding_degree, stage_of
 from onecard.engine.strategy import Strategy
-from onecard.errors import EngineError, StrategyError
+from onecard.errors import EngineError, PlanError, StrategyError
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.placements import DATA
 from onecard.tensor import DistTensor, reshard, shard_tensor
 from onecard.tensor.deferred.calls import record_of
-from onecard.train import shard_layer, shard_optimizer
+from onecard.train import shard_optimizer
 
 OTHERS = (*PIPELINE, "tp", "mp", "cp", "sp", "sep", "ep")
 
@@ -183,10 +185,19 @@ def _is_laid_out(optimizer: Optimizer) -> bool:
     return any(getattr(hook, "__module__", "").startswith("onecard.train.zero") for hook in hooks)
 
 
-def lay_out(module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer], shard_fn: Any = None) -> None:
-    """Lay a module out; what takes a parameter's place does so in optimizers too, with its hooks, states and attributes."""
+def lay_out(
+    module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer], where: swap.Where | None = None
+) -> None:
+    """Lay a module out in place: who holds a parameter (lists, averages, optimizers) holds what lies on the mesh.
+
+    Where a graph holds one nothing can take its place. What is there instead takes its place in optimizers, with its hooks,
+    states and attributes.
+
+    Args:
+        where: the placements of the parameter of a name; None: all are the same on all ranks.
+    """
     before = dict(module.named_parameters(remove_duplicate=False))
-    shard_layer(module, mesh, shard_fn)
+    swap.lay_out(module, mesh, where or (lambda _: [Replicate()] * mesh.ndim), _told)
     after = dict(module.named_parameters(remove_duplicate=False))
     taken = {id(old): (old, after[name]) for name, old in before.items() if after[name] is not old}
     for old, new in taken.values():
@@ -197,6 +208,14 @@ def lay_out(module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer
         for old, new in taken.values():
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _told(name: str, fault: PlanError) -> None:
+    warnings.warn(
+        f"Engine: {name} is replaced by another object, so that lists of parameters which the program keeps hold the old one, "
+        f"which is not trained: {fault}",
+        stacklevel=5,
+    )
 
 
 def _carry_over(old: Any, new: Any) -> None:
