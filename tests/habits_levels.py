@@ -924,6 +924,20 @@ def hooks_on_steps(at: At) -> Seen:
 
 
 @habit
+def hooks_on_steps_by_the_model(at: At) -> Seen:
+    """What such a hook writes is what the step takes, whenever it was registered."""
+    net, opt = at.wrap(Net(), sgd)
+
+    def clamp(*_: Any) -> None:
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad = p.grad.clamp(-0.02, 0.02)
+
+    opt.register_step_pre_hook(clamp)
+    return at.ended(net, *trained(at, net, opt))
+
+
+@habit
 def by_the_old_name(at: At) -> Seen:
     old = Net()
     net, opt = at.wrap(old, sgd)

@@ -37,7 +37,7 @@ EDITS = {  # what is done before a step, and whether it touches values, which a 
     "a layer halved": ("with torch.no_grad(): last.weight.mul_(0.5)", True),
     "states forgotten": ("opt.state.clear()", True),
     "kept": ("kept = copy.deepcopy((net.state_dict(), opt.state_dict()))", True),
-    "put back": ("if kept: net.load_state_dict(kept[0]); opt.load_state_dict(kept[1])", True),
+    "put back": ("if kept: net.load_state_dict(kept[0]); opt.load_state_dict(copy.deepcopy(kept[1]))", True),
     "averaged": ("with torch.no_grad():\n    for a, b in zip(average, params): a.lerp_(b.detach(), 0.3)", True),
     "gradients left over": ("for p in params:\n    if p.requires_grad: p.grad = torch.full_like(p, 0.01)", True),
     "a step by hand": (
@@ -71,7 +71,7 @@ print('loss', float(engine.run((x, y), mode='train')['loss']))
 END = """
 print("weights", [p.detach().double().norm().item() for p in params])
 print("buffers", [b.double().sum().item() for b in net.buffers()])
-states = [v for s in opt.state_dict()["state"].values() for v in s.values() if torch.is_tensor(v)]
+states = [v for s in opt.state_dict()["state"].values() for k, v in s.items() if torch.is_tensor(v) and k != "master_weight"]
 print("states", len(states), sum(v.double().abs().sum().item() for v in states))
 print("average", sum(p.double().sum().item() for p in average))
 """

@@ -24,6 +24,7 @@ from onecard.fleet.zero.whole import divided
 from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
+from onecard.train.zero.last_hooks import register_last
 from onecard.train.zero.master import exchange_all
 from onecard.train.zero.optimizer import keep_laid_out
 from onecard.train.zero.zero import ShardedUpdate, ShardingStage1
@@ -42,7 +43,7 @@ class ShardedOptimizer:
         divided[optimizer] = "sharding_degree"
         self._twins: dict[Any, Any] = {}
         self._stage = ShardingStage1(AXIS, overlap=False)
-        optimizer.register_step_pre_hook(self._begin)
+        register_last(optimizer, self._begin)
         self._show(optimizer)
         update = ShardedUpdate(optimizer, self._stage)
         keep_laid_out(optimizer, update.lay_out)

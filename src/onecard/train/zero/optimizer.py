@@ -18,6 +18,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
 from onecard.train.layer import replaced
+from onecard.train.zero.last_hooks import keep_last
 from onecard.train.zero.reducer import Reducer, reduce_gradients
 from onecard.train.zero.resume import is_like, lay_out_loaded, lay_out_states, load_state_dict, sharders
 from onecard.train.zero.zero import ShardedUpdate, ShardingStage1, overlaps, params_of, with_closure
@@ -125,7 +126,7 @@ def _check_current(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> 
 def install() -> None:
     """Optimizers and modules with distributed parameters, also of those that no ``shard_optimizer`` has seen."""
     hooks = "torch.optim.optimizer._global_optimizer_pre_hooks"
-    patches.hook(hooks, register_optimizer_step_pre_hook, _check_current, lay_out_loaded)
+    patches.hook(hooks, register_optimizer_step_pre_hook, _check_current, lay_out_loaded, keep_last)
     patches.replace("torch.nn.Module.load_state_dict", nn.Module, "load_state_dict", lambda _: load_state_dict)
     # torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
     for what, types in _torch.foreach_types.items():

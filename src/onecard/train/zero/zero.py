@@ -27,6 +27,7 @@ from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.buckets import Cut, gather_all, reduce_all
 from onecard.tensor.spec import OWN, Spec
 from onecard.train.zero.blocks import BlockSpec, Policy, of_marks
+from onecard.train.zero.last_hooks import register_last
 from onecard.train.zero.master import Masters
 from onecard.train.zero.reducer import Reducer, reduce_gradients
 from onecard.train.zero.resume import lay_out_with
@@ -188,7 +189,7 @@ class ShardedUpdate:
                 "with placements, after oc.shard_layer(model, mesh); for local parameters: "
                 'fleet.group_sharded_parallel(model, optimizer, "os")'
             )
-        optimizer.register_step_pre_hook(self._begin)
+        register_last(optimizer, self._begin)
         optimizer.register_step_post_hook(self._end)
         overlap = overlaps(stage.overlap, params)
         if isinstance(stage, ShardingStage3):
