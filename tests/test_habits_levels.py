@@ -15,7 +15,7 @@ from onecard.fleet.layers import tied_layers
 from onecard.fleet.zero import local_parameter, sharded_model
 from onecard.pipeline.run import waiting_hooks
 from onecard.testing import run_ranks
-from onecard.train.zero import master
+from onecard.train.zero import master, zero
 from onecard.train.zero.blocks import Piece
 from onecard.train.zero.zero import ShardedUpdate
 
@@ -112,6 +112,11 @@ def ties_are_forgotten() -> None:
     tied_layers.tie = lambda *args: None
 
 
+def late_hooks_are_late() -> None:
+    """A step's hook that is registered later comes when its gradients have been taken."""
+    zero.register_last = lambda optimizer, hook: optimizer.register_step_pre_hook(hook)
+
+
 PLANTS: dict[Callable[[], None], tuple[tuple[str, ...], tuple[str, ...]]] = {
     masters_are_believed: (("os_g offload", "ZeRO 1 offload"), ("weights_clamped", "loaded_between")),
     closures_see_parts: (("os", "os_g"), ("lbfgs",)),
@@ -120,6 +125,7 @@ PLANTS: dict[Callable[[], None], tuple[tuple[str, ...], tuple[str, ...]]] = {
     written_is_lost: (("p_g_os",), ("one_weight_written",)),
     hooks_do_not_wait: (("stages 1F1B", "pp ZBH1"), ("hooks_on_parameters", "hooks_after_accumulation")),
     ties_are_forgotten: (("pp 1F1B",), ("tied",)),
+    late_hooks_are_late: (("os_g offload", "ZeRO 1 offload"), ("hooks_on_steps_by_the_model",)),
 }
 
 
@@ -145,6 +151,7 @@ PLACES = [
     (Piece, "forget"),
     (waiting_hooks, "_users_hooks"),
     (tied_layers, "tie"),
+    (zero, "register_last"),
 ]
 
 
