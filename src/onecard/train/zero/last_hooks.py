@@ -1,7 +1,7 @@
 """Hooks before an optimizer's step that run behind the program's own, whenever these were registered.
 
-Stages of ZeRO take a part of each gradient when the step begins, for the masters if there are some. A hook that the program registers later (it clips, scales or
-logs gradients) would come too late: what it writes to ``p.grad`` would be lost.
+Stages of ZeRO take a part of each gradient when the step begins, for the masters if there are some. A hook that the program
+registers later (it clips, scales or logs gradients) would come too late: what it writes to ``p.grad`` would be lost.
 """
 
 from __future__ import annotations
