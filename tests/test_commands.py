@@ -99,21 +99,31 @@ def test_each_command_has_a_module_and_no_other_is_one():
         (["plan", "gpt2", "--fixed", "pt=2"], "there is no field 'pt'"),
         (["plan", "gpt2", "--fixed", "tp"], "want NAME=VALUE, such as --fixed tp=2"),
         (["plan", "x.py", "--batch", "4"], "a script has its own batch"),
+        *(
+            ([name, "x.py", "--world", "0"], "--world 0: want a number from 1")
+            for name in ("explain", "draw", "plan", "prove")
+        ),
+        (["plan", "x.py", "--objective", "speed"], "--objective speed: want one of time, memory"),
+        (["plan", "gpt2", "--memory", "-1"], "--memory -1: want a number above 0"),
+        (["prove", "nowhere.py"], "nowhere.py does not exist; looked in"),
+        (["prove", "x.py", "--against", "nowhere.py"], "nowhere.py does not exist; looked in"),
         (["convert", "nowhere", "x"], "nowhere does not exist"),
         (["run", "nowhere.py"], "nowhere.py does not exist"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "--world" in words or "--against" in words:
+        written(tmp_path, "", "x.py")
     status, out, err = called(*words)
     assert status == 2
     assert said in err and "Traceback" not in err
     assert out == "" or not words
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "prove")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
 def test_a_flag_that_is_not_there(name):
-    status, _, err = called(name, *["x.py"] * (name in SCRIPTS), "--jsn")
+    status, _, err = called(name, *["x.py"] * (name in (*SCRIPTS, "prove")), "--jsn")
     assert status == 2 and "Traceback" not in err
     if any(field == "json" for field in getattr(options_of(name), "__dataclass_fields__", {})):
         assert "--json" in err  # the nearest
