@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -116,13 +117,51 @@ def test_tensorboard_has_the_scalars_of_marked_programs(tmp_path):
     assert run_ranks(_board, 2, tmp_path, timeout=60.0) == [[0.0, 21.0, 42.0]] * 2
 
 
+class Friendly:
+    """wandb's module as it is, less all else."""
+
+    @staticmethod
+    def json_friendly(obj: Any) -> tuple[Any, bool]:
+        name = f"{type(obj).__module__}.{type(obj).__name__}"
+        return (obj.item() if obj.dim() == 0 else obj.tolist(), True) if name == "torch.Tensor" else (str(obj), False)
+
+
+def test_a_config_has_values(monkeypatch, tmp_path):
+    """By a stand-in for ``wandb.util``: imported ahead of the first tensor, behind it, and left again."""
+    mesh = oc.ProcessMesh([0], ["dp"])
+    for early in (True, False):
+        for name in ("wandb", "wandb.util"):
+            sys.modules.pop(name, None)
+        here = tmp_path / str(early) / "wandb"
+        here.mkdir(parents=True)
+        (here / "__init__.py").write_text("from wandb import util\n")
+        (here / "util.py").write_text("from test_logged import Friendly\njson_friendly = Friendly.json_friendly\n")
+        monkeypatch.syspath_prepend(str(here.parent))
+        with oc.unpatch():
+            if early:
+                import wandb.util
+            size = 1013 + early  # a kind of tensor that has not been there: patches are made anew with it
+            x = oc.shard_tensor(torch.arange(float(size)), mesh, [oc.Shard(0)])
+            import wandb.util
+
+            assert wandb.util.json_friendly(x) == ([*range(size)], True)
+            assert wandb.util.json_friendly(x[:3].sum()) == (3.0, True)
+            assert wandb.util.json_friendly(torch.ones(2)) == ([1.0, 1.0], True)
+            with oc.unpatch():
+                assert wandb.util.json_friendly is Friendly.json_friendly
+    for name in ("wandb", "wandb.util"):
+        sys.modules.pop(name, None)
+
+
 def _wandb(folder: Path) -> dict[str, Any]:
     os.environ.pop("WANDB_SERVICE", None)  # of the process that started the ranks
     import wandb
 
     mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
     x = oc.shard_tensor(torch.arange(7.0), mesh, [oc.Shard(0)])
-    with wandb.init(mode="offline", dir=str(folder / str(oc.get_rank())), settings=wandb.Settings(silent=True)) as run:
+    settings = {"mode": "offline", "dir": str(folder / str(oc.get_rank())), "settings": wandb.Settings(silent=True)}
+    with wandb.init(config={"scale": x.mean(), "all": {"x": x}}, **settings) as run:
+        assert run.config["scale"] == 3.0 and run.config["all"]["x"] == [*range(7)]
         for step in range(1, 3):
             run.log({"loss": (x * step).sum(), "parts": [(x * step).sum(), 1]})
         run.summary["last"] = x.mean()

@@ -3,7 +3,7 @@
     make wheel                          # this Python, torch as the Makefile says
     make wheel PYTHON=python3.13
 
-What is tried: the sdist builds the same wheel; `pip install` needs torch alone to be there; it imports, has its version and
+What is tried: the sdist builds the same wheel, and installs by itself; `pip install` needs torch alone to be there; it imports, has its version and
 its data; the tutorial is walked; mypy and pyright accept a typed program of a user, and see a wrong one.
 """
 
@@ -58,6 +58,15 @@ def main() -> None:
         step("install", python, "-m", "pip", "install", "--quiet", str(wheel))
         step("pip check", python, "-m", "pip", "check")
         imported(python, folder, wheel)
+        (source,) = args.out.glob("*.tar.gz")
+        again = empty(folder / "of_source", [])
+        step("install of the sdist", again, "-m", "pip", "install", "--quiet", "--no-deps", source)
+        step(
+            "its commands are there",
+            again,
+            "-c",
+            "import importlib.metadata as m; m.entry_points(name='onecard')['onecard']",
+        )
         walked(python, folder / "walk")
         if not args.no_types:
             typed(python, folder / "types")
@@ -79,7 +88,8 @@ def empty(folder: Path, packages: list[str]) -> Path:
     """The Python of a new environment with these packages and nothing else."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    step(f"an empty environment with {', '.join(packages)}", python, "-m", "pip", "install", "--quiet", *packages)
+    if packages:
+        step(f"an empty environment with {', '.join(packages)}", python, "-m", "pip", "install", "--quiet", *packages)
     return python
 
 

@@ -1,4 +1,5 @@
-"""Every patch of torch, and one of json: what is put in place of what, what a program notices, when it is made, how it is undone.
+"""Every patch of torch, of json and wandb: what is put in place of what, what a program notices, when and how
+it is made and undone.
 
 Nothing else in onecard changes torch for longer than a call. A patch is made when something first needs it, acts on onecard's
 tensors, parameters and optimizers only, and is undone by ``onecard.unpatch()``. ``TABLE`` names all of them: making one that it
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TENSOR, SHM, FLEET = "the first distributed tensor", "the first shm group", "fleet.init"
+WANDB = "the first distributed tensor, where wandb is imported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ TABLE: dict[str, Patch] = {
             "torch.Tensor.data", TENSOR, "a plain tensor may be assigned a distributed one", "an assignment is a Python call"
         ),
         Patch("json.JSONEncoder.default", TENSOR, "encoders that know plain tensors (wandb's) are given a whole one"),
+        Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),

@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from onecard._torch.imported import when_imported
 from onecard.auto import taken
-from onecard.auto.imported import when_imported
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
