@@ -4,7 +4,8 @@
     make wheel PYTHON=python3.13
 
 What is tried: the sdist builds the same wheel, and installs by itself; `pip install` needs torch alone to be there; the wheel
-imports, has its version and its data; the tutorial is walked; mypy and pyright accept a typed program of a user, and see a wrong one.
+imports, has its version and its data; the tutorial is walked; mypy and pyright accept a typed program of a user, and see a
+wrong one.
 """
 
 from __future__ import annotations
