@@ -103,9 +103,6 @@ def _proof(asked: Asked, words: Sequence[str]) -> Proof:
 _NONE = "widths as they are: the command line names none that could be smaller; --narrow NAME=SIZE says which are"
 
 
-_NONE = "widths as they are: the command line names none that could be smaller; --narrow NAME=SIZE says which are"
-
-
 def _ran(asked: Asked, words: Sequence[str]) -> Proof:
     script = Script(asked.script, words, quiet=not asked.show)
     one = None if asked.against is None else Script(asked.against, words, quiet=not asked.show)
