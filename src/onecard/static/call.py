@@ -23,7 +23,7 @@ from onecard.static.capture.capture import Capture
 from onecard.static.capture.script import Script
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import changed_itself, still_before
-from onecard.static.passes import StaticOptions, fitting, rewritten
+from onecard.static.passes import Rewritten, StaticOptions, fitting, rewritten, withheld
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
@@ -32,7 +32,7 @@ from onecard.static.run.bound import Bound, kinds_of
 from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import make_room
 from onecard.static.run.rechecked import Checks
-from onecard.static.step.step import Output
+from onecard.static.step.step import AnyStep, Output
 
 
 def name_of(fn: Any) -> str:
@@ -149,13 +149,7 @@ def recorded(
         rows = batch.rows if batch.parts.sketched else lambda: whole
         beside = together(batch.parts.ranks_of(recording))
         recording = batch.parts.merged(recording, leaves, rows, seen=seen)
-    if options.memory_limit is None:
-        found = rewritten(recording.graph, options)
-    else:
-        found, peak = fitting(recording.graph, options)
-        if peak > options.memory_limit:
-            warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=4)
-    lines = check_agreed(recording.name, found.messages)
+    found, lines = _alike(recording, options)
     before, recording = recording.graph, recording.with_graph(found.graph)
     recording.backend = options.backend
     recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
@@ -177,6 +171,35 @@ def recorded(
         recording.bound.checks = Checks(capture.script, [*lines, *beside])
         recording.bound.reading(capture.seen)
     return recording, plain(result)
+
+
+def _alike(recording: AnyStep, options: StaticOptions) -> tuple[Rewritten, list[Group]]:
+    """A recording's graph after the passes, and the lines on which all ranks send alike then.
+
+    What a pass does may depend on how much a rank has (uneven parts, none at all). One after which ranks would send other
+    messages than each other is left out, on all of them.
+    """
+    before = withheld.here
+    try:
+        while True:
+            if options.memory_limit is None:
+                found, peak = rewritten(recording.graph, options), 0
+            else:
+                found, peak = fitting(recording.graph, options)
+            agreed = check_agreed(recording.name, found.messages)
+            if not agreed.apart:
+                break
+            withheld.here = withheld.here | {agreed.apart}
+            warnings.warn(
+                f"{recording.name}: the pass {agreed.apart!r} is left out: after it ranks would send other messages than each "
+                f"other, as their parts differ. to_static(..., without=[{agreed.apart!r}]) says so from the beginning",
+                stacklevel=5,
+            )
+    finally:
+        withheld.here = before
+    if options.memory_limit is not None and peak > options.memory_limit:
+        warnings.warn(_too_large(recording.name, peak, options.memory_limit), stacklevel=5)
+    return found, agreed.lines
 
 
 def sketched_again(

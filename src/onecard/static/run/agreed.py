@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from onecard.comm.world.world import get_rank
 from onecard.errors import RecordingError
 
 
-def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) -> list[Group]:
+@dataclass(frozen=True)
+class Agreed:
+    """The lines on which all ranks send alike, in an order in which all can use them; ``apart``: the pass after which they do not."""
+
+    lines: list[Group]
+    apart: str = ""
+
+
+def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) -> Agreed:
     """Compare this rank's messages with those of the others, line by line. One small message for each line, and
     a few more on a mesh of several axes.
 
@@ -30,37 +39,38 @@ def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) 
         stages: the messages of the graph as it was recorded (``order.line_up``), with the name "", and after each pass.
 
     Returns:
-        The lines, in an order in which all ranks can use them.
+        The lines; or the first pass after which messages differ on any rank that they lead to, the same on all of these.
 
     Raises:
-        RecordingError: they differ: a replay would wait for a message that nobody sends. Names the pass. On all ranks that the
-            lines lead to, also where nothing differs.
+        RecordingError: they differ as they were recorded: a replay would wait for a message that nobody sends. On all ranks that
+            the lines lead to, also where nothing differs.
     """
     messages = [found for _, found in stages]
     if pretending() or trace.faking():
-        return []
+        return Agreed([])
     # In one order on all ranks, which use their lines in several: no circle of ranks that wait for each other.
     used = sorted(messages[0], key=lambda line: group(*line).ranks)
-    fault = ""
+    fault, first = "", len(stages)
     for line in used:
         found = group(*line)
         mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
         lengths = [1] * found.size
         record.serving.here = ("to_static", "messages", (len(messages),))
         theirs: Any = collectives.all_gather(mine[None], found, 0, lengths)
-        for (stage, _), row, lines in zip(stages, theirs.T, messages, strict=True):
-            if not fault and len(set(row.tolist())) > 1:
-                fault = _words(name, stage, found.ranks, row.tolist(), len(lines.get(line, [])))
+        differs = [i for i, row in enumerate(theirs.T) if len(set(row.tolist())) > 1]
+        if differs and not differs[0]:
+            fault = fault or _words(name, found.ranks, theirs.T[0].tolist(), len(messages[0][line]))
+        first = min([first, *differs])
     lines_used = [group(*line) for line in used]
-    if fault:
-        anybody(lines_used, True)
-        raise RecordingError(fault)
-    if len(lines_used) > 1 and anybody(lines_used, False):  # one line alone has told all that it leads to
+    if len(lines_used) > 1:  # one line alone has told all that it leads to
+        first = earliest(lines_used, first)
+    if first == 0:
         raise RecordingError(
-            f"{name}: the messages of other ranks, with which this rank's partners exchange some, differ: rank {get_rank()} has "
-            "found nothing wrong with its own. Their error says what differs"
+            fault
+            or f"{name}: the messages of other ranks, with which this rank's partners exchange some, differ: rank {get_rank()} "
+            "has found nothing wrong with its own. Their error says what differs"
         )
-    return lines_used
+    return Agreed(lines_used, stages[first][0] if first < len(stages) else "")
 
 
 def together(ranks: Sequence[int]) -> list[Group]:
@@ -94,12 +104,17 @@ def all_or_none(name: str, ranks: Sequence[int]) -> Iterator[None]:
 
 def anybody(lines: Sequence[Group], found: bool) -> bool:
     """Whether this rank has found something, or any other that the lines lead to. One small message for each line and axis."""
+    return earliest(lines, 0 if found else 1) == 0
+
+
+def earliest(lines: Sequence[Group], number: int) -> int:
+    """The smallest number of this rank and all others that the lines lead to. One small message for each line and axis."""
     for _ in lines:  # what the rank across two axes has found comes by way of a third one
         for line in lines:
             record.serving.here = ("to_static", "checked", ())
-            theirs: Any = collectives.all_gather(torch.tensor([found]), line, 0, [1] * line.size)
-            found = bool(theirs.any())
-    return found
+            theirs: Any = collectives.all_gather(torch.tensor([number]), line, 0, [1] * line.size)
+            number = int(theirs.min())
+    return number
 
 
 def all_record(name: str, lines: Sequence[Group], why: str) -> None:
@@ -127,9 +142,10 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
         )
 
 
-def _words(name: str, stage: str, ranks: Sequence[int], codes: list[int], count: int) -> str:
+def _words(name: str, ranks: Sequence[int], codes: list[int], count: int) -> str:
     usual = max(set(codes), key=codes.count)
     others = [rank for rank, code in zip(ranks, codes, strict=True) if code != usual] or list(ranks)
-    what = f"after the pass {stage!r}" if stage else "as they were recorded"
-    way = f"to_static(..., without=[{stage!r}]) leaves it out" if stage else "all ranks have to run the same program"
-    return f"{name}: the messages among ranks {list(ranks)} differ {what}: those of {others}; here there are {count}. {way}"
+    return (
+        f"{name}: the messages among ranks {list(ranks)} differ as they were recorded: those of {others}; here there are "
+        f"{count}. All ranks have to run the same program"
+    )
