@@ -24,7 +24,7 @@ from onecard.errors import RecordingError
 
 @dataclass(frozen=True)
 class Agreed:
-    """The lines on which all ranks send alike, in an order in which all can use them; ``apart``: the pass after which they do not."""
+    """The lines on which all ranks send alike, in an order in which all can use them; or after which pass they do not."""
 
     lines: list[Group]
     apart: str = ""
