@@ -265,6 +265,7 @@ def refused(step: Callable[..., Any], *batch: Any, **options: Any) -> str:
     return str(said.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*batch norm at .* normalizes each microbatch")
 def test_what_cannot_be_merged_is_refused_and_nothing_is_lost() -> None:
     model, other = network(nn.BatchNorm1d, 0.5), nn.Linear(4, 1)
     optimizer, second = adamw(model), momentum(other)

@@ -312,8 +312,8 @@ def test_a_closure_of_an_optimizer_is_refused_by_its_name() -> None:
 # -- warned of -----------------------------------------------------------------------------------------------------------
 
 
-def warned(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], y: Tensor | None = None) -> list[str]:
-    model, optimizer = network()
+def warned(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], y: Tensor | None = None, *more: nn.Module) -> list[str]:
+    model, optimizer = network(*more)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -351,6 +351,20 @@ def counted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(out, y)
 
 
+def normed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(nn.functional.batch_norm(model(x), None, None, training=True), y)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x
+
+
 EVEN = torch.tensor([0, 1, 2, 3] * 4)  # as many in each microbatch
 WARNED: dict[str, Any] = {
     "labels that are ignored": (lambda m, x, y: cross_entropy(m(x), y, ignore_index=3), None, ""),
@@ -359,6 +373,7 @@ WARNED: dict[str, Any] = {
     "rows scaled by their number": (by_length, None, r"pow at .* is not linear in rows that are scaled by their number"),
     "divided by what learns": (by_parameter, None, r"div at .*test_static_merge_cases.py:\d+ scales by a value"),
     "a count before backward": (counted, None, r"add_ at .* writes into the program .* 4 times a call"),
+    "batch norm": (normed, None, r"batch norm at .* normalizes each microbatch by its own mean"),
     "as many ignored in each": (lambda m, x, y: cross_entropy(m(x), y, ignore_index=3), EVEN, ""),
     "none ignored": (lambda m, x, y: cross_entropy(m(x), y), None, ""),
     "divided by a number": (lambda m, x, y: cross_entropy(m(x), y, reduction="sum") / len(x), None, ""),
@@ -372,6 +387,11 @@ def test_a_mean_of_means_is_warned_of(name: str) -> None:
     said = warned(loss, y)
     assert bool(said) == bool(words), said
     assert not words or re.search(words, said[0]), said
+
+
+def test_a_module_that_counts_calls_is_told_of() -> None:
+    (said,) = warned(lambda m, x, y: cross_entropy(m(x), y), None, Counter())
+    assert re.search(r"add_ at .* writes into the program .* 4 times a call, where one card does so once", said)
 
 
 # -- on ranks --------------------------------------------------------------------------------------------------------------

@@ -144,6 +144,11 @@ def said(verdict: Verdict, k: int) -> Iterator[str]:
             "the step reads values, so that it cannot be seen on the whole batch, and whether a number in it counts rows "
             "(loss.sum() / len(x)) cannot be told: microbatches are averaged, as of a mean. Say avg=True, or avg=False for a sum"
         )
+    if verdict.normalized:
+        yield (
+            f"batch norm at {verdict.normalized[0]} normalizes each microbatch by its own mean and variance, where one card "
+            "takes those of the batch. avg=True says that a loop of microbatches is meant"
+        )
     for kind in verdict.losses:
         if why := _why(kind):
             yield (

@@ -43,10 +43,12 @@ class Verdict:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
         numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
             may be counts of rows. ``open``: nobody can tell whether they are.
+        normalized: the lines that normalize a batch by its own mean and variance.
     """
 
     losses: list[Kind] = field(default_factory=list)
     results: list[Kind | None] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
+    normalized: list[str] = field(default_factory=list)
     unsure: bool = False
     open: bool = False

@@ -36,8 +36,8 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[
         else:
             counts.append(replace(count, said=words_of))
     said += [
-        f"{words(n)} writes into the program between the forward and the backward pass, the same for each microbatch, {k} times "
-        "a call: put it at the beginning of the step, or behind the optimizer's step"
+        f"{words(n)} writes into the program ahead of the backward pass, the same for each microbatch, {k} times a call, where "
+        "one card does so once: put it at the beginning of the step, or behind the optimizer's step"
         for n in once.repeated()
     ]
     said += [

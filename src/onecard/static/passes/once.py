@@ -24,6 +24,11 @@ def cut(node: fx.Node) -> bool:
     return _kind(node) == "argument" and bool(node.meta["input"].facts) and len(node.meta["input"].facts[0]) > 0
 
 
+def _counts_batches(node: fx.Node) -> bool:
+    """Whether a node counts a batch norm's batches, which is told of (``additive.said``)."""
+    return any("input" in n.meta and n.meta["input"].name.endswith("num_batches_tracked") for n in node.all_input_nodes)
+
+
 def _kind(node: fx.Node) -> str:
     return node.meta["input"].kind if "input" in node.meta else ""
 
@@ -99,12 +104,12 @@ class Once:
         return any(self.memory.roots[n] & places for n in node.all_input_nodes)
 
     def repeated(self) -> list[fx.Node]:
-        """What writes into the program once for each microbatch, always the same, outside of modules."""
+        """What writes into the program once for each microbatch, always the same."""
         return [
             n
             for n in self.memory.writes
             if _PROGRAM in self._places_of(self.memory.writes[n])
-            and not (n in self.tail or n in self.head or n in self.own or n.meta.get("inside"))
+            and not (n in self.tail or n in self.head or n in self.own or _counts_batches(n))
             and phase_of(n) == "forward"
         ]
 

@@ -87,6 +87,8 @@ class Kinds:
         together = self._mixed(call, "takes rows of the batch together", learns)
         first = next(k for k in kinds if k is not None and k.how == ROWS)
         if "batch_norm" in name:
+            if first.dim != 1 and not {name, call.values.get("training")} & {False, "_batch_norm_no_update"}:
+                self.verdict.normalized.append(record.user_line())
             return [replace(first, learns=True), *[None] * (count - 1)]
         if name in _ORDERS and not given[0].is_floating_point():
             return [Kind(UNKNOWN)] * count  # rows in groups, as tokens by their experts: put back later on, or not
