@@ -36,4 +36,6 @@ def test_what_torch_tells() -> None:
     assert traits_of(aten.native_batch_norm.default).written == ("running_mean", "running_var")
     assert traits_of(aten.bernoulli.default).effects
     assert not traits_of(aten.view.dtype).same_if_alike  # other bits under the same shape
-    assert traits_of(aten.sin_.default) == Traits(written=("self",), pointwise=True, cheap=True, fresh=True)
+    assert traits_of(aten.sin_.default) == Traits(
+        written=("self",), written_at=(("self", 0),), pointwise=True, cheap=True, fresh=True
+    )

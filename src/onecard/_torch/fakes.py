@@ -48,6 +48,14 @@ def as_fake(x: Tensor) -> Tensor:
     return mode_now().from_tensor(x)
 
 
+def unnoted(x: Tensor) -> None:
+    """Have a mode forget for which tensor with data this one stands: torch swaps none that is held by a weak reference."""
+    if is_fake(x):
+        memo: Any = x.fake_mode.fake_tensor_converter.meta_converter.tensor_memo  # type: ignore[attr-defined]
+        for key in [key for key, other in memo.items() if other is x]:
+            del memo[key]
+
+
 def again(mode: Any) -> AbstractContextManager[Any]:
     """Inside, tensors that are made have no data, by that mode; as it is, if they have none already."""
     return nullcontext() if mode is None or names.fakes() else mode

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
+from onecard._torch import fakes
 from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
@@ -57,6 +58,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement]) -> None:
     grad = tensor.grad
+    fakes.unnoted(tensor)
     try:
         become(tensor, shard_tensor(tensor.detach(), mesh, placements))
     except RuntimeError as fault:

@@ -94,9 +94,10 @@ class Counts:
             steps.append((then, (_At(len(steps) - 1),), {}))
         return Count(tuple(steps), self.k)
 
-    def learns(self, node: fx.Node) -> bool:
-        """Whether a parameter is in a node's value."""
-        return any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in self._needed(node))
+    def counts(self, node: fx.Node) -> bool:
+        """Whether no parameter is in a node's value, and it is not drawn."""
+        learns = (n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in self._needed(node))
+        return not any(learns) and not any(effects(n) for n in self._needed(node))
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """What a node depends on, through memory too, in order."""
