@@ -389,6 +389,46 @@ def test_a_mean_of_means_is_warned_of(name: str) -> None:
     assert not words or re.search(words, said[0]), said
 
 
+class InTime(nn.Module):
+    """Rows of twelve numbers, read as three steps in time."""
+
+    def __init__(self, recurrent: nn.RNNBase) -> None:
+        super().__init__()
+        self.recurrent = recurrent
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, time = x.view(-1, 3, 4), int(self.recurrent.batch_first)
+        return self.recurrent(steps if time else steps.transpose(0, 1))[0].mean(time)
+
+
+RECURRENT = {"in place": nn.GRU(4, 12, batch_first=True), "both ways": nn.LSTM(4, 6, bidirectional=True)}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_rows_are_followed_through_time(name: str) -> None:
+    """The largest losses of a batch are others than those of its microbatches."""
+
+    def hardest(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(m(x), y, reduction="none").topk(2).values.mean()
+
+    assert any("topk at" in words for words in warned(hardest, None, InTime(RECURRENT[name])))
+    assert not warned(lambda m, x, y: cross_entropy(m(x), y), None, InTime(RECURRENT[name]))
+
+
+@torch.library.custom_op("test_merge_cases::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.flip(0)
+
+
+turned.register_fake(torch.empty_like)
+turned.register_autograd(lambda ctx, grad: grad.flip(0))
+
+
+def test_an_operator_without_a_rule_is_told_of() -> None:
+    (said,) = warned(lambda m, x, y: (turned(m(x)) * m(x)).square().mean())
+    assert re.search("turned at .* has no rule that says whether rows stay apart", said)
+
+
 def test_a_module_that_counts_calls_is_told_of() -> None:
     (said,) = warned(lambda m, x, y: cross_entropy(m(x), y), None, Counter())
     assert re.search(r"add_ at .* writes into the program .* 4 times a call, where one card does so once", said)

@@ -149,6 +149,11 @@ def said(verdict: Verdict, k: int) -> Iterator[str]:
             f"batch norm at {verdict.normalized[0]} normalizes each microbatch by its own mean and variance, where one card "
             "takes those of the batch. avg=True says that a loop of microbatches is meant"
         )
+    if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN and kind.where]:
+        yield (
+            f"whether the loss of a microbatch is a part of the batch's cannot be told: {unknown[0]} has no rule that says "
+            "whether rows stay apart. Microbatches are averaged, as of a mean: say avg=True if they do"
+        )
     for kind in verdict.losses:
         if why := _why(kind):
             yield (

@@ -92,12 +92,14 @@ class Kinds:
             return [replace(first, learns=True), *[None] * (count - 1)]
         if name in _ORDERS and not given[0].is_floating_point():
             return [Kind(UNKNOWN)] * count  # rows in groups, as tokens by their experts: put back later on, or not
+        if name in _RECURRENT and kinds[0] is first:
+            return [self._in_time(x, first) for x in call.results]
         if special := self._special(call, given, kinds, first, learns):
             return [special] * count
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
         if bound is None:
-            return [Kind(UNKNOWN)] * count
+            return [Kind(UNKNOWN, where=f"{name} at {record.user_line()}")] * count
         cut = {_factor(bound, i, k) for i, k in enumerate(kinds) if k is not None and k.how == ROWS}
         place = cut.pop()
         if cut or place is None:
@@ -152,6 +154,12 @@ class Kinds:
             return Kind(MIXED, where=f"{where} takes rows of the batch together", learns=there.learns)
         return Kind(ADDS, degree=there.degree + (0 if mean else 1), where=where, learns=there.learns)
 
+    def _in_time(self, x: Any, first: Kind) -> Kind | None:
+        """What a recurrent layer gives: (time, rows, features), or as its states (layers, rows, features)."""
+        dims = [d for d, n in enumerate(x.shape[:-1]) if n == first.size]
+        dim = first.dim if first.dim in dims else next(iter(dims[::-1]), None)
+        return None if dim is None else replace(first, dim=dim, learns=True)
+
     def _special(
         self, call: Call, given: list[Tensor], kinds: list[Kind | None], first: Kind, learns: bool
     ) -> Kind | None:
@@ -173,6 +181,9 @@ class Kinds:
                 and not (start | (n := lengths.pop())) % self.rows
             ):
                 return replace(first, size=n, learns=learns)
+        if name == "transpose" and find(call.func) is None:  # in place
+            a, b = (call.values[d] % given[0].dim() for d in ("dim0", "dim1"))
+            return replace(first, dim={a: b, b: a}.get(first.dim, first.dim), learns=learns)
         if name == "index" and whole:
             return self._picked(call, given, kinds, learns)
         return None
@@ -292,6 +303,7 @@ class Kinds:
 
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
+_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")
