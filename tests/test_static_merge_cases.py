@@ -401,7 +401,10 @@ class InTime(nn.Module):
         return self.recurrent(steps if time else steps.transpose(0, 1))[0].mean(time)
 
 
-RECURRENT = {"in place": nn.GRU(4, 12, batch_first=True), "both ways": nn.LSTM(4, 6, bidirectional=True)}
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "in place": lambda: nn.GRU(4, 12, batch_first=True),
+    "both ways": lambda: nn.LSTM(4, 6, bidirectional=True),
+}
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -411,8 +414,8 @@ def test_rows_are_followed_through_time(name: str) -> None:
     def hardest(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(m(x), y, reduction="none").topk(2).values.mean()
 
-    assert any("topk at" in words for words in warned(hardest, None, InTime(RECURRENT[name])))
-    assert not warned(lambda m, x, y: cross_entropy(m(x), y), None, InTime(RECURRENT[name]))
+    assert any("topk at" in words for words in warned(hardest, None, InTime(RECURRENT[name]())))
+    assert not warned(lambda m, x, y: cross_entropy(m(x), y), None, InTime(RECURRENT[name]()))
 
 
 @torch.library.custom_op("test_merge_cases::turned", mutates_args=())
