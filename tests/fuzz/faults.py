@@ -246,14 +246,19 @@ def places() -> Iterator[Fault]:
 
 
 def first_wrong(fault: Fault) -> set[tuple[str, str]]:
-    """The operators, with their lines, that are the first to have other values than without the fault, on any rank."""
+    """The operators, with their lines, that are the first to have other values than without the fault, on any rank.
+
+    What a message brings to a rank is not the first, if another rank's own operator has made another value.
+    """
     case = Case(fault.program, (), fault.world)
     right = case.ranks(True)
     with fault.plant():
         wrong = case.ranks(True)
     found = [_first(a.entries, b.entries) for a, b in zip(right, wrong, strict=True)]
-    least = min((entry.number for entry in found if entry is not None), default=0)
-    return {(entry.name, entry.line) for entry in found if entry is not None and entry.number == least}
+    seen = [entry for entry in found if entry is not None]
+    seen = [entry for entry in seen if entry.message is None] or seen
+    least = min((entry.number for entry in seen), default=0)
+    return {(entry.name, entry.line) for entry in seen if entry.number == least}
 
 
 def _first(right: Sequence[Entry], wrong: Sequence[Entry]) -> Entry | None:

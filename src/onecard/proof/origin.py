@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from onecard.proof.explain import NEAR, ratio_of
 from onecard.proof.found import Found
 from onecard.proof.holding import MOVES, SUMMANDS, is_part
 from onecard.proof.nodes import Node
@@ -32,8 +33,22 @@ def origin(found: Found, ends: Sequence[tuple[int, int, int]], bound: float) -> 
         served = [node for node in found.divergent if node.messages and not node.message and not ways.right(node)]
         known = [node for node in nodes if node.equal is False or id(node) in among or ways.reads_right(node)]
         if known:
-            return ways.before(ways.first([*known, *served]))
+            return _forward_of(ways.before(ways.first([*known, *served])), ways)
     return ways.first(found.divergent or nodes)
+
+
+def _forward_of(node: Node | None, ways: _Ways) -> Node | None:
+    """The operator whose derivative a wrong value is, if it is wrong by the same operands: no gradient comes of its own value."""
+    if node is None or node.phase != "backward":
+        return node
+    given = {id(x) for x in node.inputs}
+    earlier = [
+        x
+        for x in ways.found.divergent
+        if x.phase == "forward" and (x.line, x.module) == (node.line, node.module) and x.inputs
+        and {*x.entries} & {*node.entries} and {id(y) for y in x.inputs} <= given and ways.reads_right(x)
+    ]  # fmt: skip
+    return ways.first(earlier) or node
 
 
 class _Ways:
@@ -78,14 +93,32 @@ class _Ways:
     def before(self, node: Node | None) -> Node | None:
         """What has most likely made a wrong value of operands that are not right, if nobody knows what these stand for.
 
-        The first message of which nothing right is made; else what has changed a value that ranks were brought; else the value.
+        The first message of which nothing right is made; else what has changed a value that ranks were brought; else what has
+        made a right one so many times too large or too small as there are ranks; else the value.
         """
         if node is None or self.reads_right(node):
             return node
         ways = [x for x in self.backwards([node]) if x.equal is not False and x is not node]
         told = [x for x in ways if x.message]
         made = [x for x in ways if x.name not in MOVES and any(y.moved and self.right(y) for y in read(x))]
-        return self.first(told or made) or node
+        times = [x for x in ways if self._multiplies(x)]
+        return self.first(told or made or times) or node
+
+    def _multiplies(self, node: Node) -> bool:
+        """Whether an operator has multiplied or divided a right value by the number of some ranks, and no more."""
+        if (
+            node.equal is not None
+            or node.message
+            or not node.value.is_floating_point()
+            or not all(map(self.right, read(node)))
+        ):
+            return False
+        sizes = {len(ranks) for ranks in self.found.groups} - {1}
+        return any(
+            ratio is not None and any(abs(ratio - n) < NEAR * n or abs(ratio * n - 1) < NEAR for n in sizes)
+            for x in read(node) if x.equal and x.whole is None and x.how in ("whole", "part") and {*node.local} <= {*x.local}
+            for ratio in [_ratio(node, x)]
+        )  # fmt: skip
 
     def _strays(self, node: Node) -> bool:
         """Whether a message has brought a value of one card, and not the one that ranks gave."""
@@ -218,7 +251,17 @@ def _left_apart(node: Node) -> bool:
     parts = [node.local[rank] for rank in node.among]
     if parts[0].numel() == 1:  # one rank has all of it
         return node.how in ("max", "min") or sum(bool(x.any()) for x in parts) < 2
+    if node.how == "mean":  # no two ranks have anything of the same element: each has too much of its own
+        return len(parts) > 1 and not bool((torch.stack(parts).count_nonzero(0) > 1).any())
     return node.how == "sum" and all(torch.equal(x, parts[0]) for x in parts)
+
+
+def _ratio(node: Node, source: Node) -> float | None:
+    """The one factor between the ranks' values and what they were made of; None if there is none."""
+    found = {rank: ratio_of(x, source.local[rank]) for rank, x in node.local.items()}
+    first = next(iter(found.values()), None)
+    same = first is not None and all(x is not None and abs(x - first) < NEAR * abs(first) for x in found.values())
+    return first if same else None
 
 
 def _pending(node: Node) -> bool:
