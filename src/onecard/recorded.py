@@ -115,6 +115,12 @@ def laid(part: Any, spec: Any, source: Any = None) -> None:
         watcher.laid(part, spec, source)
 
 
+def alike(x: Any, ranks: Any) -> None:
+    """Says to who looks on that some ranks have the same plain tensor now: what only ranks together have is told at once."""
+    if watcher is not None:
+        watcher.alike(x, ranks)
+
+
 def values_of(x: Any) -> list[Any]:
     """The elements of a tensor that decide what is computed; a step that needs them cannot be recorded."""
     if recorder is not None:

@@ -266,7 +266,11 @@ def _first(right: Sequence[Entry], wrong: Sequence[Entry]) -> Entry | None:
         if (a.name, a.line, len(a.values)) != (b.name, b.line, len(b.values)):
             return b
         for x, y in zip(a.values, b.values, strict=True):
-            same = x.local.shape == y.local.shape and str(x.spec and x.spec.layout) == str(y.spec and y.spec.layout)
+            same = (
+                x.alike == y.alike
+                and x.local.shape == y.local.shape
+                and str(x.spec and x.spec.layout) == str(y.spec and y.spec.layout)
+            )
             if not same or apart(x.local, y.local) > 1e-7:
                 return b
     return None

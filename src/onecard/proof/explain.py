@@ -71,6 +71,8 @@ def _ratio(
             return f"{n} times the right value: summed twice over ranks {list(ranks)}, or a sum in place of a mean"
         if abs(ratio - 1 / n) <= NEAR:
             return f"1/{n} of the right value: a sum over ranks {list(ranks)} is missing, or a mean stands in place of a sum"
+        if abs(ratio - n**0.5) <= NEAR * n:
+            return f"the right value times the root of {n}: a norm in which each of ranks {list(ranks)} counts the same"
         if abs(ratio - n * n) <= NEAR * n * n:
             return f"{n * n} times the right value: two sums too many over ranks {list(ranks)}"
     return f"{ratio:.6g} times the right value, in every element: a factor too many or too few"

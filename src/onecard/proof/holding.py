@@ -32,6 +32,8 @@ class Holding:
 
     def fits(self, node: Node, partner: Node) -> bool:
         """Whether a node is the value of another one; if so, it is noted in which way."""
+        if node.unlike:
+            return False
         if node.whole is not None:
             held = node.whole
             like = None if held.value is None or held.odd else _in_shape_of(held.value, partner.value)

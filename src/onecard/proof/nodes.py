@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from onecard.comm.joined.hub import Told
 from onecard.proof.seen import Entry, Value, Watched
-from onecard.proof.whole import Whole, whole
+from onecard.proof.whole import Whole, apart, whole
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,7 @@ class Node:
         times: so many times the part of its partner's, as gradients are of a mean over a rank's own rows; 0: it is not.
         moved: what it is where it came from, if it only came from other ranks, as the library says.
         off: how far it is from its partner, relatively; wrong: whose part is wrong.
+        unlike: ranks whose plain tensors should be the same, as the library says, and are not.
     """
 
     order: int
@@ -51,6 +52,7 @@ class Node:
     times: int = 0
     off: float = 0.0
     wrong: tuple[int, ...] = ()
+    unlike: tuple[int, ...] = ()
 
     @property
     def partners(self) -> tuple[Node, ...]:
@@ -101,6 +103,7 @@ def nodes_of(ranks: Sequence[Watched], bound: float) -> tuple[list[Node], Places
         values = {rank: entry.values[node.position] for rank, entry in node.entries.items()}
         if next(iter(values.values())).spec is not None:
             node.whole = whole({rank: v for rank, v in values.items() if v.spec is not None and v.spec.here}, bound)
+        node.unlike = _unlike(values, bound)
     _link(ranks, made, places)
     return made, places
 
@@ -108,6 +111,19 @@ def nodes_of(ranks: Sequence[Watched], bound: float) -> tuple[list[Node], Places
 def _key(entry: Entry) -> tuple[Hashable, ...]:
     between = (entry.message.ranks, entry.message.number) if entry.message is not None else ()
     return entry.name, entry.phase, entry.module, entry.line, between
+
+
+def _unlike(values: Mapping[int, Value], bound: float) -> tuple[int, ...]:
+    """Ranks of groups that should have the same, and do not: nobody knows which of them is right."""
+    groups = {tuple(r for r in value.alike if r in values) for value in values.values() if value.alike}
+    return tuple(sorted(
+        rank for ranks in groups for rank in ranks
+        if any(_differ(values[r].local, values[ranks[0]].local, bound) for r in ranks)
+    ))  # fmt: skip
+
+
+def _differ(a: Tensor, b: Tensor, bound: float) -> bool:
+    return a.shape != b.shape or apart(a, b) > bound
 
 
 def _idle(watched: Watched, entry: Entry, position: int) -> bool:

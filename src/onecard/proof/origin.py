@@ -145,7 +145,7 @@ class _Ways:
             return False
         for i, right in enumerate(want):
             nodes = {rank: each[i] for rank, each in given.items()}
-            if right is None or any(_left_apart(x) or self._strays(x) for x in nodes.values()):
+            if right is None or any(x.unlike or _left_apart(x) or self._strays(x) for x in nodes.values()):
                 return False
             if len({*map(id, nodes.values())}) == 1 and next(iter(nodes.values())).equal:
                 continue
@@ -212,11 +212,15 @@ def _of_which_right_comes(nodes: Sequence[Node], wrong: set[int]) -> set[int]:
     what follows: a norm takes a factor away. So it is taken for right only near to where ranks put together what comes of it.
     """
     seen: dict[int, int] = {}
+    often: set[int] = set()  # norms that count what is the same on some ranks once for each, and what comes of them
+    for node in nodes:
+        if not node.equal and (_counts_copies(node) or any(id(x) in often for x in read(node))):
+            often.add(id(node))
     waiting = [(node, _reach(node)) for node in nodes if _shows(node) and id(node) not in wrong]
     while waiting:
         node, reach = waiting.pop()
         for x in read(node):
-            if x.equal or id(x) in wrong or (x.whole is not None and x.whole.odd):
+            if x.equal or id(x) in wrong or id(x) in often or x.unlike or (x.whole is not None and x.whole.odd):
                 continue
             left = _left(x, reach)
             if left is not None and (id(x) not in seen or seen[id(x)] < left):
@@ -236,6 +240,20 @@ def _left(x: Node, reach: int) -> int | None:
     if reach == _WHOLE or (x.equal is False and not x.message and not reach):
         return None
     return max(reach, _FAR) if x.message else reach - (x.equal is False)
+
+
+def _counts_copies(node: Node) -> bool:
+    """Whether a norm that ranks say they have together counts what is the same on some of them once for each."""
+    held, partner = node.whole, node.partner
+    if (
+        held is None
+        or partner is None
+        or not node.sure
+        or not any(op.startswith("norm") for _, op in held.layout.pending)
+    ):
+        return False
+    ratio = ratio_of(node.value, partner.value)
+    return ratio is not None and any(abs(ratio - n**0.5) <= NEAR * n for n in range(2, len(node.local) + 1))
 
 
 def _reach(node: Node) -> int:

@@ -112,6 +112,9 @@ class _Search:
         if node.whole is not None and node.whole.odd:
             self._odd(node, node.whole)
             return
+        if node.unlike:
+            node.equal, node.wrong, node.off = False, node.unlike, 1.0
+            return
         if node.whole is not None and node.whole.value is None:
             return
         stands_for = [x for x in self._by_inputs(node) if not node.sure or id(x) not in taken]

@@ -220,6 +220,8 @@ def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence
     why = why or _operands(node)
     if held is not None and held.odd and not why:
         why = f"copies that should be equal are not: {ranks_of(held.odd)}"
+    if node.unlike and not why:
+        why = f"ranks {list(node.unlike)} should have the same: each has something else"
     before = sum(other.equal is True for other in found.nodes if other.order < node.order)
     return Divergence(
         node.name, node.phase, node.module, node.line, layout, shape, node.wrong, place, value, other, beside,

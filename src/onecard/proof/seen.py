@@ -22,12 +22,14 @@ class Value:
     """A tensor as a rank had it at one place of the program: its local part, and how it lies; no spec: a plain tensor.
 
     ``made``: which entry has made it last, and as which of its values. ``shard``: of a parameter that a layer of fleet has cut.
+    ``alike``: ranks that have the same, as the library says of a plain tensor.
     """
 
     local: Tensor
     spec: Spec | None
     made: Source | None = None
     shard: Shard | None = None
+    alike: tuple[int, ...] = ()
 
     @staticmethod
     def of(x: Tensor) -> Value:

@@ -187,6 +187,15 @@ class Watch(recorded.Listener, DispatchMode):
         self.seen.entries.append(made)
         self._made.note(part, (number, 0))
 
+    def alike(self, x: Tensor, ranks: Sequence[int]) -> None:
+        """The library says that some ranks have the same plain tensor."""
+        at = self._made.of(x)
+        if self._off or self.serving or not self.keep or recorded.recorder is not None or at is None:
+            return
+        values, i = self.seen.entries[at[0]].values, at[1]
+        if values[i].local.numel() == x.numel():
+            values[i] = replace(values[i], alike=tuple(ranks))
+
     def _lies(self, x: Tensor, source: Source | None) -> Source | None:
         """What was made as a plain tensor and is a part of one with a layout by now was that part as it was made."""
         if source is not None and isinstance(x, DistTensor) and x._spec.here:

@@ -58,26 +58,49 @@ def counted(shard: Shard, grad: Tensor, lines: Iterable[Group] = ()) -> Iterator
         yield grad.narrow(shard.dim, start, length)
 
 
-def joined(parts: Sequence[Tensor], norm_type: float, device: torch.device, call: str, explicit: bool) -> Tensor:
+def joined(
+    parts: Sequence[Sequence[Tensor]],
+    norm_type: float,
+    device: torch.device,
+    call: str,
+    explicit: bool,
+    same: bool = False,
+) -> Tensor:
     """The norm of what all ranks of the world count, in float64 on each of them. Every rank calls it.
 
     Each rank's goes apart, and over the largest: the sum of their powers would be infinite before the norm is.
+
+    Args:
+        parts: what this rank counts of each gradient; same: whether all ranks have the same gradients, in the same order.
     """
-    parts = [part for part in parts if part.numel()]
-    mine = _local(parts, norm_type) if parts else torch.zeros((), device=device, dtype=torch.float64)
-    _say(mine, ((0, "max" if norm_type == inf else f"norm{norm_type}"),))
+    pending = ((0, "max" if norm_type == inf else f"norm{norm_type}"),)
+    if same and recorded.watcher is not None:  # each gradient is compared by itself: one part on each rank
+        each = [_one_of(pieces, device) for pieces in parts]
+    else:
+        each = [piece for pieces in parts for piece in pieces if piece.numel()]
+    mine = _local(each or [_one_of((), device)], norm_type, pending if same else ())
+    _say(mine, pending)
     source = recorded.source_of(mine)
     norms = _of_all_ranks(mine.reshape(1), call, explicit)
+    recorded.alike(norms, of_ranks(name="world").ranks)
     largest = norms.max()
     total = torch.linalg.vector_norm(norms / largest.clamp(1e-300, 1e300), norm_type) * largest
     _say(total, (), source)
     return total
 
 
+def _one_of(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    """What a rank counts of a gradient, as one tensor that is not empty."""
+    pieces = [piece for piece in pieces if piece.numel()]
+    if not pieces:
+        return torch.zeros(1, device=device, dtype=torch.float64)
+    return pieces[0] if len(pieces) == 1 else torch.cat([x.reshape(-1) for x in pieces])
+
+
 def _say(x: Tensor, pending: tuple[tuple[int, str], ...], source: Any = None) -> None:
     """How a number of all ranks lies, for who looks on."""
     if recorded.watcher is not None:
-        layout = Layout.make(of_ranks(name="world").mesh(), (), pending)
+        layout = Layout.make(of_ranks(name="world").mesh(), ((),) * x.dim(), pending)
         recorded.laid(x, Spec.make(layout, x.shape, (), x.dtype, x.device), source)
 
 
@@ -91,8 +114,12 @@ def _of_all_ranks(mine: Tensor, call: str, explicit: bool) -> Tensor:
     return collectives.all_gather(mine, world, 0, [1] * world.size)
 
 
-def _local(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(parts, norm_type).to(torch.float64)
+def _local(parts: Sequence[Tensor], norm_type: float, pending: tuple[tuple[int, str], ...]) -> Tensor:
+    norms = torch._foreach_norm([*parts], norm_type)
+    listed = torch.stack([x.to(norms[0].device) for x in norms])
+    for each in (*norms, listed) if pending else ():
+        _say(each, pending)
+    norm = torch.linalg.vector_norm(listed, norm_type).to(torch.float64)
     # In their own dtype, which is 20 times as fast; its squares may be infinite where its norm is not.
     if norm.device.type == "cpu" and recorded.recorder is None and not trace.faking() and not norm.isfinite():
         each = [
@@ -133,8 +160,6 @@ def _of_stages(tensors: list[Tensor], norm_type: float) -> Tensor:
         )
     reduce_all(tensors, "get_total_norm", explicit=False)  # all alike, whatever kernels come after
     world = (of_ranks(name="world"),)
-    parts = [
-        part for x in tensors for part in counted(Shard(tuple(x.shape)), x, () if isinstance(x, DistTensor) else world)
-    ]
+    parts = [[*counted(Shard(tuple(x.shape)), x, () if isinstance(x, DistTensor) else world)] for x in tensors]
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors)).to_real()
     return joined(parts, norm_type, tensors[0].device, "get_total_norm", explicit=False).to(dtype)

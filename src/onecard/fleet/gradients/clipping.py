@@ -35,10 +35,10 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         raise FleetError(f"grad_norm: norm_type is {norm_type}; want a positive number, or inf")
     chosen = [*map(trained, parameters)]
     hooks.sync(chosen)
-    mine = [part for p in chosen if p.grad is not None for part in norms.counted(held(p), p.grad, holders.lines(p))]
+    mine = [[*norms.counted(held(p), p.grad, holders.lines(p))] for p in chosen if p.grad is not None]
     device = next((p.device for p in chosen), torch.device("cpu"))
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in chosen)
-    return norms.joined(mine, norm_type, device, "grad_norm", explicit=True).to(
+    return norms.joined(mine, norm_type, device, "grad_norm", explicit=True, same=holders.on_all_ranks(chosen)).to(
         torch.float64 if wide else torch.float32
     )
 

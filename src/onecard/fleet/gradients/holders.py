@@ -68,6 +68,12 @@ def lines(p: Tensor) -> list[Ranks]:
     return [hcg.same_experts(others), *(line for line in rest if not {*line.ranks} <= {*others.ranks})]
 
 
+def on_all_ranks(parameters: Iterable[Tensor]) -> bool:
+    """Whether every rank of the world has a copy or a part of each of them: no stages, no experts of some ranks."""
+    stages = get_hybrid_communicate_group().degrees.get("pp", 1)
+    return stages == 1 and all(held(p).experts is None and beside(p) is None for p in parameters)
+
+
 def copies(p: Tensor) -> Ranks | None:
     """All ranks that hold the same numbers; None where no other does."""
     cut = {*held(p).group.ranks} if held(p).group is not None else set()  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onecard import recorded
 from onecard._torch import names as _torch
 from onecard.comm.issue import plain, started
 from onecard.comm.issue.ranks import Ranks
@@ -251,7 +252,12 @@ class _Column(Function):
                 summing = started.reduce_scatter(grad_x, group, seq_dim, call=name, later=later)
         whole = joining.wait() if joining is not None else x
         grad_w, grad_b = _of_weights(grad, whole, need_w, has_bias and ctx.needs_input_grad[2])
-        return summing.wait() if summing is not None else None, grad_w, grad_b, None, None, None
+        grad_x = None
+        if summing is not None:
+            grad_x = summing.wait()
+            if seq_dim is None:
+                recorded.alike(grad_x, group.ranks)
+        return grad_x, grad_w, grad_b, None, None, None
 
 
 class _Row(Function):
@@ -265,7 +271,9 @@ class _Row(Function):
         y = F.linear(x, weight, bias if group.index == 0 else None)
         if seq_dim is None:
             # Not in place where a policy of recompute may have kept y: it would be summed again.
-            return plain.all_reduce(y, group, inplace=not _torch.keeps_results(), call=name)
+            y = plain.all_reduce(y, group, inplace=not _torch.keeps_results(), call=name)
+            recorded.alike(y, group.ranks)
+            return y
         return plain.reduce_scatter(y, group, seq_dim, call=name)
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.fleet.layers.parameters import part_sizes
@@ -69,7 +70,9 @@ class _ReduceFrom(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
-        return plain.all_reduce(x, group, call="reduce_from")
+        y = plain.all_reduce(x, group, call="reduce_from")
+        recorded.alike(y, group.ranks)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -80,7 +83,9 @@ class _GatherFrom(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Ranks, dim: int, sizes: Any) -> Tensor:
         ctx.given = (group, dim, sizes or [x.shape[dim]] * group.size)
-        return plain.all_gather(x, group, dim, sizes, call="gather_from")
+        y = plain.all_gather(x, group, dim, sizes, call="gather_from")
+        recorded.alike(y, group.ranks)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
