@@ -14,6 +14,7 @@ from onecard.errors import ProofError
 from onecard.planning.plan import Plan
 from onecard.proof import bisection, plain
 from onecard.proof.begun import Begun
+from onecard.proof.cancelled import apart_from, cancelled
 from onecard.proof.given import check, of_one
 from onecard.proof.nudged import rounding_apart
 from onecard.proof.partners import partners
@@ -174,11 +175,11 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
         wrong, rounded = rounding_apart(case, one, wrong, bound)
     found = partners(ranks, one, bound)
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
-    apart = _rounding(case) if exact and rounding and not wrong else None
+    own, zero = _rounding(case, one) if exact and rounding and not wrong else (None, "")
     return Proof(
         case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first,
-        apart, tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
-        numbered=found.names_numbered(),
+        own, tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
+        numbered=found.names_numbered(), zero=zero,
     )  # fmt: skip
 
 
@@ -190,14 +191,15 @@ def both(case: Case | Recorded, in_float64: bool, keep: bool = True) -> tuple[Wa
     return case.one(in_float64, keep), on_processes(case, in_float64, keep) if apart else case.ranks(in_float64, keep)
 
 
-def _rounding(case: Case | Recorded) -> tuple[float, str] | None:
+def _rounding(case: Case | Recorded, exact: Watched) -> tuple[tuple[float, str] | None, str]:
+    """How far results are apart in their own precision, and in words those that are nothing but rounding."""
     try:
         one, ranks = both(case, in_float64=False, keep=False)
     except ProofError:
-        return None
-    results, _ = compare(ranks, one, OWN)
+        return None, ""
+    results, zero = apart_from(compare(ranks, one, OWN)[0], cancelled(exact))
     most = max(results, key=lambda result: result.off, default=None)
-    return None if most is None else (most.off, most.what)
+    return None if most is None else (most.off, most.what), zero
 
 
 __all__ = ["EXACT", "OWN", "Case", "Program", "Watched", "prove", "proved"]

@@ -95,6 +95,7 @@ def data_of(proof: Any) -> dict[str, Any]:
         "equal": proof.equal, "world": proof.world, "exact": proof.exact, "values": proof.values, "share": proof.share,
         "seconds": proof.seconds, "why": proof.why, "passes": proof.passes, "unpaired": list(proof.unpaired),
         "rounding": None if proof.rounding is None else {"off": _number(proof.rounding[0]), "what": proof.rounding[1]},
+        "zero": proof.zero,
         "results": [
             {"what": r.what, "kind": r.kind, "off": _number(r.off), "ranks": list(r.ranks), "why": r.why, "equal": equal}
             for equal, found in ((False, proof.wrong), (True, [x for x in proof.results if x not in proof.wrong])) for r in found

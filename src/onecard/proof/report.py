@@ -91,6 +91,7 @@ class Proof:
         alone: one card's values that none of the ranks' is equal to: operator, phase, module, line, how many.
         numbered: those that each rank counts in its own way, as indices of its own rows: what they pick is compared instead, and
             they are not among ``values``.
+        zero: which gradients are zero but for rounding, so that ``rounding`` leaves them out, in words.
     """
 
     world: int
@@ -110,6 +111,7 @@ class Proof:
     rounded: str = ""
     alone: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()
+    zero: str = ""
 
     @property
     def compared(self) -> int:
@@ -144,7 +146,7 @@ class Proof:
             lines.append(f"  {self.passes}")
         if self.unpaired:
             lines.append(f"  not on one card: {', '.join(self.unpaired[:SHOWN])}")
-        lines += [f"  {said}" for said in (self.why, self.rounded, self.widths) if said]
+        lines += [f"  {said}" for said in (self.zero, self.why, self.rounded, self.widths) if said]
         return "\n".join(lines)
 
     def html(self, path: str | PathLike[str], title: str = "") -> None:
