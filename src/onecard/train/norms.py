@@ -115,7 +115,7 @@ def _of_all_ranks(mine: Tensor, call: str, explicit: bool) -> Tensor:
 
 
 def _local(parts: Sequence[Tensor], norm_type: float, pending: tuple[tuple[int, str], ...]) -> Tensor:
-    norms = torch._foreach_norm([*parts], norm_type)
+    norms: Any = torch._foreach_norm([*parts], norm_type)  # a list, whatever its stub says
     listed = torch.stack([x.to(norms[0].device) for x in norms])
     for each in (*norms, listed) if pending else ():
         _say(each, pending)

@@ -252,12 +252,10 @@ class _Column(Function):
                 summing = started.reduce_scatter(grad_x, group, seq_dim, call=name, later=later)
         whole = joining.wait() if joining is not None else x
         grad_w, grad_b = _of_weights(grad, whole, need_w, has_bias and ctx.needs_input_grad[2])
-        grad_x = None
-        if summing is not None:
-            grad_x = summing.wait()
-            if seq_dim is None:
-                recorded.alike(grad_x, group.ranks)
-        return grad_x, grad_w, grad_b, None, None, None
+        found = summing.wait() if summing is not None else None
+        if found is not None and seq_dim is None:
+            recorded.alike(found, group.ranks)
+        return found, grad_w, grad_b, None, None, None
 
 
 class _Row(Function):
