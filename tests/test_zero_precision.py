@@ -193,3 +193,30 @@ def assigned_states() -> None:
 
 def test_a_copy_that_the_program_assigns_is_taken():
     run_ranks(assigned_states, 2)
+
+
+def one_element() -> None:
+    """A parameter of one element has no part for each rank, with a copy as without."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    x = torch.arange(8.0).reshape(4, 2)
+    for stage in STAGES:
+        for more in ({"offload": True}, {"master_weights": True}, {}):
+            dtype = BF16 if "master_weights" in more else torch.float32
+            given = [torch.tensor([0.5], dtype=dtype), torch.full((1, 1), 0.25, dtype=dtype)]
+            alone = [nn.Parameter(t.clone()) for t in given]
+            laid = [nn.Parameter(oc.shard_tensor(t, mesh, [R])) for t in given]
+            made = [torch.optim.SGD(p, 0.125, momentum=0.5) for p in (alone, laid)]
+            optimizers = [made[0], oc.shard_optimizer(made[1], STAGES[stage]("dp", mesh, **more))]  # type: ignore[arg-type]
+            for params, optimizer, batch in zip(
+                (alone, laid), optimizers, (x, oc.shard_tensor(x, mesh, [S(0)])), strict=True
+            ):
+                for _ in range(2):
+                    (batch.to(dtype) * params[0] + params[1]).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for one, other in zip(alone, laid, strict=True):
+                assert_close(oc.unshard(other.detach()), one.detach())
+
+
+def test_a_parameter_of_one_element():
+    run_ranks(one_element, 2)

@@ -38,9 +38,6 @@ LEVELS: dict[str, Level] = {
 CUT = ("microbatches", "pipeline")
 """Levels that cut a batch: the loss is a mean, and no layer looks at statistics of the batch."""
 
-OPEN = {"ZeRO 1 offload": ("residual",)}
-"""Models that fail on a level as yet: a parameter of one number, of which a rank has nothing, has no copy on the host."""
-
 
 class Plain:
     """What an Engine is on one card."""
@@ -72,7 +69,7 @@ class Plain:
 def drawn(seed: int, level: str) -> Script:
     """A program of a dozen steps, and what it was made of. ``ENGINE``, which it calls, is the level's."""
     draw, cut = random.Random(seed), level in CUT
-    left_out = script_parts.COUNTING if cut else OPEN.get(level, ())
+    left_out = script_parts.COUNTING if cut else ()
     models = [name for name in script_parts.MODELS if name not in left_out]
     name = draw.choice(models)
     model, kind = script_parts.MODELS[name]

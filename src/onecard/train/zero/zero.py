@@ -111,6 +111,8 @@ class ShardingStage1:
         if cut is not None:
             return Cut(x, x._local, layout, axis, cut) if self.stage == 3 and layout.dims[cut][-1] == axis else None
         first = layout.local_shape(x.shape, (0,) * mesh.ndim)  # not this rank's: all must choose the same
+        if max(first) == 1:
+            return None  # one element, which all ranks update: operators have a dim of size 1 whole, so a copy would be, too
         dim = _best_dim(first, mesh.shape[axis])
         dims = list(layout.dims)
         dims[dim] = (*dims[dim], axis)
