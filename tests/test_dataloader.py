@@ -275,30 +275,6 @@ def test_collate_functions() -> None:
         next(iter(oc.shard_dataloader(DataLoader(Squares(), batch_size=8, collate_fn=sums), MESH, "x")))
 
 
-def padded(samples: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-
-
-@multirank(4)
-def test_padding_that_depends_on_the_part_is_an_error() -> None:
-    """Samples of 1 to 8 elements: each rank would pad to the longest of its own. The way that the error names works."""
-    samples = [torch.arange(1, length + 1) for length in range(1, 9)]
-    uneven = DataLoader(samples, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
-    length = 2 if rank() < 2 else 4
-    with pytest.raises(
-        LayoutError, match=rf"rank {rank()}: \[part, {length}\] torch.int64(.|\n)*\[onecard.Shard\(0\), "
-    ):
-        list(oc.shard_dataloader(uneven, MESH_2D, shard_dims="dp"))
-    cut = [oc.Shard(0), oc.Replicate()]
-    for batch, whole in zip(oc.shard_dataloader(uneven, MESH_2D), uneven, strict=True):
-        assert_close(oc.reshard(batch, MESH_2D, cut).double().mean(), whole.double().mean())
-    even = DataLoader([x.new_ones(5) for x in samples], batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
-    with oc.explain() as report:
-        batches = list(oc.shard_dataloader(even, MESH_2D, shard_dims="dp"))
-    assert_close(batches, list(even))
-    assert [m.operand for m in report.messages if m.step.kind == "all_reduce"] == ["shapes"] * 2
-
-
 @multirank(3)
 def test_ranks_outside_the_mesh_go_along() -> None:
     loader = oc.shard_dataloader(DataLoader(Squares(), batch_size=4), MESH, "x")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,12 +22,12 @@ from onecard.errors import DispatchError, LayoutError
 from onecard.moves.resharding import Step
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.place.parts import chunk
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
-from onecard.train.data.order import LoaderOrder, PassOrder, check_shapes
-from onecard.train.data.position import Position, skipped
+from onecard.train.data.order import LoaderOrder, refuse_shapes, same_shapes
+from onecard.train.data.part import PartSampler, Read, again, mapped
+from onecard.train.data.position import Position, begun, skipped
 
 Axis = str | int | None
 
@@ -86,11 +85,7 @@ class ShardDataloader:
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
             else:
-                if self.pads and self.axis is not None and self.home.coordinate() is not None:
-                    check_shapes(batch["batch"], self.home, self.axis)
-                yield self._map(
-                    batch["batch"], lambda value, i, whole=batch["sizes"]: self._wrap_part(value, i, *whole)
-                )
+                yield self._map(batch["batch"], lambda value, i, whole=batch["size"]: self._wrap_part(value, i, whole))
 
     def _local_loader(self) -> DataLoader[Any] | None:
         """The loader of this rank's part of each batch; None if batches cannot be taken apart before they are read."""
@@ -98,7 +93,7 @@ class ShardDataloader:
         place = self.home.coordinate()
         if self.axis is None or place is None or not _torch.reads_by_index(old) or old.batch_sampler is None:
             return None
-        sampler = _PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
+        sampler = PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
         return DataLoader(
             old.dataset,
             batch_sampler=sampler,
@@ -123,12 +118,38 @@ class ShardDataloader:
             torch.set_rng_state(_from_first(torch.get_rng_state(), self.home, axes, "random state"))
             own = _OwnRandom(place[self.axis] if self.part is not None and self.axis is not None else 0)
         while True:
-            batch = own.next(batches, self.position.batches) if reads else None
-            batch = _from_first(_DONE if batch is _END else batch, self.home, axes, "batch")
-            if isinstance(batch, str) and batch == _DONE:
+            batch = self._next(batches if reads else None, own, self.part is not None and self._sampler().whole)
+            if batch is _END:
                 self.position.ended = True
                 return
+            if self.pads and self.part is not None and self.axis is not None:
+                batch = self._as_long_as_all(batch, own, reads)
             yield batch
+
+    def _sampler(self) -> PartSampler:
+        """What says which samples this rank reads of each batch."""
+        return cast(PartSampler, cast(DataLoader[Any], self.part).batch_sampler)
+
+    def _next(self, batches: Iterator[Any] | None, own: _OwnRandom, whole: bool) -> Any:
+        """The next batch, or ``_END``; of the first rank where this one reads none itself."""
+        batch = None if batches is None else own.next(batches, self.position.batches, whole)
+        batch = _from_first(_DONE if batch is _END else batch, self.home, self._others(), "batch")
+        if isinstance(batch, str) and batch == _DONE:
+            return _END
+        if self.part is not None and batch["wrong"]:
+            raise DispatchError(batch["wrong"])
+        return batch
+
+    def _as_long_as_all(self, batch: Any, own: _OwnRandom, reads: bool) -> Any:
+        """A part that is padded as the whole batch is: where the ranks' parts have other shapes, they are read again, whole."""
+        axis = cast(int, self.axis)
+        if not batch["whole"] and not same_shapes(batch["batch"], self.home, axis):
+            self._sampler().whole = True
+            batches = (self._taken(again(self.loader, read), read.of_all()) for read in [self._read]) if reads else None
+            batch = self._next(batches, own, whole=True)
+        if batch["whole"] and not same_shapes(batch["batch"], self.home, axis):
+            refuse_shapes(batch["batch"], self.home, axis)
+        return batch
 
     def _others(self) -> list[int]:
         """The axes along which one rank reads for the others."""
@@ -142,14 +163,22 @@ class ShardDataloader:
             whole: Any = iter(self.loader)
             if self.loader.num_workers or not _torch.reads_by_index(self.loader):
                 return islice(whole, before, None)  # they are read again
-            whole._sampler_iter = skipped(_begun(whole._sampler_iter), before)
+            whole._sampler_iter = skipped(begun(whole._sampler_iter), before)
             return whole
-        sampler: Any = self.part.batch_sampler
+        sampler = self._sampler()
         sampler.before = before
         batches = iter(self.part)
         indices = sampler.last
         indices.start()
-        return ({"batch": batch, "sizes": indices.sizes.popleft()} for batch in batches)
+        return (self._taken(batch, indices.reads.popleft()) for batch in batches)
+
+    def _taken(self, batch: Any, read: Read) -> Any:
+        """This rank's part of what the loader has read of a batch."""
+        self._read = read
+        try:
+            return {"batch": read.rows(batch), "size": len(read.indices), "whole": read.whole, "wrong": None}
+        except DispatchError as error:  # for the ranks that wait for this batch, too
+            return {"wrong": str(error)}
 
     def _map(self, batch: Any, lay_out: Any) -> Any:
         """Lay out each tensor; entry i of a tuple (or key i of ``input_keys``) goes to mesh i, the last for the rest."""
@@ -171,27 +200,25 @@ class ShardDataloader:
             placements[axis] = Shard(0)
         return Layout.of(mesh, ndim, placements)
 
-    def _wrap_part(self, value: Any, i: int, whole: int, mine: int) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)([self._wrap_part(v, i, whole, mine) for v in value])
+    def _wrap_part(self, value: Any, i: int, whole: int) -> Any:
+        """A part's tensors as those of the whole batch."""
         if not isinstance(value, Tensor):
-            return value
+            return mapped(value, lambda v: self._wrap_part(v, i, whole) if isinstance(v, Tensor) else v)
         shape = torch.Size([whole, *value.shape[1:]])
         layout = self._target(i, value.dim())
         spec = Spec.make(layout, shape, contiguous_stride(shape), value.dtype, _device(value))
-        local = value[:mine].to(spec.device) if spec.here else value.new_empty(0)
+        local = value.to(spec.device) if spec.here else value.new_empty(0)
         if spec.here and tuple(local.shape) != layout.local_shape(shape):
             raise DispatchError(
-                f"shard_dataloader: a batch of {whole} samples gave this rank a tensor of {list(local.shape)}, "
-                f"not {list(layout.local_shape(shape))}; collate_fn must stack samples along dim 0"
+                f"shard_dataloader: this rank has {local.shape[0]} rows of a batch of {whole} samples, "
+                f"not the {layout.local_shape(shape)[0]} of mesh {min(i, len(self.meshes) - 1)}; along shard_dims "
+                "all meshes must be as long"
             )
         return wrap(local, spec)
 
     def _cut_whole(self, value: Any, i: int) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)([self._cut_whole(v, i) for v in value])
         if not isinstance(value, Tensor):
-            return value
+            return mapped(value, lambda v: self._cut_whole(v, i) if isinstance(v, Tensor) else v)
         layout = self._target(i, value.dim())
         return shard_tensor(value, layout.mesh, layout.placements)
 
@@ -230,67 +257,17 @@ class _OwnRandom:
 
     def __init__(self, part: int) -> None:
         program = torch.get_rng_state()
-        self.seed = int(torch.randint(2**62, ())) + part
+        self.seed, self.part = int(torch.randint(2**62, ())), part
         torch.set_rng_state(program)
 
-    def next(self, batches: Iterator[Any], number: int) -> Any:
-        """The next batch, or ``_END``."""
-        program = torch.get_rng_state()
-        torch.set_rng_state(torch.Generator().manual_seed((self.seed + number * _ODD) % 2**63).get_state())
+    def next(self, batches: Iterator[Any], number: int, whole: bool) -> Any:
+        """The next batch, or ``_END``; ``whole``: all ranks read all of it, and draw the same."""
+        program, seed = torch.get_rng_state(), self.seed + (0 if whole else self.part)
+        torch.set_rng_state(torch.Generator().manual_seed((seed + number * _ODD) % 2**63).get_state())
         try:
             return next(batches, _END)
         finally:
             torch.set_rng_state(program)
-
-
-def _begun(indices: Iterator[Any]) -> Iterator[Any]:
-    """The same indices, the first one drawn now: a sampler draws its permutation when it is first asked."""
-    return chain(list(islice(indices, 1)), indices)
-
-
-class _PartSampler:
-    """This rank's part of each batch of indices."""
-
-    def __init__(self, batches: Any, parts: int, index: int, order: LoaderOrder) -> None:
-        self.batches, self.parts, self.index, self.order = batches, parts, index, order
-        self.before = 0
-        self.last: _PartIndices
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> _PartIndices:
-        self.last = _PartIndices(iter(self.batches), self.parts, self.index, self.order.begin(), self.before)
-        return self.last
-
-
-class _PartIndices(Iterator[list[Any]]):
-    """One pass of a ``_PartSampler``; ``sizes`` has, for each batch sampled, its whole size and that of the part."""
-
-    def __init__(self, batches: Iterator[Any], parts: int, index: int, order: PassOrder, before: int) -> None:
-        self.batches, self.parts, self.index, self.order, self.before = batches, parts, index, order, before
-        self.sizes: deque[tuple[int, int]] = deque()
-        self.begun = False
-
-    def start(self) -> None:
-        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet; not before the loader has
-        drawn what it draws itself."""
-        if not self.begun:
-            self.begun = True
-            self.batches = skipped(_begun(self.batches), self.before)
-
-    def __next__(self) -> list[Any]:
-        self.start()
-        indices = next(self.batches, None)
-        if indices is None:
-            self.order.end()
-            raise StopIteration
-        indices = list(indices)
-        self.order.add(indices)
-        start, length = chunk(len(indices), self.parts, self.index)
-        self.sizes.append((len(indices), length))
-        # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
-        return indices[start : start + length] or indices[:1]
 
 
 def shard_dataloader(
@@ -307,6 +284,9 @@ def shard_dataloader(
     samplers give other orders are named at the first batch, or at the latest at the end of a pass. What a
     dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
+    A ``collate_fn`` may pad a batch to its longest sample: the ranks compare the shapes of their parts (for any but torch's
+    own, one message a batch), and once these differ, each reads whole batches and keeps its rows, padded as on one card.
+
     Args:
         loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
         meshes: one mesh, or one for each entry of a batch (the last serves the rest).
@@ -317,8 +297,8 @@ def shard_dataloader(
         An iterable with the loader's length.
 
     Raises:
-        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch; a ``collate_fn`` that pads the
-            parts of a batch to different lengths (for any but torch's own the ranks compare shapes, a message a batch).
+        LayoutError: shard_dims that do not fit the meshes, keys that are not in a batch; a ``collate_fn`` or a dataset that
+            gives each rank another length for the same batch.
         CommunicationError: ranks that shuffle differently.
 
     Source: ``paddle.distributed.shard_dataloader``.

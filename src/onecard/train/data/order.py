@@ -7,7 +7,7 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -106,16 +106,12 @@ def _seed(loader: DataLoader[Any]) -> int:
     return torch.initial_seed() if generator is None else generator.initial_seed()
 
 
-def check_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> None:
-    """Compare the shapes of the parts of a batch, but for dim 0, with those of the other ranks along an axis.
+def same_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> bool:
+    """Whether the parts of a batch have the same shapes on all ranks along an axis, but for dim 0.
 
     One small message, on every rank of the mesh.
-
-    Raises:
-        LayoutError: they differ, as where each rank pads to the longest sample that it has read.
     """
-    shapes = [(list(t.shape[1:]), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)]
-    group, digest = groups.group(mesh, axis), zlib.crc32(repr(shapes).encode())
+    group, digest = groups.group(mesh, axis), zlib.crc32(repr(_shapes(batch)).encode())
     mine = torch.tensor([digest, -digest], device=world.device())
     if record.observers.here:
         layout = Layout.replicated(mesh, 1)
@@ -123,14 +119,30 @@ def check_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> None:
         reason = "a collate_fn of the user's may pad"
         record.tell(record.Message(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
     record.serving.here = ("shard_dataloader", "shapes", (2,))
-    if torch.equal(collectives.all_reduce(mine, group, "max"), mine):
-        return
-    words = f"rank {world.get_rank()}: " + ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in shapes)
-    every = [collectives.broadcast_object(words, group, index) for index in range(group.size)]
+    return torch.equal(collectives.all_reduce(mine, group, "max"), mine)
+
+
+def refuse_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> NoReturn:
+    """Say the shapes of each rank's part, which differ; called on every rank of the mesh.
+
+    Raises:
+        LayoutError: always.
+    """
+    group = groups.group(mesh, axis)
+    words = ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in _shapes(batch))
+    every = [
+        collectives.broadcast_object(f"rank {world.get_rank()}: {words}", group, index) for index in range(group.size)
+    ]
     cut = ", ".join("onecard.Shard(0)" if a == axis else "onecard.Replicate()" for a in range(mesh.ndim))
     raise LayoutError(
-        "shard_dataloader: collate_fn gave the ranks parts of different shapes\n  " + "\n  ".join(every) + "\n"
-        "Each rank collates only the samples of its own part, so padding must not depend on them: pad to a fixed length, or "
-        f"collate whole batches and cut them afterwards: for x in onecard.shard_dataloader(loader, mesh): "
-        f"x = onecard.reshard(x, mesh, [{cut}])"
+        "shard_dataloader: every rank has read the same whole batch, and collate_fn made tensors of different shapes of it\n  "
+        + "\n  ".join(every)
+        + "\nSo the lengths are random: the dataset or collate_fn draws them from a generator that is not the same on all ranks "
+        "(NumPy's or Python's own). Draw them from torch's, or pad to a fixed length. Or let one rank read for all, and cut "
+        f"afterwards: for x in onecard.shard_dataloader(loader, mesh): x = onecard.reshard(x, mesh, [{cut}])"
     )
+
+
+def _shapes(batch: Any) -> list[tuple[list[int], str]]:
+    """The shape but for dim 0, and the dtype, of each tensor of a batch."""
+    return [(list(t.shape[1:]), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -88,3 +88,8 @@ def skipped(indices: Iterator[Any], batches: int) -> Iterator[Any]:
         if next(indices, None) is None:
             return iter(())
     return chain([], indices)
+
+
+def begun(indices: Iterator[Any]) -> Iterator[Any]:
+    """The same indices, the first one drawn now: a sampler draws its permutation when it is first asked."""
+    return chain(list(islice(indices, 1)), indices)

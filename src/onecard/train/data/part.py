@@ -1,0 +1,128 @@
+"""A rank's part of each batch: which samples it reads, and which rows of what a ``collate_fn`` makes of them are its own.
+
+As a rule a rank reads the samples of its part. Where a ``collate_fn`` pads to the longest sample that it is given, parts have
+other lengths than the whole batch; once that is seen each rank reads whole batches, and keeps its rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from onecard.errors import DispatchError
+from onecard.place.parts import chunk
+from onecard.train.data.order import LoaderOrder, PassOrder
+from onecard.train.data.position import begun, skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One batch as it was asked for: the samples of the whole batch, this rank's rows of it, whether all of it was read."""
+
+    indices: list[Any]
+    start: int
+    length: int
+    whole: bool
+
+    def of_all(self) -> Read:
+        """The same, where all of the batch is read."""
+        return replace(self, whole=True)
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows of what was read.
+
+        Raises:
+            DispatchError: a tensor that has not one row for each sample.
+        """
+        return mapped(batch, self._rows)
+
+    def _rows(self, value: Any) -> Any:
+        size = len(self.indices) if self.whole else self.length or 1
+        start = self.start if self.whole else 0
+        if isinstance(value, list):  # names, say: one for each sample
+            return value[start : start + self.length] if len(value) == size else value
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 or value.shape[0] != size:
+            raise DispatchError(
+                f"shard_dataloader: a batch of {len(self.indices)} samples gave this rank a tensor of {list(value.shape)}, "
+                f"not {[size, *value.shape[1:]]}; collate_fn must stack samples along dim 0"
+            )
+        return value[start : start + self.length]
+
+
+class PartSampler:
+    """This rank's part of each batch of indices; all of it once ``whole`` is set."""
+
+    def __init__(self, batches: Any, parts: int, index: int, order: LoaderOrder) -> None:
+        self.batches, self.parts, self.index, self.order = batches, parts, index, order
+        self.before, self.whole = 0, False
+        self.last: PartIndices
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> PartIndices:
+        self.last = PartIndices(self, self.order.begin())
+        return self.last
+
+
+class PartIndices(Iterator[list[Any]]):
+    """One pass of a ``PartSampler``; ``reads`` has what was sampled and not yet taken."""
+
+    def __init__(self, sampler: PartSampler, order: PassOrder) -> None:
+        self.sampler, self.order = sampler, order
+        self.batches, self.before = iter(sampler.batches), sampler.before
+        self.reads: deque[Read] = deque()
+        self.begun = False
+
+    def start(self) -> None:
+        """Draw what the sampler draws at its first batch, where the loader has not asked for it yet; not before the loader has
+        drawn what it draws itself."""
+        if not self.begun:
+            self.begun = True
+            self.batches = skipped(begun(self.batches), self.before)
+
+    def __next__(self) -> list[Any]:
+        self.start()
+        drawn = next(self.batches, None)
+        if drawn is None:
+            self.order.end()
+            raise StopIteration
+        indices = list(drawn)
+        self.order.add(indices)
+        start, length = chunk(len(indices), self.sampler.parts, self.sampler.index)
+        self.reads.append(Read(indices, start, length, self.sampler.whole))
+        # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
+        return indices if self.sampler.whole else indices[start : start + length] or indices[:1]
+
+
+def again(loader: DataLoader[Any], read: Read) -> Any:
+    """The whole of a batch that was read in parts."""
+    whole: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_sampler=[read.indices],
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=torch.Generator(),  # what an iterator draws is not the program's
+    )
+    return next(iter(whole))
+
+
+def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A batch with each of its leaves replaced: what is no mapping, and no list or tuple with tensors somewhere inside."""
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, leaf) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and any(isinstance(v, Tensor | Mapping | tuple | list) for v in batch):
+        made = [mapped(value, leaf) for value in batch]
+        return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
+    return leaf(batch)
+
+
+__all__ = ["PartSampler", "Read", "again", "mapped"]
