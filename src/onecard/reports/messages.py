@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onecard.comm.base import record
+from onecard.comm.base.own import OwnSent, listening
 from onecard.comm.base.record import Message
 from onecard.comm.base.state import machine
 from onecard.errors import ImplicitCommunication
@@ -33,6 +35,7 @@ class Report:
 
     Attributes:
         steps: for each step of the program (see ``next_step``) its messages in order.
+        own: messages that the program sends itself with ``torch.distributed``; totals are without them.
 
     Example:
         >>> report = Report()
@@ -41,6 +44,7 @@ class Report:
     """
 
     steps: list[list[Message]] = field(default_factory=lambda: [[]])
+    own: list[OwnSent] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:
@@ -91,7 +95,8 @@ class Report:
 
     def __str__(self) -> str:
         far = f", {self.between_hosts:,} of them to other hosts" if self.between_hosts else ""
-        return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes{far}, about {self.seconds * 1e6:.0f} us\n"
+        own = "".join(f"and {sent}{f', {n} times' if n > 1 else ''}\n" for sent, n in Counter(self.own).items())
+        return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes{far}, about {self.seconds * 1e6:.0f} us\n{own}"
 
 
 def _cells(message: Message) -> list[str]:
@@ -141,7 +146,7 @@ def _grouped(messages: list[Message]) -> dict[tuple[str, str], list[Message]]:
 
 @contextmanager
 def explain() -> Iterator[Report]:
-    """List every message that the program sends inside the block.
+    """List every message that onecard sends inside the block, and those that the program sends itself.
 
     Yields:
         A Report: ``print(report)`` is a table; ``report.messages``, ``report.bytes``, ``report.seconds``.
@@ -161,7 +166,8 @@ def explain() -> Iterator[Report]:
 
     record.observers.here.append(observe)
     try:
-        yield report
+        with listening(report.own.append):
+            yield report
     finally:
         record.observers.here.remove(observe)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +15,68 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.names import tree_flatten, tree_leaves, tree_unflatten
+from onecard._torch.names import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from onecard.comm.base import record
+from onecard.comm.base.state import Kept
 
 Kind = TypeVar("Kind", bound=type)
 _FUNCTIONAL = "_c10d_functional"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSent:
+    """One of them, as it runs: torch's name of the call, bytes of the tensors that this rank hands over, the user's line."""
+
+    call: str
+    bytes: int
+    source: str
+
+    def __str__(self) -> str:
+        file, _, line = self.source.rpartition(":")
+        return f"your own {self.call} of {self.bytes:,} bytes at {Path(file).name}:{line}"
+
+
+listeners: Kept[list[Callable[[OwnSent], None]]] = Kept(list)
+"""Who is told of each, before it runs."""
+
+
+def tell(call: str, args: Any, kwargs: Any) -> None:
+    """Tell who listens of a message that is about to run."""
+    if listeners.here:
+        parts = [
+            n for x in (*args, *kwargs.values()) if (n := [t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)])
+        ]
+        said = OwnSent(call.strip("_"), sum(parts[:2][-1]) if parts else 0, record.user_line())  # results come first
+        for listener in list(listeners.here):
+            listener(said)
+
+
+@contextmanager
+def listening(listener: Callable[[OwnSent], None]) -> Iterator[None]:
+    """Inside, a listener is told of every message of the program's own."""
+    listeners.here.append(listener)
+    try:
+        # A mode costs all operators a look, and sparse checks pause in one: not where groups say all themselves.
+        with nullcontext() if dist.is_initialized() and dist.get_backend() == "shm" else _Seen():
+            yield
+    finally:
+        listeners.here.remove(listener)
+
+
+class _Seen(TorchDispatchMode):
+    """Sees messages of process groups that torch's dispatcher sees: NCCL's and Gloo's. Those in Python say themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        sends = func.namespace == "c10d" or (is_functional(func) and name != "wait_tensor")
+        if not sends or not record.asked_by_user():
+            return func(*args, **(kwargs or {}))
+        tell(name, args, kwargs or {})
+        told, listeners.here[:] = [*listeners.here], []  # what it is made of is no message more
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            listeners.here[:] = told
 
 
 class OwnMessage:
@@ -33,6 +94,8 @@ class OwnMessage:
         """Send it again with these tensors in the places of its own, and wait for it."""
         rest = iter(tensors)
         args, kwargs = tree_unflatten([next(rest) if x is None else x[0] for x in self._given], self._tree)
+        if isinstance(self._call, types.FunctionType):  # of a group in Python, which does not say so itself
+            tell(self._call.__name__, args[1:], kwargs)
         wait_for(self._call(*args, **kwargs))
 
     def __eq__(self, other: object) -> bool:
@@ -128,7 +191,8 @@ def shown(*parts: type) -> Callable[[Kind], Kind]:
         for part in (*parts, kind):
             for name, call in [*vars(part).items()]:
                 public = not name.startswith("_") or name.endswith("_base")
-                if isinstance(call, types.FunctionType) and public and name not in _NO_MESSAGES:
+                shown_before = hasattr(call, "__wrapped__")  # a part's, which the class has by now
+                if isinstance(call, types.FunctionType) and public and name not in _NO_MESSAGES and not shown_before:
                     setattr(kind, name, _shown(call))
         return kind
 
@@ -139,6 +203,8 @@ def _shown(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         recorder = recorded.recorder
+        if listeners.here and record.asked_by_user():
+            tell(call.__name__, args[1:], kwargs)
         if recorder is None or not recorder.listens:
             return call(*args, **kwargs)
         return recorder.own(call, args, kwargs)

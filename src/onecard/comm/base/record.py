@@ -6,20 +6,25 @@ Nothing is built when nobody watches.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
+import typing_extensions
 from torch import Tensor
 
 from onecard.comm.base.state import Kept
 from onecard.moves.resharding import Step
 
 _PACKAGE, _ENGINE = Path(__file__).parents[2], Path(torch.__file__).parent
+_WRAPS = (typing_extensions.__file__, warnings.__file__)  # what torch deprecates is called by these
 # By both names: where an environment is reached through a link, frames have the name with the link in it.
-_NOT_USERS = tuple({str(name) for path in (_PACKAGE, _ENGINE) for name in (path, path.resolve())} | {"<"})
+_ENGINES = (*{str(_ENGINE), str(_ENGINE.resolve()), *_WRAPS, "<"},)
+_PASSED = (*_ENGINES, str(Path(__file__).parent))
+_NOT_USERS = tuple({str(name) for path in (_PACKAGE, _ENGINE) for name in (path, path.resolve())} | {*_WRAPS, "<"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,14 @@ def user_line(inner: FrameType | None = None) -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def asked_by_user() -> bool:
+    """Whether a call of torch's that sends is made by the program, or by a recording of it: not by this package's messages."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(str(_PACKAGE / "comm"))
 
 
 def tell(message: Message) -> None:

@@ -56,6 +56,8 @@ class Values(TorchDispatchMode):
             args = (args[0], [_positions(index) for index in args[1]])
         if func is aten.index_put_.default:
             args = (args[0], [_positions(index) for index in args[1]], *args[2:])
+        if func is aten._pack_padded_sequence.default and not fakes.is_fake(args[1]):
+            return _packed(*args)
         args, kwargs = tree_map(_without_data, (args, kwargs))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype == torch.bool:
@@ -134,6 +136,14 @@ def _positions(index: Any) -> Any:
         return index
     with no_fakes():
         return index.nonzero().flatten()
+
+
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Sequences without data packed by lengths that have some: these say how many elements there are."""
+    batch, time = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    with no_fakes():
+        places, sizes = aten._pack_padded_sequence(torch.zeros(batch, time), lengths, True)
+    return x.new_empty(places.shape[0], *x.shape[2:]), sizes
 
 
 class Calls(TorchFunctionMode):

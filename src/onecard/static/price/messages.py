@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from onecard.comm.base import own
 from onecard.comm.issue import again, staged, started, transfer
 from onecard.comm.issue.message import name_of
 from onecard.comm.world import world
@@ -17,6 +18,7 @@ from onecard.static.price import families
 from onecard.static.price.live import size_of
 from onecard.static.step.step import Step
 
+OWN = "your own "
 BETWEEN_MESHES = "between meshes"
 """What stands for the mesh axis of a transfer, as in ``explain``; links are told by it, too."""
 _TRANSFER: Any = unwrap(transfer.run_transfer)
@@ -29,6 +31,13 @@ _RECEIVES = (_RECEIVE, staged.post)
 def is_message(node: fx.Node) -> bool:
     """Whether a node sends or receives."""
     return node.target is again.message or node.target in (_TRANSFER, *_SENDS, *_RECEIVES)
+
+
+def own_call(node: fx.Node) -> str:
+    """The call of ``torch.distributed`` that a node repeats, where the program sends the message itself; "" of others."""
+    if node.target is own.send_own:
+        return str(node.args[1].key[0]).partition(".")[0].strip("_")  # type: ignore[union-attr]
+    return str(node.args[0]) if node.target is own.functional else ""
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -116,9 +125,9 @@ def seconds_of(node: fx.Node, machine: Machine) -> float:
         far = count if machine.is_far(rank_of(node), ranks[peer]) else 0
         return machine.message(count, far, link)
     _, _, kind, _, line = node.args
-    own = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
+    name = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
     link = machine.link(line.mesh, line.axis, name_of(str(kind)))  # type: ignore[union-attr]
-    kind = own if own in machine.curves else str(kind)
+    kind = name if name in machine.curves else str(kind)
     return machine.message(sent_by(node), link=link, kind=kind)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from onecard.rules.work import Work
 from onecard.static.price import by_kernels, families
 from onecard.static.price.live import Live, is_name, size_of
 from onecard.static.price.messages import (
+    OWN,
     axis_of,
     far_by,
     is_left,
@@ -27,6 +29,7 @@ from onecard.static.price.messages import (
     is_started,
     is_wait,
     kind_of,
+    own_call,
     seconds_of,
     sent_along,
     sent_by,
@@ -145,9 +148,11 @@ class Cost:
     def __str__(self) -> str:
         sent = ", ".join(f"{count:,} along {axis!r}" for axis, count in self.sent.items()) or "none"
         sent += f" ({self.between_hosts:,} of them to other hosts)" if self.between_hosts else ""
+        beside = [f"{n.operator} at {Path(n.line).name}" for n in self.nodes if n.operator.startswith(OWN)]
+        told = f"\nwithout messages that you send with torch.distributed: {', '.join(beside)}" if beside else ""
         return (
             f"{self.flops:,} floating-point operations, {self.seconds * 1e3:.3f} ms, bytes sent: {sent}; peak memory "
-            f"{self.peak:,} bytes ({self.inputs:,} of them inputs) at {self.peak_at}"
+            f"{self.peak:,} bytes ({self.inputs:,} of them inputs) at {self.peak_at}{told}"
         )
 
 
@@ -250,6 +255,8 @@ def called(node: fx.Node) -> str:
     target: Any = node.target
     if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
+    if call := own_call(node):
+        return f"{OWN}{call}"
     return kind_of(node) if is_message(node) else target.__name__
 
 

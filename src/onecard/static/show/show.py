@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from onecard.comm.issue import again
-from onecard.static.price.messages import axis_of, is_message, sent_by
+from onecard.static.price.messages import axis_of, is_message, own_call, sent_by
 from onecard.static.price.price import called
 from onecard.static.step.step import Step
 
@@ -40,6 +40,8 @@ def head(recording: Step) -> str:
         sent[axis_of(n)] += nbytes(n.args[1]) if n.target is again.message else sent_by(n)
     by_axis = ", ".join(f"{count:,} bytes along {axis!r}" for axis, count in sent.items())
     said = f"{len(messages)} messages ({by_axis})" if messages else "no message"
+    beside = sum(bool(own_call(n)) for n in recording.nodes())
+    said += f", {beside} of your own" if beside else ""
     return f"recording of {recording.name}: {sum(counts.values())} operators ({phases}), {said}"
 
 
