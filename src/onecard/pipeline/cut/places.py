@@ -8,7 +8,7 @@ norm of all gradients, runs on every rank that wants it, and its operands are se
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -83,20 +83,36 @@ class Places:
                 self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
 
     def _learn(self) -> bool:
-        """States are where what they are used with is; whether any was found."""
+        """States are where what they are used with is, at once or by way of what is made of them alone; whether any was found."""
         found: dict[fx.Node, Ranks] = {}
-        for node in self.nodes:
-            if (
-                node.op == "placeholder"
-                and self.near[node] is None
-                and not _is_everywhere(node)
-                and "tensor" in node.meta
-            ):
-                known = [near for user in node.users if (near := self._near_in(user, node)) is not None]
-                if known:
-                    found[node] = frozenset.union(*known)
+        behind: dict[fx.Node, Ranks] = {}  # of nodes that could be anywhere, where what is made of them is
+        for node in reversed(self.nodes):
+            if self.near[node] is not None or _is_everywhere(node) or node.op == "output":
+                continue
+            known = [near for user in node.users if (near := self._near_in(user, node)) is not None]
+            further = known or [x for user in node.users for x in self._behind(user, node, behind)]
+            if further:
+                behind[node] = frozenset.union(*further)
+            if node.op == "placeholder" and "tensor" in node.meta:
+                # A state without dims is a count, which each rank keeps: as all count alike, it need not be anywhere.
+                near = known if not node.meta["tensor"][0] else further
+                found.update({node: frozenset.union(*near)} if near else {})
         self.near.update(found)
         return bool(found)
+
+    def _behind(self, user: fx.Node, node: fx.Node, behind: dict[fx.Node, Ranks]) -> Iterator[Ranks]:
+        """Where what a user makes of a node is; an operator on lists makes one of each."""
+        made: Iterable[fx.Node] = (user,)
+        if _is_list(user):
+            at = {
+                i
+                for x in (*user.args, *user.kwargs.values())
+                if isinstance(x, list | tuple)
+                for i, n in enumerate(x)
+                if n is node
+            }
+            made = [n for n in user.users if n.target is operator.getitem and n.args[1] in at]
+        yield from (behind[n] for n in made if n in behind)
 
     def _near_in(self, user: fx.Node, node: fx.Node) -> Ranks | None:
         """Where a user of an input runs; an operator on lists: where it does what it does to this one."""
