@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,9 @@ from onecard.planning.plan import Plan
 from onecard.planning.search.api import plan as search
 from onecard.planning.step_parts import StepParts, parts_of_step
 from onecard.static import api
+from onecard.static.call import name_of
 from onecard.static.recording import Recording
+from onecard.static.run.agreed import all_or_none
 
 _OWN: dict[str, Any] = dict.fromkeys(("parameters", "compute", "gradients", "states"), "float32")
 """Dtypes are the step's own, as for ``parallelize``: a plan that computes in another would train another program."""
@@ -62,11 +64,16 @@ class PlannedStep:
             args, kwargs = self._entrance.divided(args, kwargs)
         return self._static(*args, **kwargs)
 
+    def _ranks(self) -> Sequence[int]:
+        return range(0 if self.plan is None else min(self.plan.world, world.get_world_size()))
+
     def _begun(self, args: Any, kwargs: Any) -> api.Static:
-        parts = parts_of_step(self.fn, args, kwargs)
-        model, optimizers = parts.model, parts.optimizers
-        if self.plan is None:
-            self.plan = _found(parts)
+        with all_or_none(name_of(self.fn), "plan", self._ranks):
+            parts = parts_of_step(self.fn, args, kwargs)
+            model, optimizers = parts.model, parts.optimizers
+            if self.plan is None:
+                self.plan = _found(parts)
+            starts_of(self.plan, model)
         del parts
         gc.collect()  # graphs of what was looked at hold the parameters, in cycles; then they could not be swapped
         plan, at = replace(self.plan, stages=(), recompute_blocks=0, **_OWN), starts_of(self.plan, model)

@@ -7,6 +7,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from onecard.static.guards.places import Before
 from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
-from onecard.static.run.agreed import all_record
+from onecard.static.run.agreed import all_or_none, all_record
 from onecard.static.run.bound import Bound
 from onecard.static.run.elsewhere import in_order, settle
 from onecard.static.run.rechecked import Recounted, given_to
@@ -179,8 +180,7 @@ class Static:
         if self._sketched:
             if faked.here or world.alone.here:
                 return self._as_it_is(args, kwargs)
-            if self._parts is not None:
-                self._parts.look_at(name_of(self.fn), tree_leaves((args, kwargs)))
+            self._look_at_batch(tree_leaves((args, kwargs)))
         elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
             self._warm = True
             result = self._as_it_is(args, kwargs)
@@ -207,6 +207,14 @@ class Static:
             if not self._bound:
                 break
         return self._miss(args, kwargs)
+
+    def _look_at_batch(self, leaves: Sequence[Any]) -> None:
+        """Whether all ranks of a step that is cut into stages were given one batch; told on all while they still record."""
+        if self._parts is None:
+            return
+        ranks: list[int] = []
+        with nullcontext() if self._bound else all_or_none(name_of(self.fn), "batch", lambda: ranks):
+            ranks += self._parts.look_at(name_of(self.fn), leaves)
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
         """One call that is neither written down nor replayed."""
@@ -300,11 +308,7 @@ class Static:
         except Exception as fault:
             note_line(fault, recording._run)
             raise
-        if result is MISS:
-            leaves, names, _ = flat(self.fn, args, kwargs)
-            raise RecordingError(
-                f"{recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
-            )
+        assert result is not MISS  # ``check_begins``
         # Later ones leave gradients, too, of parameters that other ranks have.
         again, self._warm = recording.makes_states or (not self._warm and recording.leaves_gradients), True
         if again:

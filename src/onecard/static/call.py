@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,10 @@ from onecard.static.passes import Rewritten, StaticOptions, fitting, rewritten, 
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
 from onecard.static.recording import Recording
-from onecard.static.run.agreed import check_agreed, together
+from onecard.static.run.agreed import all_or_none, check_agreed, together
 from onecard.static.run.bound import Bound, kinds_of
 from onecard.static.run.difference import between
-from onecard.static.run.elsewhere import make_room
+from onecard.static.run.elsewhere import check_begins, make_room
 from onecard.static.run.rechecked import Checks
 from onecard.static.step.step import AnyStep, Output
 
@@ -98,6 +98,19 @@ class _WholeCall:
         return looker.verdict
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A run that is written down: of a step in microbatches the first of them, which is taken back."""
+
+    capture: Capture
+    recording: Recording
+    result: Any
+    batch: _WholeCall | None
+    seen: Verdict | None
+    ranks: tuple[int, ...]
+    """Those that record a step together, so that none can go on where one fails."""
+
+
 def recorded(
     fn: Any,
     leaves: Sequence[Any],
@@ -109,13 +122,60 @@ def recorded(
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back.
 
+    Where ranks do one step together, each its own part of it, what one of them refuses at any point all refuse at once.
+
     Args:
         again: a step that is written down without being done, and has changed what it reads of the program's own Python (a
             library's model notes once which kind of labels it is given), is written down once more, as it then is.
     """
+    parts, name, found = options.microbatches, name_of(fn), list[_Written]()
+    sketched = parts is not None and parts.sketched
+
+    def ranks() -> Sequence[int]:
+        return found[0].ranks if sketched else ()
+
+    with all_or_none(name, "record", ranks) if sketched else nullcontext():
+        found.append(_written(fn, leaves, names, tree, options))
+    capture, recording, batch = found[0].capture, found[0].recording, found[0].batch
+    beside: list[Group] = []
+    if batch is not None:
+        beside = together(batch.parts.ranks_of(recording))
+        rows = batch.rows if sketched else lambda: whole
+        recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen)
+    alike, lines = _alike(recording, options, ranks)
+    with all_or_none(name, "bind", ranks) if sketched else nullcontext():
+        before, recording = recording.graph, recording.with_graph(alike.graph)
+        recording.backend = options.backend
+        kinds = kinds_of(leaves)
+        recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
+        roots = [root for _, root in capture.places.roots]
+        if said := capture.seen.left_behind():
+            warnings.warn(f"{name}: {said}", stacklevel=5)
+        capture.seen.settle(capture.places.roots)
+        once_more = sketched and again and not faked.here and _sets_up(capture)
+        if not once_more:
+            if sketched:  # what the step is compared with later is not asked for
+                for graph in {before, capture.recorder.graph} - {alike.graph}:
+                    emptied(graph)
+            # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
+            if sketched and not faked.here:
+                make_room(recording, roots)
+            if not faked.here and (sketched or not recording.makes_states):
+                recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
+                recording.bound.checks = Checks(capture.script, [*lines, *beside])
+                recording.bound.reading(capture.seen)
+                if sketched:
+                    check_begins(recording.bound, leaves, names)
+    if once_more:
+        return recorded(fn, leaves, names, tree, options, whole, again=False)
+    return recording, plain(found[0].result)
+
+
+def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions) -> _Written:
+    """One run, written down as it is."""
     if torch.is_inference_mode_enabled():
         raise RecordingError(f"{name_of(fn)}: recording in inference mode; use torch.no_grad()")
-    kinds, parts = kinds_of(leaves), options.microbatches
+    parts = options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
     batch = None if parts is None else _WholeCall(fn, leaves, names, tree, options, parts)
     capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed)
@@ -141,39 +201,17 @@ def recorded(
             _said_of_the_batch(batch)
         raise fault
     _check_backward(recording)
-    beside: list[Group] = []
-    if batch is not None:
-        seen = None if looker is None else looker.returned(result)
-        if looker is not None and looker.unsure:
+    seen = None
+    if batch is not None and looker is not None:
+        seen = looker.returned(result)
+        if looker.unsure:
             seen = batch.compared(looker)
-        rows = batch.rows if batch.parts.sketched else lambda: whole
-        beside = together(batch.parts.ranks_of(recording))
-        recording = batch.parts.merged(recording, leaves, rows, seen=seen)
-    found, lines = _alike(recording, options)
-    before, recording = recording.graph, recording.with_graph(found.graph)
-    recording.backend = options.backend
-    recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
-    roots = [root for _, root in capture.places.roots]
-    if said := capture.seen.left_behind():
-        warnings.warn(f"{name_of(fn)}: {said}", stacklevel=4)
-    capture.seen.settle(capture.places.roots)
-    sketched = parts is not None and parts.sketched
-    if sketched and again and not faked.here and _sets_up(capture):
-        return recorded(fn, leaves, names, tree, options, whole, again=False)
-    if sketched:  # what the step is compared with later is not asked for
-        for graph in {before, capture.recorder.graph} - {found.graph}:
-            emptied(graph)
-    # Without data there is nothing to replay, and a look at how each kernel is called fastest takes long.
-    if sketched and not faked.here:
-        make_room(recording, roots)
-    if not faked.here and (sketched or not recording.makes_states):
-        recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
-        recording.bound.checks = Checks(capture.script, [*lines, *beside])
-        recording.bound.reading(capture.seen)
-    return recording, plain(result)
+    return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
 
 
-def _alike(recording: AnyStep, options: StaticOptions) -> tuple[Rewritten, list[Group]]:
+def _alike(
+    recording: AnyStep, options: StaticOptions, ranks: Callable[[], Sequence[int]]
+) -> tuple[Rewritten, list[Group]]:
     """A recording's graph after the passes, and the lines on which all ranks send alike then.
 
     What a pass does may depend on how much a rank has (uneven parts, none at all). One after which ranks would send other
@@ -182,10 +220,11 @@ def _alike(recording: AnyStep, options: StaticOptions) -> tuple[Rewritten, list[
     before = withheld.here
     try:
         while True:
-            if options.memory_limit is None:
-                found, peak = rewritten(recording.graph, options), 0
-            else:
-                found, peak = fitting(recording.graph, options)
+            with all_or_none(recording.name, "rewrite", ranks) if ranks() else nullcontext():
+                if options.memory_limit is None:
+                    found, peak = rewritten(recording.graph, options), 0
+                else:
+                    found, peak = fitting(recording.graph, options)
             agreed = check_agreed(recording.name, found.messages)
             if not agreed.apart:
                 break

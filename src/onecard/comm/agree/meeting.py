@@ -65,23 +65,27 @@ def meet(channel: str, what: str, word: Any, decide: Decide, error: str = "", ou
     return error, answer
 
 
-def come(channel: str, ranks: Sequence[int], slow: Callable[[list[int]], None]) -> list[int]:
-    """Wait until these ranks have come to the same place, as often as this one; those that have not in time.
+def come(
+    channel: str, ranks: Sequence[int], slow: Callable[[list[int]], None], word: str = ""
+) -> tuple[dict[int, str], list[int]]:
+    """Wait until these ranks have come to the same place, as often as this one; their words, and who has not come in time.
 
     Args:
         channel: the place; ``slow``: is told once, after some seconds, who is still missing.
+        word: what this rank leaves there. One that is given no ranks leaves it, and waits for nobody.
     """
     me, store = world.get_rank(), attempt.store()
     _meetings.here[channel] += 1
     here = f"come/{channel}/{_meetings.here[channel]}"
-    store.set(f"{here}/{me}", "")
-    until, missing = time.monotonic() + world.TIMEOUT.total_seconds(), [rank for rank in ranks if rank != me]
+    store.set(f"{here}/{me}", word)
+    others = [rank for rank in ranks if rank != me]
+    until, missing = time.monotonic() + world.TIMEOUT.total_seconds(), others
     while missing and _wait(store, f"{here}/{missing[0]}", min(_SLOW, until - time.monotonic())):
         missing = [rank for rank in missing if not store.check([f"{here}/{rank}"])]
     if missing and time.monotonic() < until:
         slow(missing)
         missing = [rank for rank in missing if not _wait(store, f"{here}/{rank}", until - time.monotonic())]
-    return missing
+    return {rank: store.get(f"{here}/{rank}").decode() for rank in others if rank not in missing}, missing
 
 
 def _after(outcome: str, error: str, answer: Any) -> tuple[str, Any]:

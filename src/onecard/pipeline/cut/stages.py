@@ -98,6 +98,11 @@ class Stages(Microbatches):
         """The ranks of the pipeline."""
         return self.line_of(recording)[0]
 
+    def everyone(self, recording: Step) -> tuple[int, ...]:
+        """All ranks of the meshes that the program lies on; of a program of plain tensors the pipeline's."""
+        found = {r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids}
+        return tuple(sorted(found)) or self.ranks_of(recording)
+
     def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""
         meshes = {i.spec.layout.mesh for i in recording.inputs if i.spec is not None}
@@ -134,8 +139,8 @@ class Stages(Microbatches):
                 )
         return line, line.index(world.get_rank()), self.axis
 
-    def look_at(self, name: str, leaves: Sequence[Any]) -> None:
-        """Whether all ranks of the pipeline were given one batch, now and then."""
+    def look_at(self, name: str, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """Whether all ranks of the pipeline were given one batch, now and then; which ranks these are."""
         lines: dict[tuple[int, ...], list[Tensor]] = {}
         laid_out = any(isinstance(x, DistTensor) for x in leaves)
         for x in leaves:
@@ -147,6 +152,8 @@ class Stages(Microbatches):
                 lines.setdefault(line, []).append(x)
         for line, tensors in lines.items():
             check_batch(name, line, tensors)
+        everyone = {rank for line in lines for rank in line}
+        return tuple(sorted(everyone & {*range(world.get_world_size())}))  # others are refused when it is recorded
 
     def schedule_for(self, ranks: int) -> Schedule:
         """The schedule on so many ranks."""
@@ -187,14 +194,15 @@ class Stages(Microbatches):
         recorded_graph = recording.graph
         recording = recording.with_graph(halved(self.counting(recording).graph))
         once = Once(recording.graph, training=False)
-        everyone = sorted({r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids})
+        everyone = self.everyone(recording)
         beside = everyone if len(everyone) > len(ranks) else ()
-        with all_or_none(recording.name, everyone or ranks):  # nothing here waits for another rank
+        with all_or_none(recording.name, "cut", lambda: everyone):
             check_mergeable(recording)  # a rank has those of its own stage alone
             starts = starts_of(recording.graph, schedule.num_stages, self.at, machine.here, once, bool(beside))
-        with all_or_none(recording.name, everyone or ranks):
+        with all_or_none(recording.name, "alike", lambda: everyone):  # all have come; it fails on a whole line
             starts = starts if self.at else as_first(recording.graph, once, starts, beside)
             check_alike(ranks, self._said(leaves, schedule, starts, self._as_seen(recording, seen)[0]), recording.graph)
+        with all_or_none(recording.name, "merge", lambda: everyone):
             parts = Parts(recording.graph, starts, once)
             _check_gradients(recording, parts)
             made = super().merged(recording, leaves, whole, parts.late, seen, once)

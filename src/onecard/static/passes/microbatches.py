@@ -32,19 +32,23 @@ class Microbatches:
     k_steps: int
     avg: bool | None
     sketched: ClassVar[bool] = False
+    """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
 
     def ranks_of(self, recording: Step) -> tuple[int, ...]:
         """The ranks that do one step together, each its own part of it: none."""
         return ()
 
-    """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
+    def everyone(self, recording: Step) -> tuple[int, ...]:
+        """The ranks that record a step together, so that none can go on where one fails: none."""
+        return ()
 
     def around(self) -> AbstractContextManager[Any]:
         """What the step is recorded in."""
         return nullcontext()
 
-    def look_at(self, name: str, leaves: Sequence[Any]) -> None:
-        """A call of the step of a name is about to be replayed on these arguments."""
+    def look_at(self, name: str, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """A call of the step of a name is about to be replayed on these arguments; the ranks that compare them."""
+        return ()
 
     def first(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The arguments of the first microbatch: of each tensor the first part of this rank's rows.

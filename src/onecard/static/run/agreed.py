@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.meeting import come
 from onecard.comm.base import record
+from onecard.comm.base.state import faked
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.groups import Group, group
 from onecard.comm.issue.ranks import of_ranks
+from onecard.comm.world import world
 from onecard.comm.world.pretend import pretending
 from onecard.comm.world.world import get_rank
 from onecard.errors import RecordingError
@@ -79,27 +81,51 @@ def together(ranks: Sequence[int]) -> list[Group]:
 
 
 @contextmanager
-def all_or_none(name: str, ranks: Sequence[int]) -> Iterator[None]:
-    """What these ranks do together, each on its own: where one fails, all do, at once. One small message.
+def all_or_none(name: str, what: str, ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """What ranks do together, each on its own: where one fails, all do, at once. Through the store.
+
+    A rank that fails leaves word of it and goes, whoever its partners would have been: it need not know them.
+
+    Args:
+        name: of the step; ``what``: is done, in a word, of which there is one on all ranks.
+        ranks: who does it, asked for once it is done. Nothing inside may wait for any of them, but where all have come to.
 
     Raises:
-        RecordingError: others have failed, and this rank has not; names them.
+        RecordingError: others have failed, and this rank has not; names them, and quotes what they say.
+        CommunicationError: others have not come to it in time.
     """
-    fault: Exception | None = None
+    channel = f"{what}/{name}"
+    here = world.get_world_size() > 1 and not (pretending() or trace.faking() or faked.here or world.alone.here)
+    if here:
+        world.init()
     try:
         yield
+        together = sorted(ranks())
     except Exception as why:
-        fault = why
-    for line in together(ranks):
-        record.serving.here = ("to_static", "stages", (len(ranks),))
-        theirs: Any = collectives.all_gather(torch.tensor([fault is not None]), line, 0, [1] * len(ranks))
-        failed = [rank for rank, found in zip(ranks, theirs.tolist(), strict=True) if found]
-        if failed and fault is None:
-            raise RecordingError(
-                f"{name}: rank(s) {failed} could not record this step, and say why; rank {get_rank()} could, and stops with them"
-            )
-    if fault is not None:
-        raise fault
+        if here:
+            come(channel, (), lambda _: None, f"{type(why).__name__}: {why}"[:_QUOTED])
+        raise
+    if not here or len(together) < 2:
+        return
+
+    def slow(missing: list[int]) -> None:
+        warnings.warn(f"{name}: rank(s) {missing} have not come to record it yet; waiting for them", stacklevel=5)
+
+    words, missing = come(channel, together, slow)
+    if failed := {rank: said for rank, said in words.items() if said}:
+        raise RecordingError(
+            f"{name}: rank(s) {[*failed]} could not record this step; rank {get_rank()} could, and stops with them.\n"
+            + "\n".join(f"  rank {rank}: {said}" for rank, said in failed.items())
+        )
+    if missing:
+        sparse_check.stop(
+            f"{name}: rank(s) {missing} have not come to record this step with rank {get_rank()}: all ranks of a pipeline call "
+            "it at once, with the whole batch. If a rank died, the launcher says how"
+        )
+
+
+_QUOTED = 600
+"""Characters of what another rank says."""
 
 
 def anybody(lines: Sequence[Group], found: bool) -> bool:
@@ -135,7 +161,8 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
             f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
         )
 
-    if missing := come(f"record/{name}", ranks, slow):
+    _, missing = come(f"record/{name}", ranks, slow)
+    if missing:
         sparse_check.stop(
             f"{words} {missing}: a rank that replays and one that records send different messages. What a step depends on has to "
             "be the same on all ranks: make the flag an argument that is equal everywhere, or torch.where(flag, a, b)"

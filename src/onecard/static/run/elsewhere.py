@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from onecard.comm.base.record import words_of
+from onecard.comm.world.world import get_rank
+from onecard.errors import RecordingError
 from onecard.static.guards.places import at, optimizer_at
-from onecard.static.step.step import Elsewhere, Step
+from onecard.static.passes.once import words
+from onecard.static.run.rechecked import given_to
+from onecard.static.step.step import MISS, Elsewhere, Step
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.train.absent import let_go
+from onecard.train.absent import Absent, let_go
 from onecard.train.shard import note_stage
 
 
@@ -54,6 +58,29 @@ def make_room(step: Step, roots: Sequence[Any]) -> None:
             _, root, group, i, _ = effect.where
             roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]  # a defaultdict
     settle(step, roots)
+
+
+def check_begins(bound: Any, leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Whether the first replay of a step that is cut into stages can run here: other ranks would wait in the midst of it.
+
+    Raises:
+        RecordingError: it does not fit the call, or reads what only other ranks have.
+    """
+    given = given_to(bound, leaves)
+    if given is MISS:
+        raise RecordingError(
+            f"{bound.recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
+        )
+    bound.replay  # noqa: B018 - it is made now
+    nodes = bound.recording.graph.find_nodes(op="placeholder")
+    for known, node, value in zip(bound.recording.inputs, nodes, given, strict=True):
+        if isinstance(value, Absent) and any(user.op != "output" for user in node.users):
+            user = next(user for user in node.users if user.op != "output")
+            raise RecordingError(
+                f"{bound.recording.name}: {words(user)} reads {known.name}, which other stages of the pipeline have, on rank "
+                f"{get_rank()} as well. A state that no gradient meets belongs to no stage: keep it beside its parameter's "
+                "states (optimizer.state[p]), and use it in p's own update"
+            )
 
 
 def _there(known: Elsewhere, roots: Sequence[Any]) -> Tensor | None:
