@@ -92,11 +92,11 @@ class Places:
             known = [near for user in node.users if (near := self._near_in(user, node)) is not None]
             further = known or [x for user in node.users for x in self._behind(user, node, behind)]
             if further:
-                behind[node] = frozenset[int]().union(*further)
-            if node.op == "placeholder" and "tensor" in node.meta:
-                # A state without dims is a count, which each rank keeps: as all count alike, it need not be anywhere.
-                near = known if not node.meta["tensor"][0] else further
-                found.update({node: frozenset[int]().union(*near)} if near else {})
+                behind[node] = frozenset.union(*further)
+            # A state without dims is a count, which each rank keeps: as all count alike, it need not be anywhere.
+            there = further if node.meta.get("tensor", ((),))[0] else known
+            if there and node.op == "placeholder" and "tensor" in node.meta:
+                found[node] = frozenset.union(*there)
         self.near.update(found)
         return bool(found)
 

@@ -29,6 +29,7 @@ from onecard.static.guards.conditions import asked
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
+from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
 from onecard.static.guards.seen import Seen
 from onecard.static.step import refusals
@@ -98,10 +99,13 @@ class Capture:
             ):
                 result = fn(*args, **kwargs)
             recorder.random.end()
-            return result
         finally:
             recorded.recorder = None
             self._restore()
+            replaced = put_back(self.seen, self.phases.optimizers) if recorder.sketch is not None else None
+        if replaced is not None:
+            raise refusals.replaces(replaced.name, replaced.line)
+        return result
 
     def _argument(self, i: int, x: Any) -> Any:
         recorder = self.recorder

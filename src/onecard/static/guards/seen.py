@@ -252,7 +252,7 @@ class Seen:
     def settle(self, roots: list[tuple[str, Any]]) -> None:
         """Leave out what a recording looks at anyway, and what only the step itself has held."""
         modules = {id(m) for _, r in roots if isinstance(r, nn.Module) for m in r.modules()}
-        inner = {id(x) for _, r in roots if isinstance(r, Optimizer) for x in _parts(r)}
+        inner = {id(x) for _, r in roots if isinstance(r, Optimizer) for x in parts_of(r)}
         # While a step is recorded functions of torch and of math are others, which write down what they do.
         self.reads = [_afterwards(r) for r in self.reads if not _looked_at(r, modules, inner)]
         self.wholes = [w for w in self.wholes if id(w.holder) not in inner]
@@ -319,7 +319,7 @@ def _held(x: Any) -> Iterator[Any]:
 _LASTING = (type, types.ModuleType, nn.Module, Optimizer)
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Any]:
+def parts_of(optimizer: Optimizer) -> Iterator[Any]:
     """The containers of an optimizer that a recording looks at."""
     yield vars(optimizer)
     yield optimizer.param_groups

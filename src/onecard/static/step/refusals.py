@@ -57,6 +57,15 @@ def made_outside(x: Tensor) -> RecordingError:
     )
 
 
+def replaces(name: str, line: str) -> RecordingError:
+    """The error for a tensor in whose place a step that is written down without being done puts another one."""
+    return RecordingError(
+        f"the step reads {name} at {line} and puts another tensor in its place, which it would go on with: a step that is cut "
+        "into stages has no values while it is recorded, and a replay writes to the tensor that was there. Write into it: "
+        f"{name}.copy_(new) in place of {name} = new"
+    )
+
+
 def lost_number() -> RecordingError:
     """The error for a number that went through C code."""
     return RecordingError(
