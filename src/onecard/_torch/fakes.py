@@ -33,6 +33,11 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, _kind())
 
 
+def is_of(x: Any, mode: Any) -> bool:
+    """Whether a tensor has data, or is one of this mode's that has none."""
+    return not is_fake(x) or x.fake_mode is mode
+
+
 def device_of(x: Tensor) -> torch.device:
     """A tensor's device; one without data would run an operator to tell, which every mode sees."""
     return x.fake_device if is_fake(x) else x.device  # type: ignore[attr-defined]

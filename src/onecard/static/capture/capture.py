@@ -102,7 +102,10 @@ class Capture:
         finally:
             recorded.recorder = None
             self._restore()
-            replaced = put_back(self.seen, self.phases.optimizers) if recorder.sketch is not None else None
+            sketched = recorder.sketch is not None
+            replaced = put_back(self.seen, self.phases.optimizers) if sketched else None
+            if sketched and not self._replayed:  # nobody will say what the step leaves
+                self.phases.put_buffers_back()
         if replaced is not None:
             raise refusals.replaces(replaced.name, replaced.line)
         return result

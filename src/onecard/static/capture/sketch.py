@@ -19,6 +19,7 @@ from onecard._torch.names import tree_map
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call, tensors_in
 from onecard.rules.registry import find
+from onecard.static.step import refusals
 from onecard.static.step.facts import as_the_kernel_gives
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -58,6 +59,8 @@ class Sketch:
         given = [*tensors_in((*args, *kwargs.values()))]
         if not any(map(self.without_data, given)):
             return func(*args, **kwargs)
+        if not faked.here and not all(fakes.is_of(x, self._mode) for x in given):
+            raise refusals.left_by_a_look(next(x for x in given if not fakes.is_of(x, self._mode)))
         with _untraced():
             args, kwargs = tree_map(self.of, (tuple(args), dict(kwargs)))
             with self._mode:

@@ -27,8 +27,16 @@ class Phases:
         self.optimizers: list[Optimizer] = []
         self.operators = 0
         self._stack: list[str] = []
+        self._buffers: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # of modules, as they were when the first one ran
         self._paths: dict[int, str] = {}
         self._stepping = 0
+
+    def put_buffers_back(self) -> None:
+        """Put buffers back in the places where the step has left others."""
+        for holder, held in self._buffers:
+            holder.update({name: x for name, x in held.items() if holder.get(name) is not x})
 
     def here(self) -> dict[str, Any]:
         """The phase, the module path, whether a module runs at all, and the numbers of autograd's call and of the operator.
@@ -50,6 +58,7 @@ class Phases:
             if not self._stack and module not in self.roots:
                 self.roots.append(module)
                 self._paths.update({id(m): name for name, m in module.named_modules()})
+                self._buffers += [(m._buffers, dict(m._buffers)) for m in module.modules()]
             self._stack.append(self._paths.get(id(module), type(module).__name__))
 
         def leave(module: nn.Module, *_: Any) -> None:

@@ -66,6 +66,15 @@ def replaces(name: str, line: str) -> RecordingError:
     )
 
 
+def left_by_a_look(x: Tensor) -> RecordingError:
+    """The error for a tensor without data that the step itself has left in the program, when it was looked at before."""
+    return RecordingError(
+        f"a tensor {list(x.shape)} used at {record.user_line()} was put there by the step itself, in place of the one it had "
+        "read: a step that is cut into stages has no values while it is looked at and recorded. Write into the tensor that is "
+        "there: kept['mean'].copy_(new) in place of kept['mean'] = new. What the look has left has no values: make it anew"
+    )
+
+
 def lost_number() -> RecordingError:
     """The error for a number that went through C code."""
     return RecordingError(
