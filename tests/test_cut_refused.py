@@ -33,9 +33,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "batch": _on_second_rank(stages, "check_batch"),
     "look": _on_second_rank(nn.Tanh, "forward"),
     "record": _on_second_rank(call, "_check_backward"),
-    "cut": _on_second_rank(stages, "starts_of"),
     "merge": _on_second_rank(stages, "Parts"),
-    "rewrite": _on_second_rank(call, "rewritten"),
     "bind": _on_second_rank(call, "make_room"),
 }
 
@@ -43,8 +41,8 @@ POINTS: dict[str, Callable[[], None]] = {
 def _told() -> dict[str, tuple[str, float]]:
     found = {}
     for name, put in POINTS.items():
-        kept = {(m, n): getattr(m, n) for m, n in ((stages, "check_batch"), (stages, "starts_of"), (stages, "Parts"))}
-        kept |= {(call, n): getattr(call, n) for n in ("_check_backward", "rewritten", "make_room")}
+        kept = {(m, n): getattr(m, n) for m, n in ((stages, "check_batch"), (stages, "Parts"))}
+        kept |= {(call, n): getattr(call, n) for n in ("_check_backward", "make_room")}
         kept[nn.Tanh, "forward"] = nn.Tanh.forward
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -78,3 +76,53 @@ def test_what_one_rank_refuses_all_refuse_at_once() -> None:
         )
         assert said.endswith("rank 1: ValueError: no more memory"), (name, said)
         assert seconds < 5.0, (name, seconds)
+
+
+class Replaces(nn.Module):
+    """Keeps a mean in a buffer, or beside it in a dict, and puts a new tensor there at each step."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.first, self.second, self.place = nn.Linear(4, 4), nn.Linear(4, 3), place
+        self.register_buffer("mean", torch.zeros(4))
+        self.kept = {"mean": torch.zeros(4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.place == "buffer":
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        elif self.place == "dict":
+            self.kept["mean"] = 0.9 * self.kept["mean"] + 0.1 * h.detach().mean(0)
+        return self.second(h)
+
+
+def _in_words(place: str) -> tuple[str, bool]:
+    net = Replaces(place)
+    optimizer, mean = torch.optim.SGD(net.parameters(), 0.1), net.mean
+
+    def step(x: Tensor) -> None:
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    how: Any = {"plan": oc.Plan(pp=2, microbatches=2)} if place else {"stages": oc.Stages(2, at=["second"])}
+    run = oc.to_static(step, **how)
+    try:
+        for _ in range(2):
+            run(torch.ones(4, 4))
+        net.double()
+    except oc.errors.OnecardError as why:
+        return str(why), net.mean is mean
+    return "", False
+
+
+def _mistakes() -> list[tuple[str, bool]]:
+    return [_in_words(place) for place in ("buffer", "dict", "")]
+
+
+def test_replaced_tensors_and_converted_models_are_refused_in_words() -> None:
+    for buffer, entry, converted in run_ranks(_mistakes, 2, timeout=60.0):
+        assert "reads self.mean at " in buffer[0] and "self.mean.copy_(new) in place of self.mean = new" in buffer[0]
+        assert buffer[1]  # the buffer that was there is there again
+        assert "test_cut_refused.py" in entry[0] and "was put there by the step itself" in entry[0]
+        assert "convert it before the first call of the step" in converted[0]

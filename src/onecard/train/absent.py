@@ -29,6 +29,7 @@ _TOLD = frozenset((
     "shape", "size", "storage_offset", "stride", "untyped_storage",
 ))  # fmt: skip
 """What may be asked of it: all but values."""
+_CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
 
 
@@ -129,6 +130,13 @@ def _words(x: Tensor) -> str:
 
 def _error(x: Tensor, name: str) -> str:
     here = f"its memory here, on rank {world.get_rank()}, was given back"
+    if name in _CONVERSIONS:
+        return (
+            f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. A model that is cut into stages keeps "
+            "its dtype and device: convert it before the first call of the step (model.double() above "
+            "oc.to_static(step, plan=...)); of a trained one oc.checkpoint.save(path, {'model': model}), then oc.checkpoint.load "
+            "into a model that was converted when it was new"
+        )
     return (
         f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. "
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from onecard import recorded
 from onecard._torch import patches
+from onecard._torch.scaling import norms_of
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives, trace
@@ -115,7 +116,7 @@ def _of_all_ranks(mine: Tensor, call: str, explicit: bool) -> Tensor:
 
 
 def _local(parts: Sequence[Tensor], norm_type: float, pending: tuple[tuple[int, str], ...]) -> Tensor:
-    norms: Any = torch._foreach_norm([*parts], norm_type)  # a list, whatever its stub says
+    norms = norms_of(parts, norm_type)
     listed = torch.stack([x.to(norms[0].device) for x in norms])
     for each in (*norms, listed) if pending else ():
         _say(each, pending)
