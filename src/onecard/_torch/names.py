@@ -266,8 +266,8 @@ decompositions: dict[Any, Callable[..., Any]] = _take("torch._decomp:decompositi
 
 # -- modules, optimizers, data ---------------------------------------------------------------------------------------------
 
-# The types for which torch.optim and clip_grad_norm_ use foreach operators. In their place: a list that nobody reads; one
-# operator for each parameter.
+# Norms of several tensors, and the types for which torch.optim and clip_grad_norm_ use foreach operators; else one for each.
+foreach_norm: Any = _take("torch:_foreach_norm", lambda parts, p: [torch.linalg.vector_norm(x, p) for x in parts])
 foreach_types: dict[str, list[Any]] = {
     "torch.optim.optimizer._foreach_supported_types": _take("torch.optim.optimizer:_foreach_supported_types", []),
     "torch.utils._foreach_utils._foreach_supported_types": _take(

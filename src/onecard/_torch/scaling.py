@@ -1,20 +1,8 @@
-"""What onecard takes from torch's loss scaling and clipping without torch's promise to keep it; the rest is in ``_torch``."""
+"""What onecard takes from torch's loss scaling without torch's promise to keep it; the rest is in ``_torch``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
-
-from onecard._torch import names
-
-_norms: Any = names._take("torch:_foreach_norm", None)
-
-
-def norms_of(parts: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each tensor, in one call, as ``clip_grad_norm_`` takes them."""
-    return [*_norms([*parts], norm_type)]
 
 
 def scales_itself(optimizer: Any) -> bool:

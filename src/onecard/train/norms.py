@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from onecard import recorded
-from onecard._torch import patches
-from onecard._torch.scaling import norms_of
+from onecard._torch import names, patches
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives, trace
@@ -116,10 +115,10 @@ def _of_all_ranks(mine: Tensor, call: str, explicit: bool) -> Tensor:
 
 
 def _local(parts: Sequence[Tensor], norm_type: float, pending: tuple[tuple[int, str], ...]) -> Tensor:
-    norms = norms_of(parts, norm_type)
+    norms: list[Tensor] = names.foreach_norm([*parts], norm_type)
     listed = torch.stack([x.to(norms[0].device) for x in norms])
-    for each in (*norms, listed) if pending else ():
-        _say(each, pending)
+    for known in (*norms, listed) if pending else ():
+        _say(known, pending)
     norm = torch.linalg.vector_norm(listed, norm_type).to(torch.float64)
     # In their own dtype, which is 20 times as fast; its squares may be infinite where its norm is not.
     if norm.device.type == "cpu" and recorded.recorder is None and not trace.faking() and not norm.isfinite():
