@@ -82,6 +82,10 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: engine().dataloader(DATA[:3], batch_size=8),
         ("has 3 sample(s)", "batch_size=3 or less"),
     ),
+    "another model's optimizer": (
+        lambda: fit(oc.Engine(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD(nn.Linear(4, 3).parameters()))),
+        ("SGD has no parameter of the model", "torch.optim.AdamW(model.parameters())"),
+    ),
     "no samples": (lambda: engine().evaluate([], batch_size=8, verbose=0), ("the dataset has no samples",)),
     "rows that do not divide": (lambda: fit(engine(), 12, 6), ("6 rows cannot be cut in 4 microbatches", "4 divides")),
     "a metric's update": (

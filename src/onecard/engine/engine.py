@@ -153,6 +153,17 @@ class Engine:
             )
         self.mode = mode
 
+    def _check_optimizers(self) -> None:
+        """An optimizer made of another model would train nothing, in silence."""
+        held = {id(p) for module in self._parts().modules for p in module.parameters()}
+        for optimizer in self._optimizers:
+            params = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+            if held and params and held.isdisjoint(map(id, params)):
+                raise EngineError(
+                    f"Engine: {type(optimizer).__name__} has no parameter of the model, so that it would train nothing. "
+                    "Make it of this one: Engine(model, loss, torch.optim.AdamW(model.parameters()))"
+                )
+
     def place(self) -> Place:
         """Where the model and the batch lie; lays them out at the first call."""
         if full.is_wanted(self):
@@ -161,6 +172,7 @@ class Engine:
             static_options(self.strategy, self.mode, world.get_world_size(), programs.mesh_of(self.model))
             for module in self._parts().modules:
                 steps.own_train(module)
+            self._check_optimizers()
             self._skeleton = programs.skeleton(self._parts())
             if self.strategy.seed is not None:
                 manual_seed(self.strategy.seed)

@@ -101,7 +101,8 @@ class Microbatches:
         if rest or not rows:
             raise RecordingError(
                 f"k_steps={self.k_steps}: argument {name!r} has {local.shape[0]} rows{' here' if local is not x else ''}, which "
-                f"cannot be cut in {self.k_steps} of one size. What is no batch should be read by the step, not given"
+                f"cannot be cut in {self.k_steps} of one size. Give it a batch that {self.k_steps} divides, "
+                f"DataLoader(..., drop_last=True). What is no batch should be read by the step, not given"
             )
         if x.requires_grad:
             raise RecordingError(
