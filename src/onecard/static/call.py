@@ -130,6 +130,7 @@ def recorded(
     """
     parts, name, found = options.microbatches, name_of(fn), list[_Written]()
     sketched = parts is not None and parts.sketched
+    kinds = kinds_of(leaves)  # as they are given: the step may change them (x.requires_grad_())
 
     def ranks() -> Sequence[int]:
         return found[0].ranks if sketched else ()
@@ -146,7 +147,6 @@ def recorded(
     with all_or_none(name, "bind", ranks) if sketched else nullcontext():
         before, recording = recording.graph, recording.with_graph(alike.graph)
         recording.backend = options.backend
-        kinds = kinds_of(leaves)
         recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
         roots = [root for _, root in capture.places.roots]
         if said := capture.seen.left_behind():
