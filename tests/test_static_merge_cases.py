@@ -336,6 +336,16 @@ def by_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x / (y != 3).sum()).exp(), y)
 
 
+def by_share(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """In the graph of a microbatch its length is a number, and the batch's count over it is no share of the batch."""
+    kept = y != 3
+    return (cross_entropy(model(x), y, reduction="none") * kept).mean() / (kept.sum() / len(x) + 1)
+
+
+def by_inverse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x) * (1 / ((y != 3).sum() / len(x) + 1)), y)
+
+
 def by_length(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) / len(x)).square().sum()
 
@@ -370,6 +380,8 @@ WARNED: dict[str, Any] = {
     "labels that are ignored": (lambda m, x, y: cross_entropy(m(x), y, ignore_index=3), None, ""),
     "weights": (lambda m, x, y: cross_entropy(m(x), y, weight=torch.arange(4.0)), None, ""),
     "rows scaled by a count": (by_rows, None, r"relu at .* is not linear in rows that are scaled by their number|addmm at"),
+    "a count over a length, and one": (by_share, None, r"div at .* scales by a value"),
+    "a product with one over it": (by_inverse, None, r"mul at .* scales by a value"),
     "rows scaled by their number": (by_length, None, r"pow at .* is not linear in rows that are scaled by their number"),
     "divided by what learns": (by_parameter, None, r"div at .*test_static_merge_cases.py:\d+ scales by a value"),
     "a count before backward": (counted, None, r"add_ at .* writes into the program .* 4 times a call"),

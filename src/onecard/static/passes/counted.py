@@ -96,8 +96,9 @@ class Counts:
 
     def counts(self, node: fx.Node) -> bool:
         """Whether no parameter is in a node's value, and it is not drawn."""
-        learns = (n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in self._needed(node))
-        return not any(learns) and not any(effects(n) for n in self._needed(node))
+        needed = self._needed(node)
+        learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
+        return not learns and not any(n.op == "call_function" and effects(n) for n in needed)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """What a node depends on, through memory too, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
@@ -52,3 +53,19 @@ class Verdict:
     normalized: list[str] = field(default_factory=list)
     unsure: bool = False
     open: bool = False
+
+
+def degree_of(name: str, degrees: Mapping[int, int]) -> int:
+    """The degree of a count that an operator makes of others, from theirs, by operand."""
+    if name == "mul":
+        return sum(degrees.values())
+    if name in ("div", "reciprocal"):
+        over = sum(d for i, d in degrees.items() if i or name == "reciprocal")
+        return (degrees.get(0, 0) if name == "div" else 0) - over
+    return max(degrees.values())
+
+
+def may_count(number: float, rows: int) -> bool:
+    """Whether a number may be a count of rows, or one over it."""
+    times = (1 / number if 0 < number < 1 else number) / rows
+    return times > 0.5 and abs(times - round(times)) < 1e-9 * times and round(times) * rows > 1

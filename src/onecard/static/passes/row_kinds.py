@@ -20,7 +20,19 @@ from onecard.rules.call import Call, Schema
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
-from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict
+from onecard.static.passes.dependence import (
+    ADDS,
+    ALIKE,
+    COUNT,
+    MIXED,
+    PLACES,
+    ROWS,
+    UNKNOWN,
+    Kind,
+    Verdict,
+    degree_of,
+    may_count,
+)
 from onecard.tensor.dist_tensor import DistTensor
 
 _MEAN = 1  # torch's number for reduction="mean"
@@ -230,14 +242,7 @@ class Kinds:
         return replace(first, degree=first.degree + self._degree(call), learns=learns)
 
     def _degree_of_count(self, call: Call, told: list[tuple[int, Kind]]) -> int:
-        degrees, name = [k.degree for _, k in told], call.schema.functional
-        if name == "mul":
-            made = sum(degrees)
-        elif name in ("div", "reciprocal"):
-            made = degrees[0] - sum(degrees[1:]) if name == "div" and told[0][0] == 0 else -degrees[0]
-        else:
-            made = max(degrees)
-        return made + self._degree(call)
+        return degree_of(call.schema.functional, {i: k.degree for i, k in told}) + self._degree(call)
 
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)
@@ -297,7 +302,7 @@ class Kinds:
     def _may_follow(self, number: float, x: Tensor | None) -> bool:
         """Whether a number may count rows. In activations most numbers do not: there it has to be rows, or elements."""
         if x is None or x.dim() == 1:
-            return _multiple(number, self.rows)
+            return may_count(number, self.rows)
         sizes = (1, *x.shape, x.numel() / self.rows)
         return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
 
@@ -364,8 +369,3 @@ def _value(x: Tensor) -> float | None:
 
 def is_real(x: Tensor) -> bool:
     return not faked.here and type(x) is Tensor and not x.is_meta
-
-
-def _multiple(number: float, of: int) -> bool:
-    times = number / of
-    return times > 0.5 and abs(times - round(times)) < 1e-9 * times and round(times) * of > 1

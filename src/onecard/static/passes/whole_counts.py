@@ -20,6 +20,7 @@ from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.rules.call import schema_of
 from onecard.static.passes.adding import added
+from onecard.static.passes.dependence import degree_of, may_count
 from onecard.static.passes.once import Once, cut, phase_of
 from onecard.static.step.memory import Memory, effects
 from onecard.static.step.nodes import copied_to, traits
@@ -81,6 +82,8 @@ class _Chain:
         self.does: dict[fx.Node, str] = {}
         self.degrees: dict[fx.Node, int] = {}
         self.rows: set[fx.Node] = set()  # in which each row may still have its own
+        self.lengths: set[fx.Node] = set()  # in which a number may be the microbatch's length
+        self.length = next((n.meta["tensor"][0][0] for n in once.own if cut(n)), 1)
         self.fixed: set[fx.Node] = set()  # in which there is nothing of the batch
         self.known = all(self._sort(n) for n in self._needed(node, until))
 
@@ -109,6 +112,8 @@ class _Chain:
             return False
         if not self.fixed.issuperset(given) and any(written & self.once.memory.roots[n] for n in self.fixed):
             return False  # what was the same for all is no longer
+        if self._bends(node, given):
+            return False
         if late := [n for n in given if self.does.get(n) in (SUM, AVERAGE, AFTER)]:
             alone = not any(n in self.rows or (self.does.get(n) == EACH and n not in self.fixed) for n in given)
             return alone and self._is(node, AFTER if _runs(node) else "", self._degree(node, late))
@@ -142,13 +147,21 @@ class _Chain:
         return EACH, 0
 
     def _degree(self, node: fx.Node, late: list[fx.Node]) -> int:
-        degrees = [self.degrees[n] for n in late]
         name = schema_of(node.target).functional if isinstance(node.target, OpOverload) else ""
-        if name == "mul":
-            return sum(degrees)
-        if name == "div":
-            return degrees[0] - sum(degrees[1:]) if node.args[0] in late else -degrees[0]
-        return -degrees[0] if name == "reciprocal" else max(degrees)
+        places = {n: i for i, n in enumerate(node.args)} if name in ("div", "reciprocal") else {}
+        return degree_of(name, {places.get(n, i): self.degrees[n] for i, n in enumerate(late)})
+
+    def _bends(self, node: fx.Node, given: list[fx.Node]) -> bool:
+        """Whether a node adds to, or bends, what was scaled by a number that may be a microbatch's length, not the batch's."""
+        name = schema_of(node.target).functional if isinstance(node.target, OpOverload) else ""
+        scales = name in ("mul", "div") and isinstance(node.args[1], int | float)
+        if scales and may_count(abs(float(node.args[1])), self.length):  # type: ignore[arg-type]
+            self.lengths.add(node)
+        if self.lengths.isdisjoint(given):
+            return False
+        self.lengths.add(node)
+        known = traits(node)
+        return not (name in ("mul", "div", "sum", "neg") or known.views or known.may_view or known.copies)
 
 
 def _runs(node: fx.Node) -> bool:
