@@ -19,7 +19,7 @@ from torch import nn
 
 import onecard as oc
 from fuzz import engine_parts, script_parts
-from fuzz.scripts import Found, Script, _filled, _said, difference
+from fuzz.scripts import Found, Script, _filled, _said, compare
 from onecard.testing import run_ranks
 
 Level = tuple[int, dict[str, Any]]
@@ -120,14 +120,7 @@ def tried(seeds: Sequence[int], level: str) -> Found:
     for block in [[seed] for seed in runnable] if level in CUT else [runnable]:
         ranks = run_ranks(said, LEVELS[level][0], block, level, timeout=400.0)
         for seed in block:
-            last = [rank[seed].splitlines()[-1] if rank[seed] else "" for rank in ranks]
-            if all(line.startswith(("REFUSED", "TOLD")) for line in last):
-                found.refused[seed] = last[0]
-                continue
-            close = drawn(seed, level).close
-            differ = [*filter(None, (difference(one[seed], rank[seed], close) for rank in ranks))]
-            if differ:
-                found.wrong[seed] = differ[0]
+            compare(found, seed, one[seed], [rank[seed] for rank in ranks], drawn(seed, level).close)
     return found
 
 

@@ -234,6 +234,15 @@ class Found(NamedTuple):
     void: list[int]
 
 
+def compare(found: Found, seed: int, one: str, ranks: Sequence[str], close: float) -> None:
+    """Note how a program ended on ranks, beside what it printed on one card."""
+    last = [rank.splitlines()[-1] if rank else "" for rank in ranks]
+    if all(line.startswith(("REFUSED", "TOLD")) for line in last):
+        found.refused[seed] = last[0]
+    elif differ := [*filter(None, (difference(one, rank, close) for rank in ranks))]:
+        found.wrong[seed] = differ[0]
+
+
 def tried(seeds: Sequence[int], level: str, plan: dict[str, Any]) -> Found:
     """Which print something else than on one card, which are refused in words, which fail on one card."""
     whole = level == "planned"
@@ -243,13 +252,7 @@ def tried(seeds: Sequence[int], level: str, plan: dict[str, Any]) -> Found:
     ranks = run_ranks(said, world, runnable, level, plan, whole, timeout=400.0)
     found = Found({}, {}, [seed for seed in seeds if seed not in runnable])
     for seed in runnable:
-        last = [rank[seed].splitlines()[-1] if rank[seed] else "" for rank in ranks]
-        if all(line.startswith(("REFUSED", "TOLD")) for line in last):
-            found.refused[seed] = last[0]
-            continue
-        differ = [difference(one[seed], rank[seed], drawn(seed, whole).close) for rank in ranks]
-        if any(differ):
-            found.wrong[seed] = next(filter(None, differ))
+        compare(found, seed, one[seed], [rank[seed] for rank in ranks], drawn(seed, whole).close)
     return found
 
 
