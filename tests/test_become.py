@@ -104,3 +104,38 @@ def test_plain_data_of_a_tensor_that_each_rank_has_whole():
     assert torch.equal(oc.unshard(model.bias), torch.tensor([7.0, 8.0]))
     with pytest.raises(DispatchError, match="of the same shape"):
         model.bias.data = torch.ones(3)
+
+
+class Scaled(nn.Module):
+    """Parameters with a dim of one element, as class tokens and depthwise kernels have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.deep = nn.Parameter(torch.randn(1, 1, 6)), nn.Conv1d(4, 4, 3, groups=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.deep(x * self.token)
+
+
+def dims_of_one(plan: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    if plan:
+        cuts = (("token", "tp: Shard(0)"), ("deep.weight", "tp: Shard(1)"))
+        oc.parallelize(model, optimizer, plan=oc.Plan(tp=2, placements=cuts))
+        assert tuple(model.token.detach().placements) == (oc.Shard(0),)
+        assert tuple(model.deep.weight.clone().placements) == (oc.Shard(1),)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_dim_of_one_element_is_cut_as_any_other():
+    for found in run_ranks(dims_of_one, 2, True):
+        assert found == pytest.approx(dims_of_one(False), rel=1e-5)
