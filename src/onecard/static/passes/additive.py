@@ -50,6 +50,8 @@ class Additive(DispatchMode):
         return self.verdict
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.as_strided_.default and _moves_nothing(args[0], *args[1:]):
+            return func(*args, **(kwargs or {}))  # as a pool in channels_last says where its one element lies
         result = func(*args, **(kwargs or {}))
         if self.rows and not in_backward():
             with no_dispatch(), torch.no_grad():
@@ -123,6 +125,12 @@ class Additive(DispatchMode):
         if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
             return Kind(PLACES) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
         return kind
+
+
+def _moves_nothing(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether ``as_strided`` leaves each element where it is: dims of one element have any stride."""
+    same = all(n == 1 or a == b for n, a, b in zip(size, x.stride(), stride, strict=False))
+    return [*size] == [*x.shape] and same and offset in (None, x.storage_offset())
 
 
 def _memory(x: Tensor) -> int:
