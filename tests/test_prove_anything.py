@@ -180,3 +180,32 @@ def test_each_schedule_is_one_cards_and_a_lost_microbatch_is_found(schedule):
     assert proof and proof.exact and len(proof.results) > 20, str(proof)
     proof = oc.prove(partial(pipeline, schedule, True), world=2, rounding=False)
     assert not proof and proof.first is not None, str(proof)
+
+
+def fused(name: str, fault: float = 1.0) -> None:
+    """A fused optimizer divides gradients by the scale itself on one card; fleet's scaler has done it before."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(WIDTH, 2)
+    parallel = oc.get_world_size() > 1
+    if parallel:
+        fleet.init(is_collective=True)
+        model = fleet.distributed_model(model)
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    optimizer: Any = kind(model.parameters(), 1e-2, fused=True)
+    optimizer = fleet.distributed_optimizer(optimizer) if parallel else optimizer
+    scaler: Any = (fleet if parallel else torch.amp).GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH).chunk(oc.get_world_size())[oc.get_rank()]
+        loss = model(x).square().mean()
+        scaler.scale(loss * (fault if parallel else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_fused_optimizer_is_compared_by_the_gradients_that_it_takes(name):
+    proof = oc.prove(partial(fused, name), world=2, rounding=False, against=partial(fused, name))
+    assert proof and proof.exact, str(proof)
+    proof = oc.prove(partial(fused, name, 64.0), world=2, rounding=False, against=partial(fused, name))
+    assert any("gradient of weight in step 1" in result.what for result in proof.wrong)

@@ -19,6 +19,7 @@ from onecard.comm.issue import again
 from onecard.errors import RecordingError
 from onecard.static.code.compiled import below
 from onecard.static.passes import PASSES, StaticOptions, chosen, dead_nodes, equal_nodes, optimised, plain_names
+from onecard.static.step.order import line_up
 from onecard.testing import run_ranks
 
 
@@ -174,6 +175,25 @@ def equal_messages() -> list[int]:
 
 def test_equal_messages_are_sent_once() -> None:
     assert run_ranks(equal_messages, 2) == [[2, 1]] * 2
+
+
+def two_means(x: Tensor) -> Tensor:
+    return oc.unshard(x.mean(0)) + oc.unshard(x.square().mean(0)) * 2
+
+
+def one_mean(x: Tensor) -> Tensor:
+    return oc.unshard(x.mean(0)) + oc.unshard(x.mean(0)) * 2
+
+
+@pytest.mark.parametrize(("step", "count"), [(two_means, 2), (one_mean, 1)])
+def test_a_rank_without_elements_sends_as_many_messages_as_the_others(step: Any, count: int) -> None:
+    """Six columns on four ranks: all that the last one computes is zeros."""
+    sent = []
+    for rank in range(4):
+        with oc.pretend(4, rank, fake=True):
+            x = oc.shard_tensor(torch.ones(2, 6), oc.ProcessMesh(range(4), ["tp"]), [oc.Shard(1)])
+            sent.append(line_up(optimised(oc.record(step)(x)).graph))
+    assert all(messages == sent[0] for messages in sent) and [len(m) for m in sent[0].values()] == [count]
 
 
 # planted faults: what the comparison by replay is there to see

@@ -16,7 +16,7 @@ from onecard.comm.issue import again
 from onecard.comm.joined.hub import Told
 from onecard.proof.seen import Entry, Value
 from onecard.proof.watch import Watch
-from onecard.proof.wide import SCALING, scaled, wide_bits, widened
+from onecard.proof.wide import SCALING, scaled, unscaling, wide_bits, widened
 from onecard.rules.call import schema_of
 from onecard.static.step.memory import Memory
 from onecard.tensor.spec import Spec
@@ -81,6 +81,7 @@ class NodeWatch(Watch):
         target: Any = node.target
         if self.in_float64 and isinstance(target, OpOverload):
             args, kwargs = tree_map(widened, (args, kwargs))
+            kwargs = unscaling(kwargs)
             seen = target is torch.ops.aten.view.dtype and args[0].is_floating_point()
             if seen or any(x in self._bits for x in node.all_input_nodes):
                 self._bits.add(node)

@@ -282,7 +282,7 @@ class Watch(recorded.Listener, DispatchMode):
                 with self.paused(), _torch.as_it_is():
                     self.begun.optimizer(optimizer)
         if self.count and self._stepping == 1 and optimizer is self.optimizers[0]:
-            self._hold("gradient", self.roots)
+            self._hold("gradient", self.roots, getattr(optimizer, "grad_scale", None))
 
     def step_ends(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
@@ -300,13 +300,16 @@ class Watch(recorded.Listener, DispatchMode):
         self._hold("final", self.roots)
         self._hold("buffer", self.roots)
 
-    def _hold(self, kind: str, roots: Sequence[nn.Module]) -> None:
+    def _hold(self, kind: str, roots: Sequence[nn.Module], scale: Tensor | None = None) -> None:
+        """Note what modules hold; ``scale``: by which a fused optimizer is going to divide gradients itself."""
         with self.paused():
             for name, x in _named(kind, roots, self.roots):
                 if isinstance(x, Absent):  # another stage's
                     continue
                 if isinstance(x, Tensor) and not fakes.is_fake(x) and x.device.type != "meta":
-                    self.seen.held.append(Held(name, kind, self.seen.steps, self.value(_summed(x))))
+                    value = self.value(_summed(x))
+                    value = value if scale is None else replace(value, local=value.local / scale)
+                    self.seen.held.append(Held(name, kind, self.seen.steps, value))
 
 
 def _tensors(given: Iterable[Any]) -> list[Tensor]:

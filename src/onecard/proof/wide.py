@@ -22,6 +22,8 @@ _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat
 
 SCALING = ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_")
 """Kernels of a ``GradScaler``, which want the scale in float32 whatever the gradients are."""
+_UNSCALES = ("grad_scale", "found_inf")
+"""What fused optimizers are given by it, likewise."""
 
 
 class Wide(TorchFunctionMode):
@@ -37,6 +39,7 @@ class Wide(TorchFunctionMode):
             kwargs = {name: widened(x) for name, x in kwargs.items()}
         if getattr(func, "__name__", "") in SCALING:
             return scaled(func, args, kwargs)
+        kwargs = unscaling(kwargs)
         result = func(*args, **kwargs)
         narrow = type(result) is Tensor and result.dtype in _NARROW
         if narrow and not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))):
@@ -53,6 +56,12 @@ def scaled(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(mine, Tensor) and mine is not x:
                 mine.copy_(x)
     return args[0] if isinstance(result, Tensor) else result
+
+
+def unscaling(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a fused optimizer's kernel with a scaler's scale in float32; of others as they are."""
+    given = {name: kwargs[name].float() for name in _UNSCALES if isinstance(kwargs.get(name), Tensor)}
+    return kwargs | given if given else kwargs
 
 
 def widened(given: Any) -> Any:

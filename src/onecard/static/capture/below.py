@@ -21,7 +21,7 @@ class Below(DispatchMode):
         recorder = self.recorder
         if any(issubclass(kind, DistTensor) for kind in types):
             if recorder.listens:
-                recorder.saw(args, kwargs or {})
+                recorder.saw(func, args, kwargs or {})
             return NotImplemented
         if any(map(own.is_under_way, types)):
             return NotImplemented

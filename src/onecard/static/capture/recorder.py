@@ -85,6 +85,7 @@ class Recorder(recorded.Listener):
         self.sketch: Sketch | None = None
         self.guesses = False
         self.random = Watch()
+        self._of: Any = None  # the distributed operator that runs, and its arguments
 
     # -- what the lower layers call ------------------------------------------------------------------------------------
 
@@ -122,9 +123,10 @@ class Recorder(recorded.Listener):
 
     # -- what is seen below autograd -----------------------------------------------------------------------------------
 
-    def saw(self, args: Any, kwargs: Any) -> None:
+    def saw(self, func: Any, args: Any, kwargs: Any) -> None:
         """Distributed operands of an operator that is about to run."""
         self.phases.operators += 1
+        self._of = func, self._word((args, tuple(kwargs.items())))
         for x in tensors_in((*args, *kwargs.values())):
             if isinstance(x, DistTensor):
                 if takes_gradients(x):
@@ -132,6 +134,13 @@ class Recorder(recorded.Listener):
                 found = self._nodes.get(id(x._local))
                 if found is not None and found[0]() is x._local:
                     found[1].meta["spec"] = x._spec
+
+    def _word(self, x: Any) -> Any:
+        """An argument by what is the same on all ranks: a tensor by its node's name, whatever it holds here."""
+        if isinstance(x, Tensor):
+            found = self._nodes.get(id(x._local if isinstance(x, DistTensor) else x))
+            return found[1].name if found is not None else ""
+        return tuple(map(self._word, x)) if isinstance(x, list | tuple) else x
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a local operator, and write it down."""
@@ -217,6 +226,7 @@ class Recorder(recorded.Listener):
         node = self._put(func, self._given(args), self._given(kwargs))
         inputs = [*node.all_input_nodes]
         node.meta["data"] = any(n.meta.get("data") for n in inputs)
+        node.meta["of"] = self._of
         for written in written_by(node):
             written.meta["data"] = written.meta["data"] or node.meta["data"]
         self._keep(node, result, {id(x) for x in given})

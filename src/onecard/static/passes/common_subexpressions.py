@@ -23,8 +23,8 @@ _LITTLE = 256  # bytes that may be kept from forward to backward
 def equal_nodes(graph: fx.Graph) -> bool:
     """Merge nodes of memory that nobody writes to; messages likewise, with the buffers that they fill.
 
-    How large a part is, and whether it is copied before it is sent, differs from rank to rank: it may not decide which
-    messages are sent.
+    How large a part is, whether it is copied before it is sent, and whether zeros stand for what other ranks compute, differs
+    from rank to rank: it may not decide which messages are sent.
     """
     memory = memory_of(graph)
     other: dict[fx.Node, fx.Node] = {}
@@ -32,6 +32,7 @@ def equal_nodes(graph: fx.Graph) -> bool:
     first: dict[Any, fx.Node] = {}
     computed: dict[Any, fx.Node] = {}
     given: dict[Any, fx.Node] = {}
+    names: dict[str, str] = {}  # of nodes that are alike, the first one's
     fills = _filled_once(graph, memory)
     dropped: set[fx.Node] = set()
     out: Any = next(iter(reversed(graph.nodes))).args[0]
@@ -54,13 +55,33 @@ def equal_nodes(graph: fx.Graph) -> bool:
             free = not memory.roots[node] & shown
             if (found := _first(node, computed, other)) is not node and free and _is_held(found, node, _LITTLE):
                 other[node] = found
-            if (found := _first(node, given, alike)) is not node and (_is_held(found, node, -1) or _only_copies(node)):
-                alike[node] = found
+            found = _first(node, given, alike, _stands_for(node, names))
+            if found is not node and (_is_held(found, node, -1) or _only_copies(node)):
+                alike[node], names[node.name] = found, found.name
     return without({n: other[n] for n in sorted(other)}, dropped)
 
 
-def _first(node: fx.Node, seen: dict[Any, fx.Node], same: dict[fx.Node, fx.Node]) -> fx.Node:
-    return seen.setdefault((node.target, _key(node.args, same), _key(node.kwargs, same)), node)
+def _first(node: fx.Node, seen: dict[Any, fx.Node], same: dict[fx.Node, fx.Node], more: Any = None) -> fx.Node:
+    return seen.setdefault((node.target, _key(node.args, same), _key(node.kwargs, same), more), node)
+
+
+def _stands_for(node: fx.Node, names: dict[str, str]) -> Any:
+    """Of a constant the distributed operator that it is part of: on a rank that has none of its elements it is its result.
+
+    Two means are two on all ranks, though on some both are zeros. What only fills up a part is none of these.
+    """
+    if node.all_input_nodes or all(u.target is aten.cat.default and u.args[0][0] is not node for u in node.users):  # type: ignore[index]
+        return None
+    return _named(node.meta.get("of"), names)
+
+
+def _named(x: Any, names: dict[str, str]) -> Any:
+    """An operator's arguments, where equal nodes have one name."""
+    if isinstance(x, str):
+        return names.get(x, x)
+    if isinstance(x, tuple):
+        return tuple(_named(part, names) for part in x)
+    return x if type(x).__hash__ is not None else repr(x)
 
 
 def _is_held(found: fx.Node, node: fx.Node, little: int) -> bool:
