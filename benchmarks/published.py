@@ -94,7 +94,7 @@ def activation_bytes() -> Iterator[Found]:
     """What a rank keeps of a layer, recorded, beside the formula of Korthikanti et al. (2022)."""
     for row in data("megatron_2022")["rows"][::2]:
         sizes = row["transformer"]
-        given = activations.Sizes(sizes["heads"], 2048, sizes["hidden"], row["plan"]["microbatch"])
+        given = activations.LayerSizes(sizes["heads"], 2048, sizes["hidden"], row["plan"]["microbatch"])
         for found in activations.measure(given):
             yield Found(f"{row['name'].partition(',')[0]}, {found.name}", "bytes", found.measured, found.formula)
 

@@ -2,10 +2,9 @@
 
 A fault is another operator, comparison, constant or branch, or a statement that is left out, in a function of a random module.
 The tree is copied, and one fault at a time is planted in the copy, with a mark beside it that says whether a test came by. The
-tests that run are those that name the module or what it defines, the shortest first. Each file has run without a fault before:
-tests that fail then are left out, and a file has three times as long as it took. What does not end is seen only if the same
-file ends again without the fault. The rest is listed: "MISSED", tests came by and saw nothing: it wants a test, or is no fault;
-"not reached", none of these tests came by.
+tests that run are those that name the module or what it defines, the shortest first. What fails, or has no end, is run again
+without the fault, and is caught only if it passes then. The rest is listed: "MISSED", tests came by and saw nothing: it wants a
+test, or is no fault; "not reached", none of these tests came by.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+AT_ONCE = 3
+"""Files of tests in one process."""
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.Add,
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
@@ -103,66 +104,65 @@ def tests_of(module: Path) -> list[Path]:
     room = module.relative_to(ROOT / "src" / "onecard").parts[0].removesuffix(".py")
     near = [path for path in (ROOT / "tests").glob(f"test_*{room}*.py") if path not in found]
     size = lambda path: path.stat().st_size  # noqa: E731
-    return [module, *sorted(found, key=size), *sorted(near, key=size)]
+    own = [module] if ">>> " in module.read_text() else []
+    return [*own, *sorted(found, key=size), *sorted(near, key=size)]
 
 
 @dataclass
 class Tried:
-    """The copy of the tree, and how each file of tests does there without a fault: how long it takes, and what fails."""
+    """The copy of the tree in which faults are planted."""
 
     copy: Path
-    most: float
-    known: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
+    seconds: float
+    ends: dict[tuple[str, ...], bool] = field(
+        default_factory=dict
+    )  # files of tests that had no end with a fault: without it
 
-    def run(self, name: str, seconds: float, without: list[str], *more: str) -> tuple[str, str]:
-        """Run a file of tests: "passes", "fails" or "no end", and what it says."""
-        environment = {**os.environ, "PYTHONPATH": str(self.copy / "src"), "OMP_NUM_THREADS": "1"}
+    def run(self, *names: str) -> tuple[str, str]:
+        """Run files of tests, up to the first that fails: "passes", "fails" or "no end", and what is said."""
+        environment = {**os.environ, "PYTHONPATH": f"{self.copy / 'src'}:{self.copy / 'tests'}", "OMP_NUM_THREADS": "1"}
         environment["PYTHONDONTWRITEBYTECODE"] = ""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *more, name]
-        command += [word for test in without for word in ("--deselect", test)]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", "-rfE", *names]
         with subprocess.Popen(
             command, cwd=self.copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         ) as running:  # fmt: skip
             try:
-                said, _ = running.communicate(timeout=seconds)
+                said, _ = running.communicate(timeout=self.seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, signal.SIGKILL)
                 return "no end", ""
         return ("passes" if running.returncode in (0, 5) else "fails"), said  # 5: no tests in it
 
-    def without_fault(self, name: str) -> tuple[float, list[str]]:
-        """How long a file takes and which of its tests fail; no end: ``most`` seconds, and it is left out."""
-        if name not in self.known:
-            began = time.monotonic()
-            ended, said = self.run(name, self.most, [])
-            failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-            self.known[name] = time.monotonic() - began, ["all"] if ended == "no end" else failing
-        return self.known[name]
-
     def seen_by(self, module: Path, changed: str, mark: Path, files: int) -> tuple[str, str]:
         """ "caught", "MISSED" or "not reached", and the test that saw it."""
         place, ran = self.copy / module.relative_to(ROOT), 0
         whole = place.read_text()
-        for path in tests_of(module)[: 3 * files]:
-            name = str(path.relative_to(ROOT))
-            took, failing = self.without_fault(name)
-            if failing == ["all"]:
-                continue
-            reached = mark.exists()
+        left = [str(path.relative_to(ROOT)) for path in tests_of(module)[: 3 * files]]
+        while left and ran < files:
+            some, left = tuple(left[:AT_ONCE]), left[AT_ONCE:]
             place.write_text(changed)
             try:
-                ended, said = self.run(name, 3 * took + 30, failing, "-x")
+                ended, said = self.run(*some)
             finally:
                 place.write_text(whole)
-            if ended == "fails":
-                return "caught", ", ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)[:1]) or name
-            if ended == "no end" and self.run(name, 3 * took + 30, failing)[0] == "passes":
-                return "caught", f"{name}: does not end"
-            ran += mark.exists() or reached
-            if ran >= files:
-                break
+            failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)[:1]
+            if ended == "fails" and self.run(*(failing or some))[0] == "passes":
+                return "caught", (failing or some)[0]
+            if ended == "fails":  # without the fault, too: it is left out, and the others run
+                left = [name for name in some if not failing or name != failing[0].partition("::")[0]][
+                    : len(some) - 1
+                ] + left
+            elif ended == "no end" and self._ends(some):
+                return "caught", f"{', '.join(some)}: no end"
+            else:
+                ran += len(some) * mark.exists()
         return ("MISSED" if mark.exists() else "not reached"), ""
+
+    def _ends(self, some: tuple[str, ...]) -> bool:
+        if some not in self.ends:
+            self.ends[some] = self.run(*some)[0] != "no end"
+        return self.ends[some]
 
 
 def main() -> int:
@@ -170,9 +170,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--room", default="", help="one folder or file of src/onecard")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="a file of tests that takes longer without a fault is left out"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help=f"that {AT_ONCE} files of tests may take")
     parser.add_argument("--files", type=int, default=6, help="of tests that come by, for a fault, at most")
     asked = parser.parse_args()
     draw, counts = random.Random(asked.seed), Counter[str]()
@@ -188,9 +186,11 @@ def main() -> int:
             text = (tried.copy / module.relative_to(ROOT)).read_text()
             changed, what = planted(text, draw.randrange(len([*sites(ast.parse(text))])), mark)
             mark.unlink(missing_ok=True)
+            began = time.monotonic()
             found, by = tried.seen_by(module, changed, mark, asked.files)
             counts[found] += 1
-            print(f"{found} {module.relative_to(ROOT)}: {what}{f' ({by})' if by else ''}", flush=True)
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"{found} {module.relative_to(ROOT)}: {what}{f' ({by})' if by else ''} {took}", flush=True)
     print(", ".join(f"{counts[kind]} {kind}" for kind in ("caught", "MISSED", "not reached")))
     return 0
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.checkpoint import Rename
-from onecard.checkpoint.format.index import Entry, File, Piece, check_entry, overlap
+from onecard.checkpoint.format.index import File, FilePiece, IndexEntry, check_entry, overlap
 from onecard.errors import CheckpointError
 from onecard.testing import multirank, run_ranks
 
@@ -228,10 +228,10 @@ def test_a_box_of_nothing_has_nothing_in_common_with_others() -> None:
 
 @pytest.mark.parametrize("offset", [0, 63, 85])
 def test_a_tensor_lies_within_the_data_of_its_file(offset: int) -> None:
-    piece = Piece("a.safetensors", ((0, 4),), offset, 16, None)
+    piece = FilePiece("a.safetensors", ((0, 4),), offset, 16, None)
     with pytest.raises(CheckpointError, match="do not lie within the data"):
         check_entry(
-            Path("index.json"), "x", Entry(torch.float32, (4,), (piece,)), {"a.safetensors": File(100, 64, None)}
+            Path("index.json"), "x", IndexEntry(torch.float32, (4,), (piece,)), {"a.safetensors": File(100, 64, None)}
         )
 
 

@@ -31,17 +31,17 @@ def test_random_cuts_are_as_on_one_card():
 
 
 def _no_check(m: pytest.MonkeyPatch) -> None:
-    m.setattr(places.Places, "check", lambda self: None)
+    m.setattr(places.NodeRanks, "check", lambda self: None)
 
 
 def _first_holder_only(m: pytest.MonkeyPatch) -> None:
-    old = places.Places._runs_on
+    old = places.NodeRanks._runs_on
 
     def runs_on(self: Any, node: Any, wanted: Any) -> Any:
         found = [*old(self, node, wanted)]
         return found[:1] if self._holders(node) and len(found) > 1 else found
 
-    m.setattr(places.Places, "_runs_on", runs_on)
+    m.setattr(places.NodeRanks, "_runs_on", runs_on)
 
 
 def _in_graph(change: Callable[[Any], bool]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -262,14 +262,14 @@ def parse(where: str, words: list[str]) -> None:
     if words == ["onecard", "--version"]:
         return
     if words[:3] == ["python", "-m", "onecard.rules.verify"]:
-        from onecard.rules.verify.__main__ import Options
+        from onecard.rules.verify.__main__ import VerifyOptions
 
-        tyro.cli(Options, args=words[3:])
+        tyro.cli(VerifyOptions, args=words[3:])
         return
     if words[:2] == ["onecard", "audit"]:  # tests/test_audit_docs.py runs them
         from onecard.commands import audit
 
-        tyro.cli(audit.Options, args=words[2:])
+        tyro.cli(audit.Asked, args=words[2:])
         return
     if words[:2] == ["onecard", "simulate"]:
         from onecard.commands import simulate

@@ -279,10 +279,10 @@ def test_a_strategy_may_come_with_the_optimizer() -> None:
 
 
 def test_activation_memory_is_that_of_seed_003() -> None:
-    from onecard.planning.activations import MIB, Sizes, measure
+    from onecard.planning.activations import MIB, LayerSizes, measure
 
-    measured = [row.measured / MIB for row in measure(Sizes())]
+    measured = [row.measured / MIB for row in measure(LayerSizes())]
     assert measured == pytest.approx([2736, 552, 342, 102, 48], rel=0.001)  # the issue allows 3 %
-    small = Sizes(heads=8, sequence=64, hidden=128, batch=2, tensor_parallel=4)
+    small = LayerSizes(heads=8, sequence=64, hidden=128, batch=2, tensor_parallel=4)
     for row in measure(small):
         assert row.measured == pytest.approx(row.formula, rel=0.03), row.name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from onecard.comm.base import flight
-from onecard.comm.base.flight import Board, Entry, describe, out_of_step, overtaken, rank_text, read
+from onecard.comm.base.flight import Board, FlightEntry, describe, out_of_step, overtaken, rank_text, read
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def test_nobody_watches_by_default():
 
 
 def test_read_shows_the_last_collective(board, path):
-    assert read(path) == Entry()
+    assert read(path) == FlightEntry()
     before = time.monotonic()
     board.enter("all_reduce", (0, 1, 2), 4096)
     entry = read(path)
     assert before <= entry.time <= time.monotonic()
-    assert entry == Entry(1, 1, "all_reduce", (0, 1, 2), 4096, True, entry.time)
+    assert entry == FlightEntry(1, 1, "all_reduce", (0, 1, 2), 4096, True, entry.time)
     board.leave()
     left = read(path)
-    assert left == Entry(1, 1, "all_reduce", (0, 1, 2), 4096, False, left.time) and left.time >= entry.time
+    assert left == FlightEntry(1, 1, "all_reduce", (0, 1, 2), 4096, False, left.time) and left.time >= entry.time
 
 
 def test_sequence_numbers_count_each_group_apart(board, path):
@@ -74,7 +74,7 @@ def test_a_closed_board_stays_readable_and_create_empties_it(path):
     board.close()
     assert read(path).name == "barrier"
     Board.create(path).close()
-    assert read(path) == Entry()
+    assert read(path) == FlightEntry()
 
 
 def test_other_files_are_refused(path):
@@ -116,11 +116,11 @@ def test_it_costs_nearly_nothing(board):
 
 
 def waits(name, seq, ranks, nbytes=64, at=0.0):
-    return Entry(seq, seq, name, ranks, nbytes, True, at)
+    return FlightEntry(seq, seq, name, ranks, nbytes, True, at)
 
 
 def left(name, seq, ranks, at=0.0):
-    return Entry(seq, seq, name, ranks, 64, False, at)
+    return FlightEntry(seq, seq, name, ranks, 64, False, at)
 
 
 ALL = (0, 1, 2, 3)
@@ -130,9 +130,14 @@ ALL = (0, 1, 2, 3)
     ("boards", "now", "text"),
     [
         ({}, None, "no rank waits in a collective"),
-        ({0: left("all_reduce", 1, ALL), 1: Entry()}, 5.0, "no rank waits in a collective"),
+        ({0: left("all_reduce", 1, ALL), 1: FlightEntry()}, 5.0, "no rank waits in a collective"),
         (
-            {0: waits("all_reduce", 7, ALL, at=2.0), 1: waits("all_reduce", 7, ALL, at=3.0), 2: Entry(), 3: Entry()},
+            {
+                0: waits("all_reduce", 7, ALL, at=2.0),
+                1: waits("all_reduce", 7, ALL, at=3.0),
+                2: FlightEntry(),
+                3: FlightEntry(),
+            },
             5.0,
             "ranks 0, 1 wait in all_reduce #7 of ranks 0-3 (64 bytes, for 3.0 s)\n"
             "  missing: rank 2, which has entered no collective yet\n"

@@ -16,7 +16,7 @@ from onecard.fleet.zero import local_parameter, sharded_model
 from onecard.pipeline.run import waiting_hooks
 from onecard.testing import run_ranks
 from onecard.train.zero import master, zero
-from onecard.train.zero.blocks import Piece
+from onecard.train.zero.blocks import GatheredParameter
 from onecard.train.zero.zero import ShardedUpdate
 
 MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO") and level not in RECORDED)
@@ -88,7 +88,7 @@ def closures_see_parts() -> None:
 
 def hooks_see_summands() -> None:
     """A hook is given one rank's gradient."""
-    local_parameter.Local.of_whole = lambda self, call: call  # type: ignore[method-assign]
+    local_parameter.PlainParameter.of_whole = lambda self, call: call  # type: ignore[method-assign]
 
 
 def inputs_are_twins() -> None:
@@ -98,8 +98,8 @@ def inputs_are_twins() -> None:
 
 def written_is_lost() -> None:
     """What is written to a weight by its name does not reach the part."""
-    was = Piece.forget
-    Piece.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
+    was = GatheredParameter.forget
+    GatheredParameter.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
 
 
 def hooks_do_not_wait() -> None:
@@ -146,9 +146,9 @@ def planted() -> list[str]:
 PLACES = [
     (master, "_follow"),
     (ShardedUpdate, "_evaluate"),
-    (local_parameter.Local, "of_whole"),
+    (local_parameter.PlainParameter, "of_whole"),
     (sharded_model, "plain_of"),
-    (Piece, "forget"),
+    (GatheredParameter, "forget"),
     (waiting_hooks, "_users_hooks"),
     (tied_layers, "tie"),
     (zero, "register_last"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import onecard as oc
-from onecard.planning.activations import Sizes, formula
+from onecard.planning.activations import LayerSizes, formula
 
 A100 = oc.Machine.preset("A100")
 SIZES = oc.Transformer(layers=8, hidden=2048, heads=16, vocab=51200, sequence=1024, attention="scores")
@@ -58,7 +58,7 @@ def test_a_block_keeps_the_same_whatever_runs_beside(compiled: bool) -> None:
     for parallel, again in ((False, "none"), (True, "none"), (True, "selective"), (False, "full")):
         plan = replace(PLAN, compiled=compiled, overlap_tp=True, sequence_parallel=parallel, recompute=again)
         pieces = oc.price(sizes, plan, A100).pieces
-        told = formula(Sizes(sizes.heads, sizes.sequence, sizes.hidden, plan.microbatch), plan.tp, parallel, again)
+        told = formula(LayerSizes(sizes.heads, sizes.sequence, sizes.hidden, plan.microbatch), plan.tp, parallel, again)
         assert [piece.kept for piece in pieces[1:-1]] == pytest.approx([told] * (len(pieces) - 2), rel=0.01)
 
 

@@ -30,7 +30,7 @@ from onecard.planning.search.eliminate import Problem
 from onecard.planning.search.find import Search
 from onecard.planning.search.rows import of_rows
 from onecard.planning.search.space import Space
-from onecard.planning.search.subject import Subject, subject_of
+from onecard.planning.search.subject import PlanSubject, subject_of
 
 A100 = Machine.preset("A100")
 MACHINES = (
@@ -45,7 +45,7 @@ SIZES = (
 )  # fmt: skip
 
 
-def spaces(count: int, subjects: list[Subject]) -> Iterator[tuple[Subject, int, Machine, dict[str, Any]]]:
+def spaces(count: int, subjects: list[PlanSubject]) -> Iterator[tuple[PlanSubject, int, Machine, dict[str, Any]]]:
     """Random small spaces: models, ranks, rows, machines, what is fixed."""
     draw = random.Random(11)
     for _ in range(count):
@@ -65,7 +65,7 @@ def limit_of(costs: list[JobCost], at: float) -> int:
 
 
 @pytest.fixture(scope="module")
-def subjects() -> list[Subject]:
+def subjects() -> list[PlanSubject]:
     """Of which each keeps what was recorded of it."""
     found = [subject_of(sizes, rows, None, {}) for sizes, rows in zip(SIZES, (16, 8, 16), strict=True)]
     return found if PROOF else found[:1]

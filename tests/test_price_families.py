@@ -155,7 +155,7 @@ def test_how_unevenly_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(together, "meet", meet)
     monkeypatch.setattr(together.time, "perf_counter", lambda: now[0])
-    turns = together.Turns(together.Clock(1.0, lambda: now[0]))
+    turns = together.Turns(together.RankClock(1.0, lambda: now[0]))
     assert turns.run([compute, compute]) == [0.25, 0.25] and turns.uneven() == 1.5
     work[0] = together.LONG / 2
     turns.run([compute])

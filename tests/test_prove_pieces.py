@@ -8,7 +8,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import onecard as oc
-from onecard.proof.rows import Rows
+from onecard.proof.rows import LastRows
 
 ROWS = 12
 MADE = ("mm in forward", "tanh in forward", "pow in forward", "tanh_backward", "mm in backward")
@@ -104,6 +104,6 @@ def test_indices_that_each_rank_counts_are_said_as_such() -> None:
 
 def test_rows_are_taken_once() -> None:
     value = torch.randn(6, 3, dtype=torch.float64)
-    rows = Rows(value, 1e-9)
+    rows = LastRows(value, 1e-9)
     assert rows.take(value[[4, 1]]) and not rows.take(value[[1]]) and not rows.take(value[[0]] + 1e-6)
     assert not rows.all_taken and rows.take(value[[5, 0, 3, 2]]) and rows.all_taken

@@ -104,8 +104,8 @@ def _lay_whole(value: Tensor, mesh: Any, placements: Sequence[Placement]) -> Ten
 
 
 @contextmanager
-def _messages() -> Iterator[list[record.Message]]:
-    seen: list[record.Message] = []
+def _messages() -> Iterator[list[record.Notice]]:
+    seen: list[record.Notice] = []
     record.observers.here.append(seen.append)
     try:
         yield seen

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shm_programs import COPIES, FLOATS, INTEGERS, REDUCTIONS, Call, meaning, run
 
 from onecard.comm import shm
-from onecard.comm.shm.segment import TEXT_BYTES, Plan, Segment, rank_word
+from onecard.comm.shm.segment import TEXT_BYTES, Segment, SegmentLayout, rank_word
 from onecard.testing import assert_close, multirank, run_ranks
 
 pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
@@ -25,7 +25,7 @@ BEYOND_GLOO = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 20])
 def test_nothing_lies_over_anything_else(size):
-    segment = Segment.private(Plan(size))
+    segment = Segment.private(SegmentLayout(size))
     plan, turns = segment.plan, range(segment.plan.turns)
     pairs = list(itertools.product(range(size), turns))
     spans = [(0, 4 * (rank_word(size, 0))), (plan.texts, size * TEXT_BYTES)]

@@ -137,9 +137,9 @@ def test_nothing_is_left_behind_after_kill_9(tmp_path):
 
 
 def test_segments_are_private():
-    from onecard.comm.shm.segment import Plan, Segment
+    from onecard.comm.shm.segment import Segment, SegmentLayout
 
-    _, descriptor = Segment.create(Plan(2))
+    _, descriptor = Segment.create(SegmentLayout(2))
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     os.close(descriptor)
 

@@ -15,8 +15,8 @@ from onecard.comm.shm import futex
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.reduction import Numbers, fold
 from onecard.comm.shm.relay import CHUNK, _Relay, relay
-from onecard.comm.shm.segment import Plan, Segment
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.segment import Segment, SegmentLayout
+from onecard.comm.shm.signature import CollectiveSignature
 
 
 class Wrong(Exception):
@@ -91,7 +91,7 @@ def test_nobody_sleeps_through_a_call(monkeypatch):
 
     monkeypatch.setattr(futex, "wait", wait)
     size, count = 5, 40 * CHUNK // 4
-    segment = Segment.private(Plan(size))
+    segment = Segment.private(SegmentLayout(size))
     channels = [Channel(segment, rank, range(size)) for rank in range(size)]
     data = [np.full(count, 1.0 + rank, np.float32) for rank in range(size)]
     for channel in channels:
@@ -101,7 +101,7 @@ def test_nobody_sleeps_through_a_call(monkeypatch):
     def reduce(rank):
         numbers = Numbers(data[rank].ctypes.data, count, np.float32, 4, fold(torch.float32, "sum"))
         for number in range(3):
-            signature = Signature(number + 1, "all_reduce", count, torch.float32, "sum")
+            signature = CollectiveSignature(number + 1, "all_reduce", count, torch.float32, "sum")
             relay(channels[rank], signature, time.monotonic() + 60, numbers, True)
 
     with ThreadPoolExecutor(size) as ranks:

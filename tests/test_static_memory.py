@@ -44,7 +44,7 @@ def test_a_buffer_written_while_alive_is_seen(monkeypatch: pytest.MonkeyPatch) -
     """Planted: the pass thinks that every block of memory has had its last use."""
     recording = recorded_step(partial(gpt, None, dropout=0.0))
     assert same(recording, in_place(recording.graph))
-    real = inplace.Memory
+    real = inplace.GraphMemory
 
     class Forgets(real):  # type: ignore[misc, valid-type]
         """Users of other names of a block are not seen."""

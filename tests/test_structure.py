@@ -5,7 +5,7 @@ import functools
 import importlib
 import pkgutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -114,7 +114,7 @@ def test_an_upward_floor_is_seen():
 
 # A table of rules and the samples that prove it have the same names, each of a pair that belongs together.
 NAMESAKES = {
-    "comm": {"group", "Message"},  # a group of processes, and of joined ranks; a step between layouts, and what is sent
+    "comm": {"group"},  # a group of processes, and of joined ranks
     "commands": {"Asked"},  # what each command is asked
 }
 """What two modules or two classes of a room are called alike. Nothing else is, and no more."""
@@ -133,6 +133,29 @@ def test_names_mean_one_thing_in_a_room():
     rooms = [path.name for path in sorted(PACKAGE.iterdir()) if path.is_dir() and path.name != "__pycache__"]
     found = {room: names for room in rooms if (names := namesakes(room))}
     assert len(rooms) > 20 and found == NAMESAKES
+
+
+# Classes of several rooms that are called alike, and why.
+ALIKE = {
+    "Asked": "what each command is asked",
+    "Found": "a step in a folder of checkpoints, which is public; values with their partners in a proof",
+}
+
+
+def classes_of(files: Iterable[Path]) -> list[str]:
+    """The names of classes that another module may import."""
+    return [
+        node.name
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Two rooms that call different things alike are two meanings of a word, and a reader of an error knows neither."""
+    names = classes_of(FILES)
+    assert len(names) > 500 and {name for name, count in Counter(names).items() if count > 1} == {*ALIKE}
 
 
 # Modules that name each other, and why. Nothing else does, also not within functions or for types only.

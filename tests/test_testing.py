@@ -23,7 +23,7 @@ import onecard as oc
 import onecard.testing
 from onecard.comm.world.world import default_backend
 from onecard.testing import RankError, RankTimeout, assert_close, multirank, preload, run_ranks
-from onecard.testing._job import Report
+from onecard.testing._job import RankReport
 from onecard.testing._report import Death, root_cause
 from onecard.testing._run import _context
 
@@ -383,12 +383,12 @@ def test_what_cannot_be_sent_is_said():
 
 
 def test_root_cause_is_the_first_in_time_that_is_no_consequence():
-    early, late = Report("error", 1.0), Report("error", 2.0)
-    lost = Report("error", 0.5, consequence=True)
+    early, late = RankReport("error", 1.0), RankReport("error", 2.0)
+    lost = RankReport("error", 0.5, consequence=True)
     assert root_cause({0: late, 1: early, 2: lost}) == 1
     assert root_cause({0: Death(-9, 3.0), 2: lost}) == 0
     assert root_cause({0: lost}) == 0
-    assert root_cause({0: Report("done", 0.0)}) is None
+    assert root_cause({0: RankReport("done", 0.0)}) is None
 
 
 # A test run as a user has it: pytest's own importing, its output, Ctrl-C.

@@ -17,7 +17,7 @@ from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
 from onecard.rules.samples import Sample, elsewhere, samples
 from onecard.rules.verify import Captured, capture, verify_call
-from onecard.rules.verify.__main__ import Options, main, prove_and_show
+from onecard.rules.verify.__main__ import VerifyOptions, main, prove_and_show
 from onecard.rules.verify.guard import guarded
 from onecard.rules.verify.proof import mesh_of
 from onecard.rules.verify.report import calls_of_samples, verify_calls
@@ -387,15 +387,15 @@ def test_summands_are_not_the_value_itself(op):
 
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     page = tmp_path / "docs" / "rules.md"
-    options = tyro.cli(Options, args=["--op", "mm", "--mesh", "2", "2x2", "--markdown", str(page), "--missed"])
+    options = tyro.cli(VerifyOptions, args=["--op", "mm", "--mesh", "2", "2x2", "--markdown", str(page), "--missed"])
     assert prove_and_show(options, print) == 0
     assert "| `mm` | `m k, k n -> m n; linear self * mat2` |" in page.read_text()
     assert "0 wrong" in capsys.readouterr().out
     monkeypatch.setitem(rows, "mm", Row((), Form("m k, k n -> m n", linear="self + mat2")))
     assert prove_and_show(options, print) == 1
     assert "wrong mm.default" in capsys.readouterr().out
-    assert prove_and_show(Options(op="no_such_operator"), print) == 2
-    assert prove_and_show(Options(family="no_such_family"), print) == 2
+    assert prove_and_show(VerifyOptions(op="no_such_operator"), print) == 2
+    assert prove_and_show(VerifyOptions(family="no_such_family"), print) == 2
     assert "families:" in capsys.readouterr().out
 
 
@@ -419,4 +419,4 @@ def test_a_kernel_that_ends_the_process_is_named(monkeypatch):
             faulthandler.enable()
     assert (status, fault) == (134, "SIGABRT in relu.default of nowhere.py:1")
     monkeypatch.setattr("onecard.rules.verify.__main__.prove_and_show", lambda options, note: 3)
-    assert main(Options()) == 3
+    assert main(VerifyOptions()) == 3

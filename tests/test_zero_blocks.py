@@ -97,14 +97,14 @@ def sent(policy: str, overlap: bool) -> tuple[dict[str, tuple[int, int]], list[i
     mesh = oc.ProcessMesh(range(oc.get_world_size()), ["dp"])
     torch.manual_seed(0)
     net = oc.shard_layer(nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)]), mesh)
-    made: list[blocks.Blocks] = []
-    was = blocks.Blocks.__init__
+    made: list[blocks.ParameterBlocks] = []
+    was = blocks.ParameterBlocks.__init__
 
     def init(self: Any, *args: Any) -> None:
         made.append(self)
         was(self, *args)
 
-    blocks.Blocks.__init__ = init  # type: ignore[method-assign]
+    blocks.ParameterBlocks.__init__ = init  # type: ignore[method-assign]
     chosen = {"always": True, "never": False, "by block": lambda name, block: name == "0"}[policy]
     stage = oc.ShardingStage3("dp", mesh, overlap=overlap, model=net, reshard_after_forward=chosen)
     optimizer = oc.shard_optimizer(torch.optim.AdamW(net.parameters(), fused=True), stage)

@@ -14,7 +14,7 @@ from onecard import fleet
 from onecard.fleet.zero import sharded_model
 from onecard.tensor import buckets
 from onecard.testing import run_ranks
-from onecard.train.zero.blocks import Piece
+from onecard.train.zero.blocks import GatheredParameter
 from onecard.train.zero.reducer import Reducer
 
 
@@ -47,8 +47,8 @@ def frozen_for_good() -> None:
 
 def writes_are_lost() -> None:
     """What the program writes to a parameter that is whole does not reach the part."""
-    was = Piece.forget
-    Piece.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
+    was = GatheredParameter.forget
+    GatheredParameter.forget = lambda self, shown, written: was(self, shown, False)  # type: ignore[method-assign]
 
 
 def one(step: Step, how: dict[str, Any]) -> Program:

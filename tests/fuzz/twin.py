@@ -86,7 +86,7 @@ def on_mesh(program: Program) -> tuple[Outcome, str]:
     messages: list[str] = []
     at, step = -1, 0
 
-    def observer(m: record.Message) -> None:
+    def observer(m: record.Notice) -> None:
         messages.append(f"{m.step.kind} {m.operator} {m.operand} {list(m.shape)} of {m.tensors}")
 
     record.observers.here.append(observer)

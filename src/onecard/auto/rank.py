@@ -81,7 +81,7 @@ def begin(text: str) -> None:
     one_card.enter(job.seed, stack)
     one_card.seeded(job.seed)
     overlay = files(job.since, stack)
-    watch = Watch(job)
+    watch = ProgramWatch(job)
     watch.begin(stack)
     atexit.register(_tell, overlay, watch)
 
@@ -98,7 +98,7 @@ def files(since: float, stack: ExitStack) -> Overlay:
     return overlay
 
 
-def _tell(overlay: Overlay, watch: Watch) -> None:
+def _tell(overlay: Overlay, watch: ProgramWatch) -> None:
     overlay.flush()
     if not watch.roots and world.get_rank() == 0:
         print("onecard run --auto: no module has trained: every rank has done all of it", file=sys.stderr)
@@ -108,7 +108,7 @@ def _tell(overlay: Overlay, watch: Watch) -> None:
         print(f"onecard run --auto: written once, by rank 0: {shown}", file=sys.stderr)
 
 
-class Watch:
+class ProgramWatch:
     """Sees the program's optimizers and its model, and lays them out at the first forward with gradients.
 
     Args:
@@ -193,7 +193,7 @@ class Watch:
         self._lay_out(optimizer)
 
 
-watching: Kept[Watch | None] = Kept(lambda: None)
+watching: Kept[ProgramWatch | None] = Kept(lambda: None)
 """Who lays out what the program of the present world trains; None: nobody."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from onecard.checkpoint.format import folder as folders
 from onecard.checkpoint.format.crc import crc32
-from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.files import InputFile
 from onecard.checkpoint.format.folder import CheckpointWarning, Found
 from onecard.checkpoint.format.index import BLOCK, Index
 from onecard.checkpoint.reader import loading
@@ -191,7 +191,7 @@ def _problems(index: Index) -> builtins.list[str]:
     found = []
     for name, said in index.files.items():
         try:
-            with Input(index.folder, name, links=not index.digest) as file:
+            with InputFile(index.folder, name, links=not index.digest) as file:
                 folders.check_size(file, said.size)
                 if said.crc32 is not None and f"{crc32(file.read(0, said.header)):08x}" != said.crc32:
                     found.append(f"{file.path} is damaged: the checksum of its header does not fit")
@@ -201,7 +201,7 @@ def _problems(index: Index) -> builtins.list[str]:
     return found
 
 
-def _damage(index: Index, file: Input, name: str) -> builtins.list[str]:
+def _damage(index: Index, file: InputFile, name: str) -> builtins.list[str]:
     found, seen = [], set()
     for tensor, entry in index.tensors.items():
         for piece in entry.pieces:

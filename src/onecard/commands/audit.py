@@ -27,7 +27,7 @@ from onecard.planning.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class Options:
+class Asked:
     """Read how another library runs a job, and say what is wrong with it.
 
     Usage: onecard audit train.sh (Megatron-LM), ds_config.json config.json (DeepSpeed and Hugging Face), train.toml (torchtitan),
@@ -78,16 +78,16 @@ class Options:
 
 def options() -> type:
     """The options."""
-    return Options
+    return Asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Audits, or writes, what is named on the command line, and returns the exit status."""
-    asked = parsed(Options, sys.argv[1:] if argv is None else argv, "audit")
+    asked = parsed(Asked, sys.argv[1:] if argv is None else argv, "audit")
     return answered("audit", lambda: _run(asked))
 
 
-def _run(options: Options) -> int:
+def _run(options: Asked) -> int:
     if not options.files:
         raise PlanError("audit: name a file, such as: onecard audit train.sh")
     given = given_of(options)
@@ -106,7 +106,7 @@ def _run(options: Options) -> int:
     return 1 if audit.mistakes else 0
 
 
-def _priced(options: Options, audit: Audit) -> Worth:
+def _priced(options: Asked, audit: Audit) -> Worth:
     with waiting(f"pricing {audit.plan.world:,} ranks") as say:
         if options.machine == "here":
             say("measuring this machine")
@@ -119,7 +119,7 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, width=max(made.width, 130))
 
 
-def given_of(options: Options) -> Given:
+def given_of(options: Asked) -> Given:
     """What the command line says beside the files."""
     for name in ("world", "per_host", "sequence"):
         value = getattr(options, name)
@@ -131,7 +131,7 @@ def given_of(options: Options) -> Given:
     return Given(options.world, options.per_host, options.sequence, define, change, model)
 
 
-def _write(options: Options, given: Given) -> int:
+def _write(options: Asked, given: Given) -> int:
     """The file on standard output, what it cannot say on standard error."""
     source = read(options.files, given)
     made = write(str(options.to), source.plan, source.transformer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from onecard.commands.front import FINE, NO, Flag, answered, parsed, print_json
 from onecard.doctor.facts import look
-from onecard.doctor.judge import STATES, Finding, judge
+from onecard.doctor.judge import STATES, Answer, judge
 
 if TYPE_CHECKING:  # rich is loaded by what prints
     from rich.console import Group
@@ -47,7 +47,7 @@ def _run(asked: Asked) -> int:
     return NO if any(finding.state == "broken" for finding in findings) else FINE
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[Answer]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -55,7 +55,7 @@ def _show(findings: Sequence[Finding]) -> None:
     wide.print(_page(findings))
 
 
-def _page(findings: Sequence[Finding]) -> Group:
+def _page(findings: Sequence[Answer]) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -22,7 +22,7 @@ from onecard.planning.job import JobCost
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.price import price
-from onecard.planning.program import Program
+from onecard.planning.program import HeardProgram
 from onecard.reports.rank_step import RankStep, rank_step
 
 
@@ -111,7 +111,7 @@ def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> t
             f"{asked.plan}: tp={plan.tp}, cp={plan.cp}: how parameters lie is not said, and a program for one card does not say "
             'it; give placements, such as [["*.q_proj.weight", "tp: Shard(0)"]]'
         )
-    program = Program((Replicated,))
+    program = HeardProgram((Replicated,))
     rehearse(asked.script, script, 1, 0, machine, program)
     model, batch, loss = program.parts()
     try:

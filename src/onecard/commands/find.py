@@ -25,7 +25,7 @@ from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
 from onecard.launch.rehearsal.replicated import Replicated
 from onecard.machine.cost import Machine
 from onecard.planning.machine_file import machine_named, this_machine
-from onecard.planning.program import Program
+from onecard.planning.program import HeardProgram
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Plans
 
@@ -100,7 +100,7 @@ def searched(
         RehearsalError: it cannot be run without devices, or not be divided; the cause is what stopped it.
         NothingFits: no plan does.
     """
-    program = Program((Replicated,))
+    program = HeardProgram((Replicated,))
     with files(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the program says it again when it runs
         rehearse(script, arguments, 1, 0, machine, program)

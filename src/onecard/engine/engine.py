@@ -17,7 +17,7 @@ from onecard.engine import step as steps
 from onecard.engine.loaders import EngineLoader, loader_of
 from onecard.engine.metrics import held
 from onecard.engine.options import scaler_of, skips_on_device, static_options
-from onecard.engine.placing import Place, in_16_bits, placed
+from onecard.engine.placing import MeshPlace, in_16_bits, placed
 from onecard.engine.specs import Feed, Splitter, specs_of
 from onecard.engine.strategy import Strategy
 from onecard.errors import EngineError
@@ -93,7 +93,7 @@ class Engine:
         self.scaler: Any = None
         self.stop_training = False
         self.mode = "train" if self._optimizers else "eval" if loss is not None else "predict"
-        self._place: Place | None = None
+        self._place: MeshPlace | None = None
         self._steps: dict[str, dict[Any, Static]] = {}  # by mode and shapes of a batch
         self._split = Splitter(model.forward, loss is not None)
         self._most: dict[str, int] = {}  # rows of the longest batch so far, by mode
@@ -164,7 +164,7 @@ class Engine:
                     "Make it of this one: Engine(model, loss, torch.optim.AdamW(model.parameters()))"
                 )
 
-    def place(self) -> Place:
+    def place(self) -> MeshPlace:
         """Where the model and the batch lie; lays them out at the first call."""
         if full.is_wanted(self):
             raise full.unknown()
@@ -183,7 +183,7 @@ class Engine:
         return self._place
 
     @staticmethod
-    def arranged(parts: steps.Parts, strategy: Strategy) -> Place:
+    def arranged(parts: steps.EngineParts, strategy: Strategy) -> MeshPlace:
         """Make the parts of a step what a strategy says: 16-bit parameters, modules that are run again, layouts."""
         if strategy.amp.enable and strategy.amp.level == "O2":
             in_16_bits(parts.model, getattr(torch, strategy.amp.dtype))
@@ -306,8 +306,8 @@ class Engine:
             steps_of_mode[key] = recorded(steps.STEPS[mode](self._parts()), **options)
         return steps_of_mode[key]
 
-    def _parts(self) -> steps.Parts:
-        return steps.Parts(
+    def _parts(self) -> steps.EngineParts:
+        return steps.EngineParts(
             self.model, self.loss, self._optimizers, self.metrics, self.clip_grad_norm, self.scaler, self._around
         )
 

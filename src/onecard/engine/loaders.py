@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecard._torch.names import tree_map
-from onecard.engine.placing import Place
+from onecard.engine.placing import MeshPlace
 from onecard.errors import EngineError
 from onecard.train import ShardDataloader, shard_dataloader
 
@@ -20,7 +20,7 @@ class EngineLoader:
     ``len``, ``dataset``, ``batch_size``, ``state_dict`` and ``load_state_dict`` are those of ``shard_dataloader``.
     """
 
-    def __init__(self, loader: ShardDataloader, place: Place, steps: int | None = None) -> None:
+    def __init__(self, loader: ShardDataloader, place: MeshPlace, steps: int | None = None) -> None:
         self.loader, self.place, self.steps = loader, place, steps
 
     @property
@@ -52,7 +52,7 @@ class EngineLoader:
         self.loader.load_state_dict(state)
 
 
-class Whole:
+class WholeBatches:
     """Any iterable of whole batches, the same on every rank. Its position is how many of them were read."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -75,13 +75,15 @@ class Whole:
         self.before = state["read"]
 
 
-def loader_of(data: Any, place: Place, batch_size: int, train: bool, steps: int | None = None, **options: Any) -> Any:
+def loader_of(
+    data: Any, place: MeshPlace, batch_size: int, train: bool, steps: int | None = None, **options: Any
+) -> Any:
     """What ``fit`` and its kin are given, as a loader.
 
     Raises:
         EngineError: no data, or fewer samples than a batch that is trained on.
     """
-    if isinstance(data, EngineLoader | Whole):
+    if isinstance(data, EngineLoader | WholeBatches):
         return data
     if isinstance(data, ShardDataloader):
         return EngineLoader(data, place, steps)
@@ -100,9 +102,9 @@ def _is_dataset(data: Any) -> bool:
     return isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
-def _whole(data: Any) -> Whole:
+def _whole(data: Any) -> WholeBatches:
     try:
-        return Whole(data)
+        return WholeBatches(data)
     except TypeError:
         raise EngineError(
             f"Engine: {type(data).__name__} is no data: want a dataset (with __getitem__ and __len__, or an IterableDataset), a "

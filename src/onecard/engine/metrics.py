@@ -107,7 +107,7 @@ def _classes_last(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return outputs, labels
 
 
-class Held:
+class EngineMetric:
     """A metric as an Engine uses it: what it wants of the step, and its values by name.
 
     ``in_step``: counted in the step itself (``compute(outputs, labels)``, ``update``, ``accumulate``: Paddle's form); else the
@@ -197,10 +197,10 @@ def spread(outputs: Any) -> tuple[Any, ...]:
     return tuple(outputs) if type(outputs) in (tuple, list) else (outputs,)
 
 
-def held(metrics: Any) -> tuple[Held, ...]:
+def held(metrics: Any) -> tuple[EngineMetric, ...]:
     """The metrics that an Engine is given: none, one, or several."""
     listed = [] if metrics is None else [*metrics] if type(metrics) in (list, tuple) else [metrics]
-    return tuple(Held(each) for each in listed)
+    return tuple(EngineMetric(each) for each in listed)
 
 
 def _whole(value: Any) -> Any:

@@ -28,7 +28,7 @@ OTHERS = (*PIPELINE, "tp", "mp", "cp", "sp", "sep", "ep")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A mesh, and its axes that divide the batch; labels have their own where the model goes over several meshes."""
 
     mesh: ProcessMesh
@@ -64,7 +64,7 @@ class Place:
         return x if list(x.placements) == wanted else reshard(x, x.mesh, wanted)
 
 
-def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strategy: Strategy) -> Place:
+def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strategy: Strategy) -> MeshPlace:
     """Lay modules and optimizers out; where the batch goes.
 
     A model without marks is copied to all ranks, which divide the batch; one with marks says itself. What is plain in it is
@@ -80,12 +80,12 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     deferred = any(record_of(p) is not None for m in modules for p in m.parameters())
     if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
-        return Place(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
+        return MeshPlace(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
     if not meshes and degree == ranks > 1 and _divides_nothing(strategy):  # each rank reads the whole batch
         line = ProcessMesh(list(range(ranks)), ["pp"])
-        return Place(line, (), line, next((p.device for p in model.parameters()), world.device()))
+        return MeshPlace(line, (), line, next((p.device for p in model.parameters()), world.device()))
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks, degree)
-    place = Place(mesh, _axes(mesh, modules), meshes[-1] if meshes else mesh)
+    place = MeshPlace(mesh, _axes(mesh, modules), meshes[-1] if meshes else mesh)
     axis = _divided(strategy, place) if strategy.sharding.enable else ""
     if len(meshes) < 2:
         for module in modules:
@@ -158,7 +158,7 @@ def _numbers(axes: Any) -> list[int]:
     return [number for each in axes for number in _numbers(each)]
 
 
-def _divided(strategy: Strategy, place: Place) -> str:
+def _divided(strategy: Strategy, place: MeshPlace) -> str:
     """The axis along which ZeRO divides."""
     mesh, degree = place.mesh, sharding_degree(strategy)
     sizes = {name: mesh.shape[mesh.axis(name)] for name in place.axes}

@@ -15,7 +15,7 @@ from onecard.comm.world import world
 from onecard.comm.world.pretend import pretend
 from onecard.engine import step as steps
 from onecard.engine.options import scaler_of, skips_on_device, static_options
-from onecard.engine.placing import Place
+from onecard.engine.placing import MeshPlace
 from onecard.engine.specs import Feed
 from onecard.engine.strategy import Strategy
 from onecard.errors import CommunicationError, EngineError
@@ -81,7 +81,7 @@ def mesh_of(model: nn.Module) -> ProcessMesh | None:
     return next((p.mesh for p in model.parameters() if isinstance(p, DistTensor)), None)
 
 
-def skeleton(parts: steps.Parts) -> Skeleton:
+def skeleton(parts: steps.EngineParts) -> Skeleton:
     """A copy of a step's parts without memory."""
     stands = {}
     for x in _tensors(parts):
@@ -96,7 +96,7 @@ def skeleton(parts: steps.Parts) -> Skeleton:
         return Skeleton(fault=f"{type(fault).__name__}: {fault}")
 
 
-def _tensors(parts: steps.Parts) -> list[Tensor]:
+def _tensors(parts: steps.EngineParts) -> list[Tensor]:
     found: list[Tensor] = []
     for module in parts.modules:
         found += [*module.parameters(), *module.buffers()]
@@ -138,7 +138,7 @@ def _recorded(engine: Any, mode: str, serial: bool, batch_size: int | None) -> R
     ranks, rank = (1, 0) if serial else (world.get_world_size(), world.get_rank())
     with pretend(world_size=ranks, rank=rank, fake=True):
         model, loss, optimizers = engine._skeleton.made(serial)
-        parts = steps.Parts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
+        parts = steps.EngineParts(model, loss, optimizers, engine.metrics, engine.clip_grad_norm, None, engine._around)
         place = engine.arranged(parts, strategy)
         parts.scaler = scaler_of(strategy, torch.device("cpu"))
         for optimizer in optimizers if parts.scaler is not None else ():
@@ -159,7 +159,7 @@ def _strategy(strategy: Strategy, serial: bool) -> Strategy:
     return made
 
 
-def _feed(engine: Any, like: Any, place: Place, batch_size: int | None) -> Feed:
+def _feed(engine: Any, like: Any, place: MeshPlace, batch_size: int | None) -> Feed:
     """A batch without values: as one that was seen, or as the specs say."""
     if like is not None:
         rows = like.rows

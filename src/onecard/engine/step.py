@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard._torch.names import tree_map
-from onecard.engine.metrics import Held, spread
+from onecard.engine.metrics import EngineMetric, spread
 from onecard.errors import EngineError
 from onecard.tensor import DistTensor, unshard
 
@@ -21,13 +21,13 @@ MODES = ("train", "eval", "predict")
 
 
 @dataclass
-class Parts:
+class EngineParts:
     """What a step is made of."""
 
     model: nn.Module
     loss: Callable[..., Any] | None
     optimizers: Sequence[Optimizer]
-    metrics: Sequence[Held]
+    metrics: Sequence[EngineMetric]
     clip: float | None = None
     scaler: Any = None
     lists: Callable[[], AbstractContextManager[Any]] | None = None
@@ -52,7 +52,7 @@ class Parts:
         return any(not metric.in_step for metric in self.metrics)
 
 
-def train_step(parts: Parts) -> Callable[..., Any]:
+def train_step(parts: EngineParts) -> Callable[..., Any]:
     """Forward, loss, backward, clipping, the optimizers: returns the whole batch's loss, outputs and counts for metrics."""
     optimizers, scaler, clip = list(parts.optimizers), parts.scaler, parts.clip
     modules, forward, results = parts.modules, _forward(parts), _results(parts)
@@ -85,7 +85,7 @@ def train_step(parts: Parts) -> Callable[..., Any]:
     return parts.named(train, "train")
 
 
-def eval_step(parts: Parts) -> Callable[..., Any]:
+def eval_step(parts: EngineParts) -> Callable[..., Any]:
     """Forward and loss, without gradients."""
     forward, results = _forward(parts, grad=False), _results(parts)
 
@@ -97,7 +97,7 @@ def eval_step(parts: Parts) -> Callable[..., Any]:
     return parts.named(evaluate, "eval")
 
 
-def predict_step(parts: Parts) -> Callable[..., Any]:
+def predict_step(parts: EngineParts) -> Callable[..., Any]:
     """Forward, without gradients."""
     model, around = parts.model, parts.lists
 
@@ -114,7 +114,7 @@ def predict_step(parts: Parts) -> Callable[..., Any]:
 STEPS = {"train": train_step, "eval": eval_step, "predict": predict_step}
 
 
-def _forward(parts: Parts, grad: bool = True) -> Callable[..., tuple[Any, Tensor]]:
+def _forward(parts: EngineParts, grad: bool = True) -> Callable[..., tuple[Any, Tensor]]:
     model, loss_of, around = parts.model, parts.loss, parts.lists
 
     def computed(args: Any, kwargs: Any, labels: Any) -> tuple[Any, Any]:
@@ -174,7 +174,7 @@ def one_number(loss: Any, grad: bool) -> Tensor:
     return loss.reshape(())
 
 
-def _results(parts: Parts) -> Callable[..., Any]:
+def _results(parts: EngineParts) -> Callable[..., Any]:
     in_step = [metric for metric in parts.metrics if metric.in_step]
     kept = parts.wants_outputs
 

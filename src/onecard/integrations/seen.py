@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from onecard.auto import one_card as seen
-from onecard.auto.rank import Job, Watch, files
+from onecard.auto.rank import Job, ProgramWatch, files
 from onecard.comm.agree import agree
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
@@ -62,7 +62,7 @@ class one_card:
         _begun.here += 1
         self._stack = ExitStack()
         with ExitStack() as stack:
-            watch = Watch(Job(plan), f"one_card/{_begun.here}") if plan is not None else None
+            watch = ProgramWatch(Job(plan), f"one_card/{_begun.here}") if plan is not None else None
             world.init()
             seed, since = _agreed()
             time.sleep(min(_TICK, max(0.0, since + _TICK - time.time())))

@@ -27,7 +27,7 @@ from onecard.launch._machines import MachineLost, Machines
 from onecard.launch._options import LaunchError, Options, Target, endpoint
 from onecard.launch._say import say
 from onecard.launch._screen import Screen
-from onecard.launch._watch import Watch
+from onecard.launch._watch import BoardWatch
 
 GRACE = 5  # seconds between the signal that asks ranks to end and the one that makes them
 AFTER_FAILURE = 1  # the same where a rank has failed: the others can only wait for it
@@ -186,7 +186,7 @@ class Workplace:
     size: str | None = None  # ranks of the attempt before
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.notes)
+        self.watch = BoardWatch(self.notes)
 
     def log(self, rank: int) -> Path:
         return self.log_dir / f"rank{rank}.log"

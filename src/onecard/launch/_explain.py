@@ -13,7 +13,7 @@ from onecard.launch._agent import Workplace
 from onecard.launch._machines import Machines
 from onecard.launch._say import say as say
 from onecard.launch._watch import ADVICE
-from onecard.testing._job import Report
+from onecard.testing._job import RankReport
 from onecard.testing._report import Death, is_consequence, root_cause, where
 
 TAIL = 20  # lines of a log shown for a rank that left no traceback
@@ -35,9 +35,9 @@ def explain(
     assert first is not None
     log, end = workplace.log(first), ends[first]
     # A rank that noted its own end may have been ended by the agent while it was leaving.
-    code = end.code if isinstance(end, Report) else failures[first].exitcode
+    code = end.code if isinstance(end, RankReport) else failures[first].exitcode
     boards = workplace.watch.boards(sorted(workplace.ranks.values()))
-    if isinstance(end, Report) and end.text:
+    if isinstance(end, RankReport) and end.text:
         how, text = f"failed first, with exit code {code}", end.text.rstrip()
     else:
         how = f"{Death(code, 0.0)}{_killer(code, out_of_memory)}" if code < 0 else f"ended first, with exit code {code}"
@@ -47,7 +47,7 @@ def explain(
             text += f"\n\n{where(first, boards)}"
     if isinstance(end, Death) or end.consequence:
         text += _unlike(boards)
-    others = isinstance(end, Report) and end.consequence
+    others = isinstance(end, RankReport) and end.consequence
     whose = machines.blame() if machines is not None and others else ""
     who, places = f"rank {first}", ""
     if machines is not None:
@@ -69,15 +69,15 @@ def _killer(code: int, out_of_memory: bool) -> str:
     return f": {_MEMORY[out_of_memory]}" if code == -signal.SIGKILL else ""
 
 
-def _unlike(boards: Mapping[int, flight.Entry]) -> str:
+def _unlike(boards: Mapping[int, flight.FlightEntry]) -> str:
     """Whether the ranks were last in one message with different sizes: over Gloo that aborts them, and names no rank."""
     ranks = flight.out_of_step(boards, inside=False)
     return f"\n\nThe ranks were out of step:\n{flight.last_words(boards, ranks)}\n{ADVICE}" if ranks else ""
 
 
-def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[int, Report | Death | None]:
+def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[int, RankReport | Death | None]:
     """How each failed rank ended; None for one that the agent itself ended because of another."""
-    ends: dict[int, Report | Death | None] = {}
+    ends: dict[int, RankReport | Death | None] = {}
     others = {failure.exitcode for failure in failures.values()}
     for rank, failure in failures.items():  # in the order in which the agent noticed them
         try:
@@ -89,5 +89,5 @@ def _ends(failures: Mapping[int, ProcessFailure], workplace: Workplace) -> dict[
             ends[rank] = None if by_agent else Death(failure.exitcode, float("inf"))
         else:
             lost = is_consequence(note["message"])
-            ends[rank] = Report("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
+            ends[rank] = RankReport("error", note["time"], text=note["text"], consequence=lost, code=note["code"])
     return ends

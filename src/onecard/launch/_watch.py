@@ -22,7 +22,7 @@ ADVICE = (
 )
 
 
-class Watch:
+class BoardWatch:
     """Looks at the boards in a folder, one file for each rank; notes of failures go beside them."""
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Watch:
     def board(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.board"
 
-    def boards(self, ranks: Iterable[int]) -> dict[int, flight.Entry]:
+    def boards(self, ranks: Iterable[int]) -> dict[int, flight.FlightEntry]:
         """The boards of those ranks that have one."""
         found = {}
         for rank in ranks:

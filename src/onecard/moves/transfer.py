@@ -32,7 +32,7 @@ Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host; () where all shar
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TransferPiece:
     """A box of the whole tensor that one rank gives to another (or to itself, which costs no message).
 
     ``hop`` is 0 for what a rank has from the beginning, 1 for what it passes on after it has come from another host.
@@ -53,7 +53,7 @@ class Transfer:
         hosts: which ranks share a host.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TransferPiece, ...]
     source: Layout
     target: Layout
     shape: Shape
@@ -111,7 +111,7 @@ class Transfer:
                 both[1] += count * (id(piece) in far or machine.is_far(piece.sender, piece.receiver))
         return max(machine.message(count, beyond, link) for count, beyond in (sent, taken))
 
-    def _far(self) -> Iterator[Piece]:
+    def _far(self) -> Iterator[TransferPiece]:
         host = _host_of(self.hosts)
         return (p for p in self.pieces if host.get(p.sender) != host.get(p.receiver))
 
@@ -186,7 +186,7 @@ class _Dispatch:
     """Gathers the pieces; of several ranks that could send or take one, that with the least so far does."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[TransferPiece] = []
         self._host = _host_of(hosts)
         self._sent: Counter[int] = Counter()
         self._sent_far: Counter[int] = Counter()
@@ -198,7 +198,7 @@ class _Dispatch:
         away = sum(rank not in held for _, receivers in wanted for rank in receivers)
         parts = -(-len(holders) // max(away, 1))  # where more ranks could send than receive, all send
         for box, receivers in wanted:
-            self.pieces += [Piece(rank, rank, box) for rank in receivers if rank in held]
+            self.pieces += [TransferPiece(rank, rank, box) for rank in receivers if rank in held]
             for host, here in _by(self._host.get, (rank for rank in receivers if rank not in held)).items():
                 near = [rank for rank in holders if self._host.get(rank) == host]
                 if near:
@@ -208,14 +208,14 @@ class _Dispatch:
 
     def _within(self, parts: Sequence[Box], holders: Collection[int], receivers: Sequence[int]) -> None:
         for receiver in receivers:
-            self.pieces += [Piece(_take_turns(holders, self._sent, part), receiver, part) for part in parts]
+            self.pieces += [TransferPiece(_take_turns(holders, self._sent, part), receiver, part) for part in parts]
 
     def _across(self, parts: Sequence[Box], holders: Collection[int], receivers: Sequence[int]) -> None:
         """Each part crosses once, to a rank that needs it; that one passes it on."""
         for part in parts:
             sender, first = _take_turns(holders, self._sent_far, part), _take_turns(receivers, self._taken, part)
-            self.pieces.append(Piece(sender, first, part))
-            self.pieces += [Piece(first, other, part, hop=1) for other in receivers if other != first]
+            self.pieces.append(TransferPiece(sender, first, part))
+            self.pieces += [TransferPiece(first, other, part, hop=1) for other in receivers if other != first]
 
 
 def _take_turns(ranks: Iterable[int], load: Counter[int], box: Box) -> int:

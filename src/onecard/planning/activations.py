@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """A transformer layer and how it is divided."""
 
     heads: int = 96
@@ -65,7 +65,7 @@ def saved_bytes(run: Callable[[], Any], ignore: list[Tensor] | None = None) -> i
 
 
 @dataclass(frozen=True)
-class Row:
+class DivisionRow:
     """One way to divide a layer: bytes a rank keeps, and what the paper's formula says."""
 
     name: str
@@ -83,7 +83,7 @@ _WAYS: tuple[tuple[str, bool, bool, Any], ...] = (
 )
 
 
-def formula(sizes: Sizes, t: int, sequence_parallel: bool, again: str) -> float:
+def formula(sizes: LayerSizes, t: int, sequence_parallel: bool, again: str) -> float:
     """Bytes of a layer by Korthikanti et al. (2022), equations 1, 2, 4 and 6, for 2-byte numbers.
 
     Example:
@@ -99,7 +99,7 @@ def formula(sizes: Sizes, t: int, sequence_parallel: bool, again: str) -> float:
     return sbh * (10 + (24 + scores) / t)
 
 
-def measure(sizes: Sizes) -> list[Row]:
+def measure(sizes: LayerSizes) -> list[DivisionRow]:
     """What a rank keeps of the layer, under each way to divide it. No memory is used: the tensors are meta tensors."""
     rows = []
     for name, cut, sequence_parallel, again in _WAYS:
@@ -109,12 +109,14 @@ def measure(sizes: Sizes) -> list[Row]:
             strategy.hybrid_configs = {"mp_degree": t}
             fleet.init(is_collective=True, strategy=strategy)
             rows.append(
-                Row(name, _of_layer(sizes, t, sequence_parallel, again), formula(sizes, t, sequence_parallel, again))
+                DivisionRow(
+                    name, _of_layer(sizes, t, sequence_parallel, again), formula(sizes, t, sequence_parallel, again)
+                )
             )
     return rows
 
 
-def _of_layer(sizes: Sizes, t: int, sequence_parallel: bool, again: Any) -> int:
+def _of_layer(sizes: LayerSizes, t: int, sequence_parallel: bool, again: Any) -> int:
     where: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, sizes.dtype)}
     layer: nn.Module = ParallelTransformerLayer(
         sizes.hidden,
@@ -130,7 +132,7 @@ def _of_layer(sizes: Sizes, t: int, sequence_parallel: bool, again: Any) -> int:
     return saved_bytes(lambda: layer(x), list(layer.parameters()))
 
 
-def table(rows: list[Row], layers: int = 96) -> Table:
+def table(rows: list[DivisionRow], layers: int = 96) -> Table:
     """MiB of a layer, measured and by the formula."""
     made = Table(title="activation memory of a transformer layer, on one rank", title_justify="left")
     for column in ("", "measured MiB", "formula MiB", "measured / formula", f"GiB of {layers} layers"):
@@ -146,10 +148,10 @@ def table(rows: list[Row], layers: int = 96) -> Table:
     return made
 
 
-def main(sizes: Sizes) -> None:
+def main(sizes: LayerSizes) -> None:
     """Print the table."""
     Console().print(table(measure(sizes)))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Sizes))
+    main(tyro.cli(LayerSizes))

@@ -18,7 +18,7 @@ from onecard.static.price.convolutions import workspace
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait
 from onecard.static.price.price import NodeCost, cost
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 BEFORE, AFTER = "before the blocks", "after the blocks"
 
@@ -63,7 +63,7 @@ class Pieces:
         at: for each node the number of its piece.
     """
 
-    def __init__(self, recording: Step, folded: Sequence[Folded]) -> None:
+    def __init__(self, recording: RecordedStep, folded: Sequence[Folded]) -> None:
         self.recording = recording
         self.nodes = list(recording.nodes())
         self._phase = {node: str(node.meta.get("phase", "forward")) for node in self.nodes}
@@ -162,9 +162,9 @@ class Pieces:
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> PieceMemory:
         """What the pieces keep and need."""
-        return Memory(self)
+        return PieceMemory(self)
 
     # -- what they take --------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Pieces:
         return every - sum(self.tensors(i))
 
 
-class Memory:
+class PieceMemory:
     """Bytes of each piece, for one microbatch.
 
     Attributes:

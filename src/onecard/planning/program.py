@@ -33,7 +33,7 @@ class _Call:
         return any(id(x) in ids for x in self.results)
 
 
-class Program:
+class HeardProgram:
     """Listens to a program while a step of it is written down: what the model is called with, what is made before and behind it.
 
     Args:
@@ -52,7 +52,7 @@ class Program:
         self._loss: Tensor | None = None
         self._inside = 0
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> HeardProgram:
         self._hooks = ExitStack()
         self._hooks.callback(register_module_forward_pre_hook(self._begin).remove)
         self._hooks.callback(register_module_forward_hook(self._end, with_kwargs=True, always_call=True).remove)

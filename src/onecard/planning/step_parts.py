@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from onecard.errors import PlanError
-from onecard.planning.program import Program
+from onecard.planning.program import HeardProgram
 from onecard.static.api import Static
 from onecard.static.call import flat, name_of, roots_given
 from onecard.static.capture.capture import Capture
@@ -68,7 +68,7 @@ def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     leaves, names, tree = flat(fn, tuple(args), dict(kwargs or {}))
     capture = Capture(leaves, names, roots_given(fn, leaves), replayed=False)
     rows = next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
-    undo, program = capture.undone(sketched=True), Program(rows=rows)
+    undo, program = capture.undone(sketched=True), HeardProgram(rows=rows)
 
     def heard(*given: Any, **named: Any) -> Any:
         with program, _Calls(program):
@@ -110,7 +110,7 @@ def _check_one_model(name: str, model: nn.Module, optimizers: Sequence[Optimizer
 class _Calls(TorchFunctionMode):
     """Tells a program of each call of torch's."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: HeardProgram) -> None:
         super().__init__()
         self.program = program
 

@@ -25,7 +25,7 @@ from onecard.proof.results import compare
 from onecard.proof.running import Case, Program
 from onecard.proof.seen import Watched
 from onecard.proof.small import said_of, smaller
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 EXACT = 1e-7
 """How far values may be apart in float64, relatively to the largest number of a tensor."""
@@ -34,11 +34,11 @@ OWN = 2e-4
 
 
 def prove(
-    program: Program | nn.Module | Sequence[Step],
+    program: Program | nn.Module | Sequence[RecordedStep],
     *given: Any,
     args: Any = (),
     world: int | None = None,
-    against: Program | Step | None = None,
+    against: Program | RecordedStep | None = None,
     plan: Plan | str | Path | None = None,
     steps: int = 0,
     rounding: bool = True,
@@ -109,7 +109,7 @@ def prove(
     ranks = world if world is not None else wanted.world if wanted is not None else 2
     if not isinstance(ranks, int) or ranks < 1:
         raise ProofError(f"prove(..., world={world!r}): want the number of ranks: world=8")
-    if isinstance(against, Step) or isinstance(args, Mapping):
+    if isinstance(against, RecordedStep) or isinstance(args, Mapping):
         raise ProofError(
             "prove(program, ...): against= a recording, and args= by names, are for recordings: prove([...])"
         )

@@ -18,8 +18,8 @@ from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.proof.begun import restored
 from onecard.static.guards.places import at
-from onecard.static.step.memory import Memory
-from onecard.static.step.step import Input, Step
+from onecard.static.step.memory import GraphMemory
+from onecard.static.step.step import Input, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.shard import Shard, noted
 
@@ -27,14 +27,14 @@ Values = dict[str, Any]
 """One card's, by the names of its inputs: tensors whole."""
 
 
-def check(ranks: Sequence[Step], one: Step) -> None:
+def check(ranks: Sequence[RecordedStep], one: RecordedStep) -> None:
     """Whether recordings are those of all ranks of one world, in order, and of one card.
 
     Raises:
         ProofError: one is missing or stands elsewhere, meshes differ, or what should be one card's has several ranks.
     """
     for place, step in [*enumerate(ranks), ("against", one)]:
-        if not isinstance(step, Step):
+        if not isinstance(step, RecordedStep):
             where = "against=" if place == "against" else f"recordings[{place}]"
             raise ProofError(
                 f"prove(recordings, against=...): {where} is {type(step).__name__}: want what oc.record(step)(...) gives, or "
@@ -73,7 +73,7 @@ def check(ranks: Sequence[Step], one: Step) -> None:
                     )
 
 
-def _check_rank(rank: int, step: Step) -> None:
+def _check_rank(rank: int, step: RecordedStep) -> None:
     """Whether a recording is that of its place: what it sends, and how large its parts are."""
     was = next((node.meta["rank"] for node in step.nodes() if "rank" in node.meta), rank)
     if was != rank:
@@ -91,13 +91,13 @@ def _check_rank(rank: int, step: Step) -> None:
             )
 
 
-def _check_memory(step: Step) -> None:
+def _check_memory(step: RecordedStep) -> None:
     """Whether inputs that share memory are only read, so that each may be a copy."""
     shared = {i: known.within for i, known in enumerate(step.inputs) if known.within is not None}
     if not shared:
         return
     nodes = [node for node in step.graph.nodes if node.op == "placeholder"]
-    written = Memory(step.graph).written
+    written = GraphMemory(step.graph).written
     for i, other in shared.items():
         if nodes[i] in written or nodes[other] in written:
             raise ProofError(
@@ -106,7 +106,7 @@ def _check_memory(step: Step) -> None:
             )
 
 
-def _meshes(step: Step) -> Iterator[ProcessMesh]:
+def _meshes(step: RecordedStep) -> Iterator[ProcessMesh]:
     for known in step.inputs:
         if known.spec is not None:
             yield known.spec.layout.mesh
@@ -121,7 +121,7 @@ def _meshes(step: Step) -> Iterator[ProcessMesh]:
 # -- one card's ------------------------------------------------------------------------------------------------------------
 
 
-def of_one(one: Step, args: Any, start: str | Path | None = None) -> Values:
+def of_one(one: RecordedStep, args: Any, start: str | Path | None = None) -> Values:
     """The values of one card's inputs.
 
     Args:
@@ -161,7 +161,7 @@ def _placed_name(known: Input) -> str:
 _MISSING = object()
 
 
-def _leaves(one: Step, args: Any) -> list[Any]:
+def _leaves(one: RecordedStep, args: Any) -> list[Any]:
     given = tuple(args) if isinstance(args, list | tuple) else (args,)
     leaves, tree = tree_flatten((given, {}))
     names = [name for name, _ in one.arguments]
@@ -173,7 +173,7 @@ def _leaves(one: Step, args: Any) -> list[Any]:
     return leaves
 
 
-def _filled(one: Step, start: str | Path) -> list[Any]:
+def _filled(one: RecordedStep, start: str | Path) -> list[Any]:
     if one.bound is None:
         raise ProofError(
             f"prove(recordings, start={str(start)!r}): against= is bound to nothing that could be filled: "
@@ -185,12 +185,12 @@ def _filled(one: Step, start: str | Path) -> list[Any]:
     return [next(copies) if isinstance(x, nn.Module | Optimizer) else x for x in one.bound.roots]
 
 
-def bound_to(step: Step, i: int) -> Any:
+def bound_to(step: RecordedStep, i: int) -> Any:
     """What an input is in the program that a recording is bound to; ``_MISSING``: nobody knows."""
     return at_place(step, i, () if step.bound is None else step.bound.roots)
 
 
-def at_place(step: Step, i: int, roots: Sequence[Any]) -> Any:
+def at_place(step: RecordedStep, i: int, roots: Sequence[Any]) -> Any:
     """What an input is among some objects."""
     known = step.inputs[i]
     if i in step.constants:
@@ -226,7 +226,7 @@ def _words(value: Any) -> str:
 # -- a rank's --------------------------------------------------------------------------------------------------------------
 
 
-def of_rank(rank: int, step: Step, values: Values) -> tuple[list[str], list[Any]]:
+def of_rank(rank: int, step: RecordedStep, values: Values) -> tuple[list[str], list[Any]]:
     """The inputs of a rank's recording: its part of each of one card's values; and what each is called on one card.
 
     Raises:
@@ -264,7 +264,7 @@ def _without_root(name: str) -> str:
     return state + of + path.partition(".")[2] if "." in path else name
 
 
-def _part(rank: int, step: Step, i: int, value: Any, own: bool) -> Any:
+def _part(rank: int, step: RecordedStep, i: int, value: Any, own: bool) -> Any:
     """This rank's part of a value; ``own``: it is its part already."""
     known = step.inputs[i]
     if isinstance(value, DistTensor):
@@ -296,7 +296,7 @@ def _part(rank: int, step: Step, i: int, value: Any, own: bool) -> Any:
     return _placed(part, known)
 
 
-def _shard(step: Step, known: Input) -> Shard | None:
+def _shard(step: RecordedStep, known: Input) -> Shard | None:
     """What a layer of fleet says of its parameter; its gradient and its states are cut like it."""
     where = known.where
     if where[0] == "gradient":

@@ -18,7 +18,7 @@ from onecard.proof.seen import Entry, Value
 from onecard.proof.watch import Watch
 from onecard.proof.wide import SCALING, scaled, unscaling, wide_bits, widened
 from onecard.rules.call import schema_of
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 from onecard.tensor.spec import Spec
 
 
@@ -177,7 +177,7 @@ def _in_place(node: fx.Node) -> bool:
 
 def _filled_later(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose result a message fills later, so that it is not yet what its layout says."""
-    memory = Memory(graph)
+    memory = GraphMemory(graph)
     found: set[fx.Node] = set()
     filled: frozenset[fx.Node] = frozenset()
     for node in reversed(graph.nodes):

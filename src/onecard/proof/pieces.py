@@ -19,7 +19,7 @@ from onecard.proof.found import Found, equal
 from onecard.proof.held_by import HeldBy, called
 from onecard.proof.holding import NORMS, SUMMANDS
 from onecard.proof.nodes import Node
-from onecard.proof.rows import Rows
+from onecard.proof.rows import LastRows
 from onecard.proof.whole import apart
 
 ADDED = ("add", "addmm", "baddbmm")
@@ -151,7 +151,7 @@ class _Pieces:
     def _in_rows(self, value: Tensor, pieces: Iterable[Piece], factor: float) -> list[Piece] | None:
         if not value.is_floating_point() or not value.dim():
             return None  # of integers many rows are alike
-        rows, taken = Rows(value, self.bound), list[Piece]()
+        rows, taken = LastRows(value, self.bound), list[Piece]()
         for piece in pieces:
             if rows.take(_divided(piece.value, value, factor)):
                 taken.append(piece)

@@ -49,7 +49,7 @@ def _one_of_them(program: Any, case: Case, in_float64: bool, keep: bool) -> Watc
     return watch.seen
 
 
-def _told(message: record.Message) -> Told:
+def _told(message: record.Notice) -> Told:
     """A message in the words of those that share a process."""
     step = message.step
     ranks = group(step.source.mesh, step.axis).ranks

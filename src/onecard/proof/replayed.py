@@ -22,7 +22,7 @@ from onecard.proof.running import failed
 from onecard.proof.seen import Held, Value, Watched
 from onecard.proof.wide import copied, float64
 from onecard.static.code.compiled import below, compiled
-from onecard.static.step.step import Output, Step, Where
+from onecard.static.step.step import Output, RecordedStep, Where
 from onecard.tensor.spec import Spec
 
 
@@ -35,8 +35,8 @@ class Recorded:
         count: how many times the step is done, each on what the one before has left.
     """
 
-    steps: tuple[Step, ...]
-    one: Step
+    steps: tuple[RecordedStep, ...]
+    one: RecordedStep
     values: Values
     count: int = 1
 
@@ -53,7 +53,7 @@ class Recorded:
         """
         return self._played((self.one,), in_float64, keep)[0], self._played(self.steps, in_float64, keep)
 
-    def _played(self, steps: Sequence[Step], in_float64: bool, keep: bool) -> list[Watched]:
+    def _played(self, steps: Sequence[RecordedStep], in_float64: bool, keep: bool) -> list[Watched]:
         players = []
         for rank, step in enumerate(steps):
             names, inputs = of_rank(rank, step, self.values)
@@ -84,7 +84,7 @@ class Player(NodeWatch):
     """
 
     def __init__(
-        self, step: Step, names: Sequence[str], inputs: Sequence[Any], count: int, keep: bool, in_float64: bool
+        self, step: RecordedStep, names: Sequence[str], inputs: Sequence[Any], count: int, keep: bool, in_float64: bool
     ) -> None:
         super().__init__(keep)
         self.step, self.inputs, self.in_float64 = step, list(inputs), in_float64

@@ -9,7 +9,7 @@ from onecard.proof.alike import marks_of, most_of
 from onecard.proof.whole import apart, scale_of
 
 
-class Rows:
+class LastRows:
     """The rows of a value along its last dim, of which each can be taken once.
 
     Args:
@@ -64,4 +64,4 @@ def _table(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.dim() > 1 and x.numel() else x.reshape(-1, 1)
 
 
-__all__ = ["Rows"]
+__all__ = ["LastRows"]

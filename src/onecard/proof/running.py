@@ -34,7 +34,7 @@ from onecard.static.guards import fits
 from onecard.static.passes import withheld
 from onecard.static.recording import Recording
 from onecard.static.run import rechecked
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 from onecard.tensor import one_card_random
 
 Program = Callable[..., Any]
@@ -113,7 +113,7 @@ def _replays(all_of_them: bool) -> Iterator[None]:
             watch.stepped()
         return result
 
-    def looked_at(step: Step) -> Callable[..., tuple[Any, ...]]:
+    def looked_at(step: RecordedStep) -> Callable[..., tuple[Any, ...]]:
         def interpreted(*given: Any) -> tuple[Any, ...]:
             watch = recorded.watcher
             if not isinstance(watch, NodeWatch) or not watch.keep:
@@ -138,7 +138,7 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
     unrecorded.here, withheld.here = not (on_ranks and case.recorded), frozenset(case.without)
     if case.plan is not None:
         one_card.begin(0)
-        rank.watching.here = rank.Watch(rank.Job(case.plan)) if on_ranks else None
+        rank.watching.here = rank.ProgramWatch(rank.Job(case.plan)) if on_ranks else None
     given = copied(case.args, in_float64)
     with ExitStack() as stack:
         stack.enter_context(one_card_random() if case.plan is not None else nullcontext())

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from onecard.comm.base import record
 from onecard.comm.base.own import OwnSent, listening
-from onecard.comm.base.record import Message
+from onecard.comm.base.record import Notice
 from onecard.comm.base.state import machine
 from onecard.errors import ImplicitCommunication
 from onecard.place.layout import as_code
@@ -43,11 +43,11 @@ class Report:
         ([], 0, 0)
     """
 
-    steps: list[list[Message]] = field(default_factory=lambda: [[]])
+    steps: list[list[Notice]] = field(default_factory=lambda: [[]])
     own: list[OwnSent] = field(default_factory=list)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[Notice]:
         """All messages, slices and fills (0 bytes) included."""
         return [message for step in self.steps for message in step]
 
@@ -99,7 +99,7 @@ class Report:
         return f"{self.table()}{self.totals()}sent {self.bytes:,} bytes{far}, about {self.seconds * 1e6:.0f} us\n{own}"
 
 
-def _cells(message: Message) -> list[str]:
+def _cells(message: Notice) -> list[str]:
     step = message.step
     file, _, line = message.source.rpartition(":")
     tensor = f"{message.operand} {list(message.shape)}" + (f" x{message.tensors}" if message.tensors > 1 else "")
@@ -118,12 +118,12 @@ def _cells(message: Message) -> list[str]:
     ]
 
 
-def _between_hosts(message: Message) -> int:
+def _between_hosts(message: Notice) -> int:
     step = message.step
     return machine.here.far(step.bytes, step.source.mesh, step.axis, step.kind) if step.axis >= 0 else 0
 
 
-def why(message: Message) -> str:
+def why(message: Notice) -> str:
     """Why the layout must change: the rule's reason, in front of it what could not enter the operator pending."""
     op = message.step.op
     if op and f"{_axis(message)} cuts nothing" in message.reason:
@@ -131,14 +131,14 @@ def why(message: Message) -> str:
     return message.reason
 
 
-def _axis(message: Message) -> str:
+def _axis(message: Notice) -> str:
     """The name of the axis whose ranks take part; between meshes there is none."""
     axis = message.step.axis
     return message.step.source.mesh.dim_names[axis] if axis >= 0 else "between meshes"
 
 
-def _grouped(messages: list[Message]) -> dict[tuple[str, str], list[Message]]:
-    groups: dict[tuple[str, str], list[Message]] = {}
+def _grouped(messages: list[Notice]) -> dict[tuple[str, str], list[Notice]]:
+    groups: dict[tuple[str, str], list[Notice]] = {}
     for message in messages:
         groups.setdefault((message.step.kind, _axis(message)), []).append(message)
     return groups
@@ -161,7 +161,7 @@ def explain() -> Iterator[Report]:
     """
     report = Report()
 
-    def observe(message: Message) -> None:
+    def observe(message: Notice) -> None:
         report.steps[-1].append(message)
 
     record.observers.here.append(observe)
@@ -190,7 +190,7 @@ def no_implicit_communication() -> Iterator[None]:
         torch.Size([2, 2])
     """
 
-    def forbid(message: Message) -> None:
+    def forbid(message: Notice) -> None:
         step = message.step
         if message.explicit or not step.bytes:
             return

@@ -235,7 +235,7 @@ class _Watch(TorchDispatchMode):
         self.found, self.phase, self.last = found, "forward", "the first operator"
         self.how, self.sent, self.seconds = "ruled", 0, 0.0
 
-    def message(self, message: record.Message) -> None:
+    def message(self, message: record.Notice) -> None:
         self.sent += message.step.bytes
         self.seconds += message.step.seconds
 

@@ -13,7 +13,7 @@ from onecard.planning.job import bytes_in_words, seconds_in_words
 from onecard.static.price.live import Live, size_of
 from onecard.static.price.messages import axis_of, is_message, is_wait
 from onecard.static.price.price import Cost
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 if TYPE_CHECKING:  # rich is loaded by what prints
     from rich.console import Group
@@ -81,7 +81,7 @@ class RankStep:
 
 
 def rank_step(
-    step: Step, cost: Cost, rank: int, world: int, kinds: Mapping[fx.Node, str], gradients: Collection[fx.Node]
+    step: RecordedStep, cost: Cost, rank: int, world: int, kinds: Mapping[fx.Node, str], gradients: Collection[fx.Node]
 ) -> RankStep:
     """Put together what is known of a recorded step.
 

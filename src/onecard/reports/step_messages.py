@@ -8,12 +8,12 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onecard.comm.base.record import Message
+from onecard.comm.base.record import Notice
 from onecard.planning.job import bytes_in_words, seconds_in_words
 from onecard.reports.messages import why
 from onecard.static.price.messages import axis_of, is_message, kind_of
 from onecard.static.price.price import Cost
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 if TYPE_CHECKING:  # rich is loaded by what prints
     from rich.console import Group
@@ -142,7 +142,7 @@ def _short(line: str) -> str:
     return f"{Path(file).name}:{number}" if file else line
 
 
-def step_messages(step: Step, cost: Cost, asked: Mapping[str, Message], rank: int, world: int) -> StepMessages:
+def step_messages(step: RecordedStep, cost: Cost, asked: Mapping[str, Notice], rank: int, world: int) -> StepMessages:
     """The messages of a recording.
 
     Args:
@@ -176,5 +176,5 @@ def step_messages(step: Step, cost: Cost, asked: Mapping[str, Message], rank: in
     return StepMessages(rank, world, cost.machine.name, tuple(found))
 
 
-def _tensor(need: Message) -> str:
+def _tensor(need: Notice) -> str:
     return f"{need.operand} {list(need.shape)}" + (f" x{need.tensors}" if need.tensors > 1 else "")

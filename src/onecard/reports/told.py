@@ -13,7 +13,7 @@ from onecard.comm.world import world
 from onecard.reports.messages import Report
 
 
-class Told:
+class StepTeller:
     """Listens from a program's beginning to the end of its second step, prints that step, and is gone.
 
     A step is what lies between two steps of the optimizer that steps first. The second one is told, as the first sends what later
@@ -26,7 +26,7 @@ class Told:
         record.observers.here.append(self._heard)
         atexit.register(self.end)
 
-    def _heard(self, message: record.Message) -> None:
+    def _heard(self, message: record.Notice) -> None:
         self._report.steps[-1].append(message)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -59,4 +59,4 @@ class Told:
 
 def begin() -> None:
     """Called in rank 0, ahead of the program."""
-    Told()
+    StepTeller()

@@ -20,7 +20,7 @@ from onecard.rules.rule import Form
 _NAMED = ("whole", "nonempty", "even")
 
 
-class Seen(NamedTuple):
+class SpelledBy(NamedTuple):
     """All of a call that its rule's spelling depends on; calls of other sizes are alike.
 
     Attributes:
@@ -57,7 +57,7 @@ def spelled(form: Form, call: Call) -> Form:
     operands, results = tuple([t.dim() for t in call.operands]), tuple([t.dim() for t in call.results])
     same = any(value == () for _, value in values) and call.results[0].shape == call.operands[0].shape
     return _spelled(
-        form, tuple(form.sizes.items()), Seen(call.func, tuple(call.names), operands, results, values, same)
+        form, tuple(form.sizes.items()), SpelledBy(call.func, tuple(call.names), operands, results, values, same)
     )
 
 
@@ -81,7 +81,7 @@ def _frozen(value: Any) -> Any:
 
 
 @lru_cache(4096)
-def _spelled(form: Form, sizes: Any, seen: Seen) -> Form:
+def _spelled(form: Form, sizes: Any, seen: SpelledBy) -> Form:
     present = _present(parse(form.text), seen)
     if not is_open(form.text):
         return replace(form, text=str(present))
@@ -93,7 +93,7 @@ def _spelled(form: Form, sizes: Any, seen: Seen) -> Form:
     return replace(form, text=_text([_last(*pair) for pair in zip(terms, ranks, strict=True)], seen))
 
 
-def _named(form: Form, seen: Seen, terms: Sequence[Term], ranks: Sequence[int]) -> Form:
+def _named(form: Form, seen: SpelledBy, terms: Sequence[Term], ranks: Sequence[int]) -> Form:
     """With a name for each dim, as "..." may have to go around those to which arguments point."""
     places = [_places(term, rank, seen) for term, rank in zip(terms, ranks, strict=True)]
     counts = [_rest(term, rank, p) for term, rank, p in zip(terms, ranks, places, strict=True)]
@@ -109,7 +109,7 @@ def _named(form: Form, seen: Seen, terms: Sequence[Term], ranks: Sequence[int]) 
     return replace(form, text=_text(made, seen), **traits)
 
 
-def _text(terms: Sequence[Term], seen: Seen) -> str:
+def _text(terms: Sequence[Term], seen: SpelledBy) -> str:
     split = len(seen.operands)
     return str(Signature(tuple(terms[:split]), tuple(terms[split:])))
 
@@ -129,7 +129,7 @@ def _placed(term: Term, places: dict[int, str], rest: Sequence[str] | None) -> T
     return Term((*term.dims[:at], *dims, *term.dims[at + 1 :]), term.sources)
 
 
-def _present(signature: Signature, seen: Seen) -> Signature:
+def _present(signature: Signature, seen: SpelledBy) -> Signature:
     """Terms of absent tensors left out, repeated ones as often as there are tensors."""
     kept = _kept(signature.operands, seen)
     operands = _repeat([signature.operands[i] for i in kept], len(seen.operands))
@@ -141,7 +141,7 @@ def _present(signature: Signature, seen: Seen) -> Signature:
     return Signature(tuple(operands), tuple(results))
 
 
-def _kept(terms: Sequence[Term], seen: Seen) -> list[int]:
+def _kept(terms: Sequence[Term], seen: SpelledBy) -> list[int]:
     """The numbers of the terms whose arguments the call gives. A repeated one is for all between the others'."""
     stated = [a.name for a in seen.func._schema.arguments if "Tensor" in str(a.type) and not a.is_out]
     several = next((i for i, term in enumerate(terms) if term.repeated), len(terms))
@@ -158,7 +158,7 @@ def _repeat(terms: Sequence[Term], count: int) -> list[Term]:
     return [t for term in terms for t in ([replace(term, repeated=False)] * max(left, 0) if term.repeated else [term])]
 
 
-def _wanted(results: list[Term], seen: Seen) -> Sequence[Term]:
+def _wanted(results: list[Term], seen: SpelledBy) -> Sequence[Term]:
     """Backward operators are asked for some gradients only; of an absent weight there is none."""
     mask = seen.value("output_mask") or ()
     if len(results) == len(seen.results) or len(mask) != len(results):
@@ -166,7 +166,7 @@ def _wanted(results: list[Term], seen: Seen) -> Sequence[Term]:
     return [term for term, wanted in zip(results, mask, strict=True) if wanted][: len(seen.results)]
 
 
-def _places(term: Term, rank: int, seen: Seen) -> dict[int, str]:
+def _places(term: Term, rank: int, seen: SpelledBy) -> dict[int, str]:
     """Position -> factor of the dims to which arguments point."""
     count = rank - sum(dim != ELLIPSIS for dim in term.dims)
     found: dict[int, str] = {}

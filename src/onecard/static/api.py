@@ -25,10 +25,10 @@ from onecard.static.capture.undo import Undo
 from onecard.static.code.compiled import note_line
 from onecard.static.guards.places import Before
 from onecard.static.passes import PASSES, StaticOptions, chosen
-from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
+from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none, all_record
-from onecard.static.run.bound import Bound
+from onecard.static.run.bound import BoundRecording
 from onecard.static.run.elsewhere import in_order, settle
 from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
@@ -156,10 +156,10 @@ class Static:
         chosen(self._options)  # a wrong name is refused here, not at the second call
         functools.update_wrapper(self, fn if not isinstance(fn, nn.Module) else fn.forward)
         self.fn = fn
-        self._bound: list[Bound[Recording]] = []
+        self._bound: list[BoundRecording[Recording]] = []
         self._warm = self._full = False
         self._unlike = 0  # how often a recording was not what the step does
-        self._whole: Rows | None = None  # of a call on a whole batch
+        self._whole: BatchRows | None = None  # of a call on a whole batch
         self._recounted = Recounted()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -221,7 +221,7 @@ class Static:
         with autocast(self._options.dtype, tree_leaves((args, kwargs))):
             return self.fn(*args, **kwargs)
 
-    def _checked(self, bound: Bound, args: Any, kwargs: Any) -> Any:
+    def _checked(self, bound: BoundRecording, args: Any, kwargs: Any) -> Any:
         """A call in which the step runs as it is, held against the recording; MISS if that does not fit."""
         leaves, names, tree = flat(self.fn, args, kwargs)
         given: Any = given_to(bound, leaves) if tree == bound.recording.call else MISS
@@ -248,7 +248,7 @@ class Static:
             undo.back()
         return bound.replay(args, kwargs)
 
-    def _drop(self, bound: Bound) -> None:
+    def _drop(self, bound: BoundRecording) -> None:
         """A recording that is not what the step does: told, and made anew at the next call; the second time no more."""
         self._unlike += 1
         self._bound = []

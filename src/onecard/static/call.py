@@ -20,15 +20,15 @@ from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
-from onecard.static.capture.script import Script
+from onecard.static.capture.script import StepScript
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import changed_itself, still_before
-from onecard.static.passes import Rewritten, StaticOptions, fitting, rewritten, withheld
+from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
 from onecard.static.passes.additive import Additive, Verdict
-from onecard.static.passes.microbatches import Microbatches, Rows, rows_of
+from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
 from onecard.static.run.agreed import all_or_none, check_agreed, together
-from onecard.static.run.bound import Bound, kinds_of
+from onecard.static.run.bound import BoundRecording, kinds_of
 from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import check_begins, make_room
 from onecard.static.run.rechecked import Checks
@@ -74,7 +74,7 @@ class _WholeCall:
     options: StaticOptions
     parts: Microbatches
 
-    def rows(self, looker: Additive | None = None) -> Rows:
+    def rows(self, looker: Additive | None = None) -> BatchRows:
         """How long the results of the whole batch are."""
         capture = Capture(self.leaves, self.names, roots_given(self.fn, self.leaves), self.options.ask)
         undo = capture.undone(sketched=True)
@@ -117,7 +117,7 @@ def recorded(
     names: Sequence[str],
     tree: Any,
     options: StaticOptions,
-    whole: Rows | None = None,
+    whole: BatchRows | None = None,
     again: bool = True,
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back.
@@ -161,7 +161,9 @@ def recorded(
             if sketched and not faked.here:
                 make_room(recording, roots)
             if not faked.here and (sketched or not recording.makes_states):
-                recording.bound = Bound(recording, roots, kinds, still_before(capture.before, capture.places.roots))
+                recording.bound = BoundRecording(
+                    recording, roots, kinds, still_before(capture.before, capture.places.roots)
+                )
                 recording.bound.checks = Checks(capture.script, [*lines, *beside])
                 recording.bound.reading(capture.seen)
                 if sketched:
@@ -211,7 +213,7 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
 
 def _alike(
     recording: AnyStep, options: StaticOptions, ranks: Callable[[], Sequence[int]]
-) -> tuple[Rewritten, list[Group]]:
+) -> tuple[RewrittenGraph, list[Group]]:
     """A recording's graph after the passes, and the lines on which all ranks send alike then.
 
     What a pass does may depend on how much a rank has (uneven parts, none at all). One after which ranks would send other
@@ -242,7 +244,7 @@ def _alike(
 
 
 def sketched_again(
-    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, was: Script
+    fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, options: StaticOptions, was: StepScript
 ) -> str:
     """What differs, in words, between a step that is cut into stages and what was written down of it; "" if nothing does.
 

@@ -17,15 +17,15 @@ from onecard.static.code.compiled import step_function
 from onecard.static.file import saved
 from onecard.static.guards.believed import believed, difference
 from onecard.static.price.price import Cost, cost
-from onecard.static.run.bound import Bound
+from onecard.static.run.bound import BoundRecording
 from onecard.static.show import timeline
 from onecard.static.show.draw import draw
 from onecard.static.show.show import head, text
-from onecard.static.step.step import MISS, Input, Output, Step
+from onecard.static.step.step import MISS, Input, Output, RecordedStep
 
 
 @dataclass(slots=True, repr=False)
-class Recording(Step):
+class Recording(RecordedStep):
     """One step of a program, recorded on this rank.
 
     Its data is a ``Step``'s: ``graph``, an FX graph of torch's operators on local tensors and of messages; ``inputs``,
@@ -41,9 +41,9 @@ class Recording(Step):
     """
 
     @classmethod
-    def of(cls, step: Step) -> Recording:
+    def of(cls, step: RecordedStep) -> Recording:
         """A step that was captured, or read from a file."""
-        return cls(**{known.name: getattr(step, known.name) for known in fields(Step)})
+        return cls(**{known.name: getattr(step, known.name) for known in fields(RecordedStep)})
 
     @property
     def run(self) -> Callable[..., tuple[Any, ...]]:
@@ -114,7 +114,7 @@ class Recording(Step):
                     "was, or record the step anew"
                 )
             facts = {} if self.around is None else dict(zip(("grad", "modes"), self.around, strict=True))
-            made.bound = Bound(made, held, [kind for _, kind in self.arguments], facts)
+            made.bound = BoundRecording(made, held, [kind for _, kind in self.arguments], facts)
         except (KeyError, AttributeError, IndexError) as fault:
             raise RecordingError(
                 f"{self.name}: what it is bound to has no {fault}. Optimizers have their states after a first step, or when a "

@@ -360,7 +360,7 @@ def announce(
     """Tell the observers of steps that are about to run."""
     line = record.user_line()
     for step in steps:
-        record.tell(record.Message(step, op, operand, shape, reason, line, explicit, tensors))
+        record.tell(record.Notice(step, op, operand, shape, reason, line, explicit, tensors))
 
 
 def describe(value: Any) -> str:

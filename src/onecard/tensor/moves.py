@@ -190,7 +190,7 @@ def transferred(x: DistTensor, layout: Layout, name: str, answered: bool = False
     if record.observers.here:
         sent, reason = plan.sent_by(world.get_rank()), f"changes the mesh: {plan.bounds()}"
         step = resharding.Step("transfer", -1, source, layout, bytes=sent, seconds=plan.seconds)
-        record.tell(record.Message(step, name, "x", shape, reason, record.user_line(), explicit=True))
+        record.tell(record.Notice(step, name, "x", shape, reason, record.user_line(), explicit=True))
     made = run_transfer(plan, local, answered, microbatch_under_way())
     if plan.target is not layout and layout.mesh.coordinate() is not None:
         made = made.reshape(layout.local_shape(shape))

@@ -11,7 +11,7 @@ import os
 import sys
 from types import FrameType
 
-from onecard.testing._job import Report
+from onecard.testing._job import RankReport
 from onecard.testing._report import Death
 
 RANK_NAME = "onecard-rank"
@@ -28,7 +28,7 @@ def leave_if_importing() -> None:
         os._exit(EXIT_CODE)  # an exception would be printed by each rank, or caught by the script
 
 
-def is_missing(end: Report | Death) -> bool:
+def is_missing(end: RankReport | Death) -> bool:
     """Tells, from how a rank ended, whether it would have started ranks itself."""
     return isinstance(end, Death) and not end.arrived and end.exitcode == EXIT_CODE
 

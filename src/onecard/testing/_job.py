@@ -33,7 +33,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Everything that one rank needs. `arguments` is what `enclosed` packed, opened once the module is loaded."""
 
     where: Where
@@ -51,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """How the function ended on one rank. `time` is time.monotonic(), comparable between the ranks of one host."""
 
     kind: str  # "done", "error" or "skip"
@@ -81,7 +81,7 @@ def enclosed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return Where(function.__module__, None, name, is_typed=True), sent
 
 
-def opened(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def opened(job: RankJob) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and its arguments, in a rank."""
     if not job.where.is_typed:
         function = find(job.where)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from onecard.testing._job import Job
+from onecard.testing._job import RankJob
 
 
-class Output:
+class RankOutput:
     """The part of one rank's output that has not been shown yet."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RankJob) -> None:
         self._path, self._label = job.path("out"), f"[rank {job.rank}]"
         self._shown = 0  # bytes
 

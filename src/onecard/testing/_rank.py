@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from onecard.testing._job import Job, Report, opened, pack
+from onecard.testing._job import RankJob, RankReport, opened, pack
 from onecard.testing._report import is_consequence
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -28,7 +28,7 @@ SETUP_MARGIN = 30.0  # seconds: the harness' own time-out, which explains more, 
 WATCH = "onecard-watch"
 
 
-def main(job: Job, pipe: Connection) -> None:
+def main(job: RankJob, pipe: Connection) -> None:
     """Entry point of a rank process. Ends the process with status 0 after the parent's release."""
     multiprocessing.set_start_method(None, force=True)  # not the harness' own: a DataLoader's workers start as usual
     os.setsid()  # its own process group: one signal ends it with all that it started, and Ctrl-C goes to the parent
@@ -67,7 +67,7 @@ def _redirect(path: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _outcome(job: Job) -> Report:
+def _outcome(job: RankJob) -> RankReport:
     from onecard.comm.agree import sparse_check
     from onecard.comm.base import flight
 
@@ -80,19 +80,19 @@ def _outcome(job: Job) -> Report:
         value = pack(f"the return value of {job.where.qualname}", function(*args, **kwargs))
     except BaseException as error:
         return _failure(error)
-    return Report("done", time.monotonic(), value=value, counts=flight.board.here.counts)
+    return RankReport("done", time.monotonic(), value=value, counts=flight.board.here.counts)
 
 
-def _failure(error: BaseException) -> Report:
+def _failure(error: BaseException) -> RankReport:
     now = time.monotonic()
     outcomes = sys.modules.get("_pytest.outcomes")
     if outcomes is not None and isinstance(error, outcomes.Skipped):
-        return Report("skip", now, text=str(error))
+        return RankReport("skip", now, text=str(error))
     own = error.__traceback__.tb_next if error.__traceback__ else None
     error = error.with_traceback(own or error.__traceback__)
     text = "".join(traceback.format_exception(error)) + _values_of_assert(error)
     lost = not isinstance(error, AssertionError) and is_consequence(str(error))
-    return Report("error", now, text=text, consequence=lost)
+    return RankReport("error", now, text=text, consequence=lost)
 
 
 def _values_of_assert(error: BaseException) -> str:
@@ -112,7 +112,7 @@ def _values_of_assert(error: BaseException) -> str:
     return "".join(f"  where {name} = {reprlib.repr(values[name])}\n" for name in names)
 
 
-def _set_environment(job: Job) -> None:
+def _set_environment(job: RankJob) -> None:
     import torch
 
     os.environ.clear()  # the fork server keeps the environment of its own start
@@ -131,7 +131,7 @@ def _set_environment(job: Job) -> None:
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
 
 
-def _open_group(job: Job) -> None:
+def _open_group(job: RankJob) -> None:
     import torch.distributed as dist
 
     from onecard.testing import _torch_board

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onecard.comm.base.flight import Entry, describe, rank_text
-from onecard.testing._job import Report
+from onecard.comm.base.flight import FlightEntry, describe, rank_text
+from onecard.testing._job import RankReport
 
 WATCH_THREAD = re.compile(r"Thread 0x\w+[^\n]*\n(?:  File [^\n]*\n)*?  File [^\n]*_rank\.py\", line \d+ in _watch\n")
 
@@ -65,7 +65,7 @@ def is_consequence(message: str) -> bool:
     return _CONSEQUENCE.search(message) is not None
 
 
-def root_cause(ends: Mapping[int, Report | Death]) -> int | None:
+def root_cause(ends: Mapping[int, RankReport | Death]) -> int | None:
     """Returns the rank that failed first, None if none did.
 
     Errors that only say that another rank is gone count after all others.
@@ -80,7 +80,9 @@ def root_cause(ends: Mapping[int, Report | Death]) -> int | None:
     return min(failed, key=lambda r: (getattr(failed[r], "consequence", False), failed[r].time))
 
 
-def failure(what: str, nproc: int, ends: Mapping[int, Report | Death], boards: Mapping[int, Entry]) -> RankError:
+def failure(
+    what: str, nproc: int, ends: Mapping[int, RankReport | Death], boards: Mapping[int, FlightEntry]
+) -> RankError:
     """Builds the error of a run in which a rank failed: the root cause first, then the others in a line each."""
     first = root_cause(ends)
     assert first is not None
@@ -99,7 +101,7 @@ def timeout(
     what: str,
     seconds: float,
     waiting: Sequence[int],
-    boards: Mapping[int, Entry],
+    boards: Mapping[int, FlightEntry],
     stacks: Mapping[int, str],
     now: float,
 ) -> RankTimeout:
@@ -109,7 +111,7 @@ def timeout(
 
 
 def deadlock(
-    what: str, missing: Sequence[int], boards: Mapping[int, Entry], stacks: Mapping[int, str], now: float
+    what: str, missing: Sequence[int], boards: Mapping[int, FlightEntry], stacks: Mapping[int, str], now: float
 ) -> RankTimeout:
     """Builds the error of a run in which ranks wait for `missing`, whose function has already returned."""
     verb = "has" if len(missing) == 1 else "have"
@@ -117,13 +119,13 @@ def deadlock(
     return _hang(parts, boards, stacks, now)
 
 
-def _hang(parts: list[str], boards: Mapping[int, Entry], stacks: Mapping[int, str], now: float) -> RankTimeout:
+def _hang(parts: list[str], boards: Mapping[int, FlightEntry], stacks: Mapping[int, str], now: float) -> RankTimeout:
     parts.append(describe(boards, now))
     parts += [f"--- stack of rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(stacks.items())]
     return RankTimeout("\n\n".join(parts))
 
 
-def where(rank: int, boards: Mapping[int, Entry]) -> str:
+def where(rank: int, boards: Mapping[int, FlightEntry]) -> str:
     """The last collective of a rank that is dead."""
     entry = boards.get(rank)
     if entry is None or entry.seq == 0:
@@ -131,14 +133,14 @@ def where(rank: int, boards: Mapping[int, Entry]) -> str:
     return f"It was in {entry}." if entry.inside else f"It was in no collective; it had last left {entry}."
 
 
-def _others(first: int, nproc: int, ends: Mapping[int, Report | Death]) -> str:
+def _others(first: int, nproc: int, ends: Mapping[int, RankReport | Death]) -> str:
     lines = []
     for rank, end in sorted(ends.items()):
         if rank != first and isinstance(end, Death):
             lines.append(f"then rank {rank} {end}")
-        elif rank != first and isinstance(end, Report) and end.kind == "error":
+        elif rank != first and isinstance(end, RankReport) and end.kind == "error":
             lines.append(f"then rank {rank}: {end.text.strip().splitlines()[-1]}")
-    returned = [rank for rank, end in sorted(ends.items()) if isinstance(end, Report) and end.kind == "done"]
+    returned = [rank for rank, end in sorted(ends.items()) if isinstance(end, RankReport) and end.kind == "done"]
     running = [rank for rank in range(nproc) if rank not in ends]
     if returned:
         lines.append(f"{rank_text(returned)} had returned")

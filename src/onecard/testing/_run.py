@@ -21,8 +21,8 @@ from typing import Any
 from onecard.comm.base import flight
 from onecard.comm.world.world import default_backend
 from onecard.testing import _guard, _rank, _report
-from onecard.testing._job import Job, Report, enclosed
-from onecard.testing._output import Output
+from onecard.testing._job import RankJob, RankReport, enclosed
+from onecard.testing._output import RankOutput
 from onecard.testing._report import Death, RankError
 
 GRACE = 0.2  # seconds after a failure in which the others may report an earlier one
@@ -60,7 +60,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as folder:
         environment = dict(os.environ)
         jobs = [
-            Job(where, arguments, rank, nproc, folder, timeout, backend or default_backend(), environment)
+            RankJob(where, arguments, rank, nproc, folder, timeout, backend or default_backend(), environment)
             for rank in range(nproc)
         ]
         crew = _Crew(where.qualname, jobs)
@@ -75,7 +75,7 @@ def run_ranks(
 
 @dataclass
 class _Rank:
-    job: Job
+    job: RankJob
     process: ForkServerProcess
     pipe: Connection
 
@@ -83,12 +83,12 @@ class _Rank:
 class _Crew:
     """The ranks of one run and what is known of how each ended."""
 
-    def __init__(self, what: str, jobs: list[Job]) -> None:
+    def __init__(self, what: str, jobs: list[RankJob]) -> None:
         self.what = what
         self.jobs = jobs
         self.ranks: list[_Rank] = []
-        self.ends: dict[int, Report | Death] = {}
-        self.outputs = [Output(job) for job in jobs]
+        self.ends: dict[int, RankReport | Death] = {}
+        self.outputs = [RankOutput(job) for job in jobs]
 
     def start(self) -> None:
         context = _context()
@@ -117,7 +117,7 @@ class _Crew:
         self._release()
         reports = [self.ends[rank.job.rank] for rank in self.ranks]
         _skip_if_asked(reports)
-        return [pickle.loads(report.value) for report in reports if isinstance(report, Report)]
+        return [pickle.loads(report.value) for report in reports if isinstance(report, RankReport)]
 
     def _collect(self, seconds: float) -> None:
         """Waits up to `seconds` for news and notes it."""
@@ -143,7 +143,7 @@ class _Crew:
     def _running(self) -> list[int]:
         return [rank.job.rank for rank in self.ranks if rank.job.rank not in self.ends]
 
-    def _boards(self) -> dict[int, flight.Entry]:
+    def _boards(self) -> dict[int, flight.FlightEntry]:
         boards = {}
         for job in self.jobs:
             with suppress(OSError, ValueError):
@@ -151,7 +151,7 @@ class _Crew:
         return boards
 
     def _check_overtaken(self) -> None:
-        counts: Mapping[int, Any] = {r: end.counts for r, end in self.ends.items() if isinstance(end, Report)}
+        counts: Mapping[int, Any] = {r: end.counts for r, end in self.ends.items() if isinstance(end, RankReport)}
         running = self._running()
         if not counts or not running or self._failed():
             return
@@ -160,7 +160,7 @@ class _Crew:
         if missing:
             raise _report.deadlock(self.what, sorted(missing), *self._scene(), time.monotonic())
 
-    def _scene(self) -> tuple[dict[int, flight.Entry], dict[int, str]]:
+    def _scene(self) -> tuple[dict[int, flight.FlightEntry], dict[int, str]]:
         """The boards and the stacks of the ranks that still run."""
         boards = self._boards()
         running = [rank for rank in self.ranks if rank.job.rank not in self.ends]
@@ -203,9 +203,9 @@ class _Crew:
             output.show(rest=True)
 
 
-def _skip_if_asked(reports: list[Report | Death]) -> None:
+def _skip_if_asked(reports: list[RankReport | Death]) -> None:
     for report in reports:
-        if isinstance(report, Report) and report.kind == "skip":
+        if isinstance(report, RankReport) and report.kind == "skip":
             import pytest  # the rank raised pytest's Skipped
 
             pytest.skip(report.text)

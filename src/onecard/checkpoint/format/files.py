@@ -24,7 +24,7 @@ def _point(operation: str, path: object) -> None:
         watcher(operation, str(path))
 
 
-class Output:
+class OutputFile:
     """A new file, written from beginning to end. ``close`` forces it to the disk; leaving by an error removes it."""
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Output:
         with suppress(OSError):
             os.fdatasync(self._descriptor)
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(
@@ -84,7 +84,7 @@ def _named(fault: OSError, path: Path) -> OSError:
 
 def write_text(path: Path, text: bytes) -> None:
     """A small file at once, on the disk when this returns."""
-    with Output(path) as file:
+    with OutputFile(path) as file:
         file.write(text)
 
 
@@ -128,7 +128,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-class Input:
+class InputFile:
     """A regular file of a checkpoint, opened by its name in the folder; links are not followed, unless ``links``."""
 
     def __init__(self, folder: Path, name: str, links: bool = False) -> None:
@@ -183,7 +183,7 @@ class Input:
     def close(self) -> None:
         os.close(self.descriptor)
 
-    def __enter__(self) -> Input:
+    def __enter__(self) -> InputFile:
         return self
 
     def __exit__(self, *_: object) -> None:

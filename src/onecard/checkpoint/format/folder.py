@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecard.checkpoint.format import files
-from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.files import InputFile
 from onecard.checkpoint.format.index import NAME, Index, read_index
 from onecard.errors import CheckpointError
 
@@ -89,11 +89,11 @@ def check_sizes(index: Index) -> None:
         CheckpointError: one is not.
     """
     for name, said in index.files.items():
-        with Input(index.folder, name) as file:
+        with InputFile(index.folder, name) as file:
             check_size(file, said.size)
 
 
-def check_size(file: Input, size: int) -> None:
+def check_size(file: InputFile, size: int) -> None:
     """Raise a CheckpointError if a file has another size than its index says."""
     if file.size != size:
         how = "was cut off" if file.size < size else "is not the one that was written"

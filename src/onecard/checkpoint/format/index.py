@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.files import InputFile
 from onecard.errors import CheckpointError
 from onecard.place.boxes import Box, volume
 
@@ -43,7 +43,7 @@ DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torc
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A box of a tensor in a file, row-major: ``bytes`` from ``offset`` on. ``crc32``: one for each BLOCK bytes, or None."""
 
     file: str
@@ -54,12 +54,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """A tensor: its pieces are all of it, and no two have an element in common."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Index:
 
     folder: Path
     files: dict[str, File]
-    tensors: dict[str, Entry]
+    tensors: dict[str, IndexEntry]
     state: Any
     step: int | None = None
     generation: int = 0
@@ -134,7 +134,7 @@ def read_index(folder: Path) -> Index:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; there is no checkpoint")
-    with Input(folder, NAME) as file:
+    with InputFile(folder, NAME) as file:
         if file.size > LARGEST:
             raise CheckpointError(f"{file.path} has {file.size:,} bytes; an index has at most {LARGEST:,}")
         text = file.read(0, file.size)
@@ -184,19 +184,19 @@ def _read(folder: Path, content: dict[str, Any]) -> Index:
     )  # fmt: skip
 
 
-def _entry(path: Path, name: str, entry: dict[str, Any], names: Sequence[str], files: dict[str, File]) -> Entry:
+def _entry(path: Path, name: str, entry: dict[str, Any], names: Sequence[str], files: dict[str, File]) -> IndexEntry:
     dtype, shape = DTYPES[entry["dtype"]], tuple(_count(n) for n in entry["shape"])
     pieces = []
     for said in entry["pieces"]:
         box = tuple((_count(a), _count(b)) for a, b in said["box"])
         file, offset, size = names[_count(said["file"])], _count(said["offset"]), _count(said["bytes"])
-        pieces.append(Piece(file, box, offset, size, _crc(said["crc32"], -(-size // BLOCK))))
-    found = Entry(dtype, shape, tuple(pieces))
+        pieces.append(FilePiece(file, box, offset, size, _crc(said["crc32"], -(-size // BLOCK))))
+    found = IndexEntry(dtype, shape, tuple(pieces))
     check_entry(path, name, found, files)
     return found
 
 
-def check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) -> None:
+def check_entry(path: Path, name: str, entry: IndexEntry, files: dict[str, File]) -> None:
     """Whether the pieces of a tensor can be: in their files, of the right size, all of it and nothing twice."""
     where = f"{path}: tensor {name!r} {name_of(entry.dtype)} {list(entry.shape)}"
     for piece in entry.pieces:

@@ -32,7 +32,7 @@ _SAMPLE = 256  # elements of a plain tensor that ranks compare
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class StateTensor:
     """A tensor of a state as this rank has it.
 
     Attributes:
@@ -83,7 +83,7 @@ def _within(box: Box, held: Box) -> bool:
 class Share:
     """A box of a tensor that one rank writes."""
 
-    source: Source
+    source: StateTensor
     box: Box
     rank: int
 
@@ -93,16 +93,16 @@ class Share:
         return volume(self.box) * self.source.dtype.itemsize
 
 
-def sources_of(tensors: Mapping[str, Tensor | Portion | Own]) -> dict[str, Source]:
+def sources_of(tensors: Mapping[str, Tensor | Portion | Own]) -> dict[str, StateTensor]:
     """What this rank has of each tensor. Pending sums are reduced, merged dims laid out in one piece: all ranks call it."""
-    found: dict[str, Source] = {}
+    found: dict[str, StateTensor] = {}
     first: dict[Any, str] = {}
     for name, x in sorted(tensors.items()):
         if isinstance(x, DistTensor) and x.mesh.size < world.get_world_size():
             x = Portion(x, None)  # others may have it on a mesh of their own, as ZeRO beside cut layers does
         if isinstance(x, Own):
             here = _source(name, x.tensor, None)
-            found[name] = Source(name, here.dtype, here.shape, here.holdings, apart=True, own=True)
+            found[name] = StateTensor(name, here.dtype, here.shape, here.holdings, apart=True, own=True)
             continue
         if isinstance(x, Portion):
             key = keys_of(x.tensor)[-1], tuple(box for box, _ in x.part.boxes()) if x.part is not None else None
@@ -114,10 +114,10 @@ def sources_of(tensors: Mapping[str, Tensor | Portion | Own]) -> dict[str, Sourc
     return found
 
 
-def _apart(name: str, portion: Portion, alias: str | None) -> Source:
+def _apart(name: str, portion: Portion, alias: str | None) -> StateTensor:
     here, part = _source(name, portion.tensor, None), portion.part
     shape = here.shape if part is None else tuple(part.shape)
-    return Source(name, here.dtype, shape, in_whole(here.holdings, part), apart=True, alias=alias)
+    return StateTensor(name, here.dtype, shape, in_whole(here.holdings, part), apart=True, alias=alias)
 
 
 def in_whole(holdings: Sequence[tuple[Box, Tensor]], part: Shard | None) -> tuple[tuple[Box, Tensor], ...]:
@@ -135,7 +135,7 @@ def in_whole(holdings: Sequence[tuple[Box, Tensor]], part: Shard | None) -> tupl
     return tuple(found)
 
 
-def complete(sources: dict[str, Source], words: Mapping[str, Any]) -> dict[str, Source]:
+def complete(sources: dict[str, StateTensor], words: Mapping[str, Any]) -> dict[str, StateTensor]:
     """The tensors of all ranks, from what this one has and what all have said."""
     made = {name: source for name, source in sources.items() if not source.apart}
     for name, word in words.items():
@@ -145,7 +145,7 @@ def complete(sources: dict[str, Source], words: Mapping[str, Any]) -> dict[str, 
         if word["rows"]:
             row = (world.get_rank(), world.get_rank() + 1)
             mine = tuple(((row, *box), part[None]) for box, part in mine)
-        made[name] = Source(name, dtype, shape, mine, apart=True, held=holders(word), alias=alias)
+        made[name] = StateTensor(name, dtype, shape, mine, apart=True, held=holders(word), alias=alias)
     return dict(sorted(made.items()))
 
 
@@ -157,7 +157,7 @@ def local_holdings(x: Any) -> tuple[tuple[Box, Tensor], ...]:
     return ((held_box(layout, x.shape, me), x._local),) if me in layout.mesh else ()
 
 
-def _source(name: str, x: Any, alias: str | None) -> Source:
+def _source(name: str, x: Any, alias: str | None) -> StateTensor:
     if isinstance(x, torch.distributed.tensor.DTensor):
         x = from_dtensor(x)
     if x.is_meta:
@@ -167,15 +167,15 @@ def _source(name: str, x: Any, alias: str | None) -> Source:
     if x.layout not in (torch.strided,) or x.is_quantized or getattr(x, "is_nested", False):
         raise CheckpointError(f"tensor {name!r} is sparse, nested or quantized: save x.to_dense() or x.dequantize()")
     if not isinstance(x, DistTensor):
-        return Source(name, x.dtype, tuple(x.shape), local_holdings(x), alias=alias)
+        return StateTensor(name, x.dtype, tuple(x.shape), local_holdings(x), alias=alias)
     x = x.reduce_partial()
     if x._spec.layout.merged:
         x = reshard(x, x.mesh, list(x._spec.layout.in_one_piece().placements))
     x._refresh()
-    return Source(name, x.dtype, tuple(x.shape), local_holdings(x), x._spec.layout, alias=alias)
+    return StateTensor(name, x.dtype, tuple(x.shape), local_holdings(x), x._spec.layout, alias=alias)
 
 
-def plan(sources: dict[str, Source], size: int) -> list[Share]:
+def plan(sources: dict[str, StateTensor], size: int) -> list[Share]:
     """Who writes what, of all ranks: every element once, of several that hold a box the one that has least to do."""
     load: Counter[int] = Counter()
     found = []

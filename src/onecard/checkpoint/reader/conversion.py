@@ -15,7 +15,7 @@ from onecard._torch import dcp as _torch
 from onecard.checkpoint.format import files, tree
 from onecard.checkpoint.format.index import Index
 from onecard.checkpoint.format.objects import Names, unfold
-from onecard.checkpoint.format.pieces import BUFFER, Share, Source, chunks, sources_of
+from onecard.checkpoint.format.pieces import BUFFER, Share, StateTensor, chunks, sources_of
 from onecard.checkpoint.reader import changes as changing
 from onecard.checkpoint.reader import foreign, loading
 from onecard.checkpoint.reader.changes import Change
@@ -114,12 +114,12 @@ def _read(x: Virtual | Tensor, name: str, reader: Reader) -> Tensor:
     return made
 
 
-def _sources(tensors: Tensors) -> dict[str, Source]:
+def _sources(tensors: Tensors) -> dict[str, StateTensor]:
     held = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     found = sources_of(held)
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            found[name] = Source(name, x.dtype, x.shape)
+            found[name] = StateTensor(name, x.dtype, x.shape)
     return {name: found[name] for name in sorted(found)}
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from onecard.checkpoint.format import tree
-from onecard.checkpoint.format.files import Input
-from onecard.checkpoint.format.index import CODES, Entry, File, Index, Piece, check_entry
+from onecard.checkpoint.format.files import InputFile
+from onecard.checkpoint.format.index import CODES, File, FilePiece, Index, IndexEntry, check_entry
 from onecard.errors import CheckpointError
 
 HF_INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ def read_huggingface(folder: Path) -> Index:
     """A folder of Hugging Face's: the files that its index names, or the only one."""
     if not (folder / HF_INDEX).exists():
         return read_safetensors(folder / HF_FILE)
-    with Input(folder, HF_INDEX, links=True) as file:
+    with InputFile(folder, HF_INDEX, links=True) as file:
         if file.size > _LARGEST:
             raise CheckpointError(f"{file.path} has {file.size:,} bytes; it should have at most {_LARGEST:,}")
         text = file.read(0, file.size)
@@ -43,7 +43,7 @@ def read_huggingface(folder: Path) -> Index:
 def _index(folder: Path, files: dict[str, Any]) -> Index:
     index = Index(folder, {}, {}, None)
     for name, wanted in files.items():
-        with Input(folder, name, links=True) as file:
+        with InputFile(folder, name, links=True) as file:
             header, length = _header(file)
             index.files[name] = File(file.size, length, None)
         for tensor in header if wanted is None else wanted:
@@ -55,7 +55,7 @@ def _index(folder: Path, files: dict[str, Any]) -> Index:
     return index
 
 
-def _header(file: Input) -> tuple[dict[str, Any], int]:
+def _header(file: InputFile) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else _LARGEST + 1
     if length > min(_LARGEST, file.size - 8):
         raise CheckpointError(
@@ -110,7 +110,7 @@ def _both(offsets: Any) -> tuple[int, int]:
     return start, stop
 
 
-def _entry(folder: Path, file: str, name: str, said: Any, files: dict[str, File]) -> Entry:
+def _entry(folder: Path, file: str, name: str, said: Any, files: dict[str, File]) -> IndexEntry:
     try:
         dtype, shape = _DTYPES[said["dtype"]], tuple(said["shape"])
         start, stop = said["data_offsets"]
@@ -118,7 +118,7 @@ def _entry(folder: Path, file: str, name: str, said: Any, files: dict[str, File]
             raise ValueError(f"{shape} {start} {stop}")
     except (KeyError, TypeError, ValueError) as fault:
         raise CheckpointError(f"{folder / file}: what its header says of {name!r} cannot be: {fault}") from None
-    piece = Piece(file, tuple((0, n) for n in shape), files[file].header + start, stop - start, None)
-    entry = Entry(dtype, shape, (piece,))
+    piece = FilePiece(file, tuple((0, n) for n in shape), files[file].header + start, stop - start, None)
+    entry = IndexEntry(dtype, shape, (piece,))
     check_entry(folder / file, name, entry, files)
     return entry

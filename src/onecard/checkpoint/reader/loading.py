@@ -19,7 +19,7 @@ from onecard.checkpoint.reader import foreign, hugging_face, sharing
 from onecard.checkpoint.reader.changes import Change, nearest
 from onecard.checkpoint.reader.reading import Reader
 from onecard.checkpoint.reader.sharing import Filled
-from onecard.checkpoint.reader.targets import Walk, Want
+from onecard.checkpoint.reader.targets import StateWalk, Want
 from onecard.checkpoint.reader.virtual import Virtual
 from onecard.checkpoint.writer import saving
 from onecard.comm.agree.meeting import meet
@@ -48,7 +48,7 @@ def run(state: Any, path: Path, changes: Sequence[Change], missing: str, unexpec
             changes = hugging_face.conversion(state, list(index.tensors))
             index.state = dict(tree.flat(list(changing.apply(changes, _virtual(index))))) if changes else index.state
         tensors = changing.apply(changes, _virtual(index))
-        walk = Walk(tensors, Names(state), changes=changes)
+        walk = StateWalk(tensors, Names(state), changes=changes)
         if state is None:
             node = dict(tree.flat(list(tensors))) if changes else index.state
             result = walk.made(node, "")
@@ -105,7 +105,7 @@ def open_any(path: Path) -> Index:
     )
 
 
-def _complaints(walk: Walk, index: Index, missing: str, left: Sequence[str], dtype: str) -> str:
+def _complaints(walk: StateWalk, index: Index, missing: str, left: Sequence[str], dtype: str) -> str:
     """All that does not fit, in words."""
     found = []
     lacking = walk.lacking() if missing == "error" else []
@@ -132,7 +132,7 @@ def _complaints(walk: Walk, index: Index, missing: str, left: Sequence[str], dty
     return "\n".join(found[:_SHOWN] + more)
 
 
-def _unexpected(walk: Walk, where: str, left: Sequence[str]) -> str:
+def _unexpected(walk: StateWalk, where: str, left: Sequence[str]) -> str:
     named, tensors = [f"{name!r}" for name in left[:_SHOWN]], sum(name in walk.tensors for name in left)
     return (
         f"{where} has {_counted(tensors, len(left) - tensors)} without a place in the state: {', '.join(named)}; "
@@ -151,7 +151,7 @@ def _check_words(**given: tuple[str, str, str]) -> None:
             raise CheckpointError(f"{name}={value!r}: want {allowed[0]!r} or {allowed[1]!r}")
 
 
-def _read(walk: Walk, reader: Reader) -> None:
+def _read(walk: StateWalk, reader: Reader) -> None:
     """Fill what is wanted, in the order of the files."""
     todo: dict[Any, Filled] = {}
     after = []
@@ -171,7 +171,7 @@ def _read(walk: Walk, reader: Reader) -> None:
             act()
 
 
-def _memory(walk: Walk) -> list[Filled]:
+def _memory(walk: StateWalk) -> list[Filled]:
     """What is read into memory that may be another's too."""
     found = []
     for want in walk.wants:
@@ -206,7 +206,7 @@ def _places(want: Want) -> tuple[Sequence[tuple[Box, Tensor]], Any]:
     return in_whole(local_holdings(x), want.part), None
 
 
-def _agree(walk: Walk | None, words: Sequence[Any]) -> None:
+def _agree(walk: StateWalk | None, words: Sequence[Any]) -> None:
     """All read the same, and what one rank has no place for is another's."""
     rank = next((r for r, (digest, _) in enumerate(words) if digest != words[0][0]), None)
     if rank is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.files import InputFile
 from onecard.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -74,7 +74,7 @@ def read_torch_file(path: Path) -> Any:
 
 def read_dcp(folder: Path) -> Any:
     """The state in a folder of ``torch.distributed.checkpoint``, of whole tensors."""
-    with Input(folder, METADATA) as file:
+    with InputFile(folder, METADATA) as file:
         if file.size > _LARGEST:
             raise CheckpointError(f"{file.path} has {file.size:,} bytes; metadata have at most {_LARGEST:,}")
         text = file.read(0, file.size)
@@ -114,7 +114,7 @@ def _item(folder: Path, info: Any) -> Any:
         raise CheckpointError(
             f"{folder}: {info.relative_path} was written with extensions (compression), which are not read"
         )
-    with Input(folder, str(info.relative_path)) as file:
+    with InputFile(folder, str(info.relative_path)) as file:
         if not 0 <= info.offset <= info.offset + info.length <= file.size:
             raise CheckpointError(
                 f"{file.path}: bytes {info.offset:,} to {info.offset + info.length:,} are not in it: it was cut off"

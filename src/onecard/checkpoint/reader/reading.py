@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from onecard.checkpoint.format.crc import crc32
-from onecard.checkpoint.format.files import Input
+from onecard.checkpoint.format.files import InputFile
 from onecard.checkpoint.format.folder import check_size
-from onecard.checkpoint.format.index import BLOCK, File, Piece
+from onecard.checkpoint.format.index import BLOCK, File, FilePiece
 from onecard.checkpoint.format.pieces import BUFFER, memory
 from onecard.checkpoint.reader.virtual import View, Virtual, stretches
 from onecard.errors import CheckpointError
@@ -27,7 +27,7 @@ class Reader:
 
     def __init__(self, folder: Path, files: dict[str, File], links: bool = False) -> None:
         self._folder, self._files, self._links = folder, files, links
-        self._open: dict[str, Input] = {}
+        self._open: dict[str, InputFile] = {}
         self._stack = ExitStack()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.bytes_read = 0
@@ -38,10 +38,10 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def file(self, name: str) -> Input:
+    def file(self, name: str) -> InputFile:
         """A file, checked when it is opened: its size, and what comes before the data."""
         if name not in self._open:
-            file, said = self._stack.enter_context(Input(self._folder, name, self._links)), self._files[name]
+            file, said = self._stack.enter_context(InputFile(self._folder, name, self._links)), self._files[name]
             check_size(file, said.size)
             if said.crc32 is not None:
                 header = file.read(0, said.header)
@@ -93,7 +93,7 @@ class Reader:
                 data = self._buffered(name, piece, first * item, count * item).view(dtype)
                 part.copy_(data.as_strided(part.shape, _strides(view.stored)))
 
-    def _straight(self, name: str, piece: Piece, start: int, out: Tensor) -> None:
+    def _straight(self, name: str, piece: FilePiece, start: int, out: Tensor) -> None:
         """A stretch of a piece into memory; blocks of which it has only a part go through the buffer."""
         data, file = memory(out), self.file(piece.file)
         if piece.crc32 is None:
@@ -113,7 +113,7 @@ class Reader:
                 data[at : at + take] = memory(self._buffered(name, piece, start + at, take))
                 at += take
 
-    def _buffered(self, name: str, piece: Piece, start: int, size: int) -> Tensor:
+    def _buffered(self, name: str, piece: FilePiece, start: int, size: int) -> Tensor:
         """Some bytes of a piece in the buffer, checked: with all of the blocks that they are in."""
         low, high = start, start + size
         if piece.crc32 is not None:
@@ -129,10 +129,10 @@ class Reader:
                 self._check(name, piece, block, data[block * BLOCK - low : (block + 1) * BLOCK - low])
         return held[start - low : start - low + size]
 
-    def _fill(self, file: Input, data: memoryview, offset: int) -> None:
+    def _fill(self, file: InputFile, data: memoryview, offset: int) -> None:
         self.bytes_read += file.read_into([data], offset)
 
-    def _check(self, name: str, piece: Piece, block: int, data: memoryview) -> None:
+    def _check(self, name: str, piece: FilePiece, block: int, data: memoryview) -> None:
         assert piece.crc32 is not None
         if f"{crc32(data):08x}" != piece.crc32[8 * block : 8 * block + 8]:
             start = piece.offset + block * BLOCK

@@ -44,7 +44,7 @@ class Want(NamedTuple):
 
 
 @dataclass(slots=True)
-class Walk:
+class StateWalk:
     """One walk over a state.
 
     Attributes:

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from onecard.checkpoint.format.index import Entry, Piece
+from onecard.checkpoint.format.index import FilePiece, IndexEntry
 from onecard.place import boxes
 from onecard.place.boxes import Box, meet, volume
 
@@ -26,7 +26,7 @@ class View:
     """
 
     box: Box
-    piece: Piece
+    piece: FilePiece
     stored: tuple[int, ...]
     start: tuple[int, ...]
     order: tuple[int, ...]
@@ -51,7 +51,7 @@ class Virtual:
     views: tuple[View, ...]
 
     @staticmethod
-    def of(entry: Entry) -> Virtual:
+    def of(entry: IndexEntry) -> Virtual:
         """The tensor as it was saved."""
         order = tuple(range(len(entry.shape)))
         return Virtual(

@@ -20,9 +20,9 @@ from typing import Any
 
 from onecard._version import __version__
 from onecard.checkpoint.format import files, folder, merging, tree
-from onecard.checkpoint.format.index import Entry, File, Index, Piece, to_bytes
+from onecard.checkpoint.format.index import File, FilePiece, Index, IndexEntry, to_bytes
 from onecard.checkpoint.format.objects import Names, unfold
-from onecard.checkpoint.format.pieces import Share, Source, complete, plan, sample, sources_of
+from onecard.checkpoint.format.pieces import Share, StateTensor, complete, plan, sample, sources_of
 from onecard.checkpoint.writer import claim
 from onecard.checkpoint.writer.progress import Progress
 from onecard.checkpoint.writer.writing import Content, Staging, from_memory, write_shares
@@ -71,7 +71,7 @@ class Saving:
     def _begin(self, state: Any) -> tuple[Index, list[Share]]:
         """Look through the state, and make the folder ready: the first meeting."""
         index, error = Index(self.path, {}, {}, None, self._step), ""
-        sources: dict[str, Source] = {}
+        sources: dict[str, StateTensor] = {}
         try:
             index.state, sources = _look_through(state)
         except Exception as fault:
@@ -87,7 +87,7 @@ class Saving:
         if together is not None:
             index.state, sources = together["state"], complete(sources, together["tensors"])
         shares = plan(sources, world.get_world_size())
-        index.tensors = {name: Entry(s.dtype, s.shape, ()) for name, s in sources.items()}
+        index.tensors = {name: IndexEntry(s.dtype, s.shape, ()) for name, s in sources.items()}
         self._aliases = {name: s.alias for name, s in sources.items() if s.alias}
         return index, shares
 
@@ -127,16 +127,16 @@ class Saving:
         size = len(words)
         names = [folder.data_name(index.generation, rank, size) for rank in range(size)]
         index.files = {n: File(w["size"], w["header"], w["crc32"]) for n, w in zip(names, words, strict=True) if w}
-        pieces: dict[str, list[Piece]] = {name: [] for name in index.tensors}
+        pieces: dict[str, list[FilePiece]] = {name: [] for name in index.tensors}
         at = [0] * size
         for share in shares:
             word, i = words[share.rank], at[share.rank]
-            piece = Piece(names[share.rank], share.box, word["starts"][i], share.nbytes, word["sums"][i])
+            piece = FilePiece(names[share.rank], share.box, word["starts"][i], share.nbytes, word["sums"][i])
             pieces[share.source.name].append(piece)
             at[share.rank] += 1
         for name, entry in index.tensors.items():
             of = self._aliases.get(name, name)
-            index.tensors[name] = Entry(entry.dtype, entry.shape, tuple(pieces[of]))
+            index.tensors[name] = IndexEntry(entry.dtype, entry.shape, tuple(pieces[of]))
         index.about = {"onecard": __version__, "ranks": size}
         try:
             folder.commit(self.path, to_bytes(index))
@@ -189,11 +189,13 @@ def start(state: Any, path: Path, root: Path, step: int | None, keep: int | None
     return saving
 
 
-def save_alone(path: Path, node: Any, sources: dict[str, Source], content: Callable[[list[Share]], Content]) -> None:
+def save_alone(
+    path: Path, node: Any, sources: dict[str, StateTensor], content: Callable[[list[Share]], Content]
+) -> None:
     """Save in this process, whatever the others do: the work of ``convert``, whose tensors come from files."""
     saving = Saving(path, path, None, None)
     shares = plan(sources, 1)
-    entries = {name: Entry(s.dtype, s.shape, ()) for name, s in sources.items()}
+    entries = {name: IndexEntry(s.dtype, s.shape, ()) for name, s in sources.items()}
     index = Index(path, {}, entries, node)
     try:
         index.generation, _ = saving._prepare([("", None)]) or (0, None)
@@ -241,7 +243,7 @@ def _say_failures() -> None:
             print(f"onecard: {saving._error}", file=sys.stderr)
 
 
-def _look_through(state: Any) -> tuple[Any, dict[str, Source]]:
+def _look_through(state: Any) -> tuple[Any, dict[str, StateTensor]]:
     tensors: dict[str, Any] = {}
 
     def take(name: str, x: Any) -> None:
@@ -253,7 +255,7 @@ def _look_through(state: Any) -> tuple[Any, dict[str, Source]]:
     return node, sources_of(tensors)
 
 
-def _description(node: Any, sources: dict[str, Source]) -> list[tuple[str, str]]:
+def _description(node: Any, sources: dict[str, StateTensor]) -> list[tuple[str, str]]:
     """What all ranks must have alike, in words: each tensor, and each other value."""
     if world.get_world_size() == 1:
         return []
@@ -266,11 +268,11 @@ def _description(node: Any, sources: dict[str, Source]) -> list[tuple[str, str]]
     return said + sorted((path, json.dumps(value)) for path, value in tree.values(node))
 
 
-def _is_plain(source: Source) -> bool:
+def _is_plain(source: StateTensor) -> bool:
     return source.layout is None and not source.apart
 
 
-def _own(node: Any, sources: dict[str, Source]) -> dict[str, Any] | None:
+def _own(node: Any, sources: dict[str, StateTensor]) -> dict[str, Any] | None:
     """What this rank alone can say; None if all is said by what all ranks have alike."""
     words = {name: source.own_words() for name, source in sources.items() if source.apart}
     return {"state": node, "tensors": words} if words or merging.is_spread(node) else None

@@ -41,7 +41,7 @@ def preempted() -> bool:
         layout = Layout.replicated(mesh, 1)
         step = Step("all_reduce", 0, layout, layout, bytes=mine.nbytes, seconds=machine.here.message(mine.nbytes))
         line = record.user_line()
-        record.tell(record.Message(step, "preempted", "signal", (1,), "any rank's counts", line, explicit=True))
+        record.tell(record.Notice(step, "preempted", "signal", (1,), "any rank's counts", line, explicit=True))
     record.serving.here = ("preempted", "signal", (1,))
     return bool(collectives.all_reduce(mine, groups.group(mesh, 0), "max").item())
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onecard.checkpoint.format.crc import crc32
-from onecard.checkpoint.format.files import Output
+from onecard.checkpoint.format.files import OutputFile
 from onecard.checkpoint.format.index import BLOCK, CODES
 from onecard.checkpoint.format.pieces import Share, chunks, memory
 
@@ -59,7 +59,7 @@ def _key(share: Share, table: dict[str, Any]) -> str:
 def write_shares(path: Path, shares: Sequence[Share], content: Content, told: Callable[[int], None]) -> dict[str, Any]:
     """Write the file; ``told`` hears of the bytes as they are written. Returns what the index needs to know."""
     header, starts = header_of(shares)
-    with Output(path) as file:
+    with OutputFile(path) as file:
         file.write(header)
         sums = []
         for i in range(len(shares)):
@@ -73,7 +73,7 @@ def write_shares(path: Path, shares: Sequence[Share], content: Content, told: Ca
     }
 
 
-def _write(file: Output, stretches: Iterable[Tensor], told: Callable[[int], None]) -> str:
+def _write(file: OutputFile, stretches: Iterable[Tensor], told: Callable[[int], None]) -> str:
     """Write stretches of bytes one after another; the checksums of their blocks."""
     sums, running, at = [], 0, 0
     for stretch in stretches:

@@ -36,7 +36,7 @@ _SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _AT = "check/at"
 
 _counts: Kept[dict[tuple[int, ...], int]] = Kept(dict)
-_said: Kept[list[record.Message]] = Kept(list)
+_said: Kept[list[record.Notice]] = Kept(list)
 _switched: list[Callable[[], None]] = []
 
 
@@ -162,7 +162,7 @@ def agreed(call: str, ranks: Iterable[int], cure: str) -> None:
         _stop(_out_of_step(found, cure))
 
 
-def _listen(message: record.Message) -> None:
+def _listen(message: record.Notice) -> None:
     """Remember which operator the next collectives are for: those of one operand are announced before they run."""
     last = _said.here[-1] if _said.here else None
     if last is not None and (last.operator, last.operand, last.source) != (

@@ -24,14 +24,14 @@ _MASK = 0xFFFFFFFFFFFF
 
 
 @dataclass(slots=True)
-class Progress:
+class SilentProgress:
     """What some ranks do together that sends nothing, such as reading batches: a hash of it, and the last in words."""
 
     chain: int = 0
     text: str = ""
 
 
-_progress: Kept[dict[frozenset[int], Progress]] = Kept(dict)
+_progress: Kept[dict[frozenset[int], SilentProgress]] = Kept(dict)
 _codes: dict[Any, int] = {}
 latest: Kept[Clock | None] = Kept(lambda: None)
 """That of the last message that did not carry the number itself."""
@@ -40,7 +40,7 @@ latest: Kept[Clock | None] = Kept(lambda: None)
 def mark(ranks: Iterable[int], text: str) -> None:
     """Note that these ranks do something in step, which no message shows."""
     if sparse_check.on.here and world.get_world_size() > 1:
-        progress = _progress.here.setdefault(frozenset(ranks), Progress())
+        progress = _progress.here.setdefault(frozenset(ranks), SilentProgress())
         progress.chain = _mixed(progress.chain, zlib.crc32(text.encode()))
         progress.text = text
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from onecard.comm.base.state import Kept
 
-__all__ = ["Board", "Entry", "board", "describe", "last_words", "out_of_step", "overtaken", "rank_text", "read"]
+__all__ = ["Board", "FlightEntry", "board", "describe", "last_words", "out_of_step", "overtaken", "rank_text", "read"]
 
 _MAGIC = b"onecard1"
 _CURRENT = len(_MAGIC)  # one byte after it: which of two slots holds the entry
@@ -43,7 +43,7 @@ board: Kept[Board | None] = Kept(lambda: None)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FlightEntry:
     """The last collective that a rank entered.
 
     `seq` counts the collectives of the rank (0: it entered none yet), `group_seq` those of this very group, which is told
@@ -135,7 +135,7 @@ class Board:
         self._written[slot] = group
 
 
-def read(path: str | os.PathLike[str]) -> Entry:
+def read(path: str | os.PathLike[str]) -> FlightEntry:
     """Reads the board at `path`, from any process. Raises OSError, or ValueError when the file is not a board."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size != _SIZE or file.read(len(_MAGIC)) != _MAGIC:
@@ -150,10 +150,10 @@ def read(path: str | os.PathLike[str]) -> Entry:
         return entry
 
 
-def _unpack(memory: mmap.mmap, start: int) -> Entry:
+def _unpack(memory: mmap.mmap, start: int) -> FlightEntry:
     seq, group_seq, nbytes, when, inside, group, size, name = _HEAD.unpack_from(memory, start)
     ranks = struct.unpack_from(f"={min(size, _ROOM)}I", memory, start + _HEAD.size)
-    return Entry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when, group)
+    return FlightEntry(seq, group_seq, name.rstrip(b"\0").decode(errors="replace"), ranks, nbytes, inside, when, group)
 
 
 def rank_text(ranks: Sequence[int]) -> str:
@@ -172,7 +172,7 @@ def rank_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
-def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[tuple[int, ...], int], int]]) -> list[int]:
+def overtaken(entry: FlightEntry, finished: Mapping[int, Mapping[tuple[tuple[int, ...], int], int]]) -> list[int]:
     """Returns the ranks that can never join the collective in which `entry` waits.
 
     `finished` maps each rank that has ended to its `Board.counts`: a rank that ended after fewer collectives on the
@@ -192,7 +192,7 @@ def overtaken(entry: Entry, finished: Mapping[int, Mapping[tuple[tuple[int, ...]
 _ALIKE = ("all_reduce", "all_gather", "broadcast")  # collectives to which every rank brings as many bytes
 
 
-def out_of_step(boards: Mapping[int, Entry], inside: bool = True) -> list[int]:
+def out_of_step(boards: Mapping[int, FlightEntry], inside: bool = True) -> list[int]:
     """Returns ranks that wait at the same place of one group in different collectives, or with different sizes.
 
     Their counts are equal, so they mean the same message: they will never understand each other. Not `inside`: also ranks
@@ -213,7 +213,7 @@ def out_of_step(boards: Mapping[int, Entry], inside: bool = True) -> list[int]:
     return sorted(rank for ranks in differ.values() for rank in ranks)
 
 
-def last_words(boards: Mapping[int, Entry], ranks: Sequence[int]) -> str:
+def last_words(boards: Mapping[int, FlightEntry], ranks: Sequence[int]) -> str:
     """Says which collective each of some ranks was last in, and with how many bytes.
 
     >>> print(last_words({0: Entry(3, 3, "all_reduce", (0, 1), 64), 1: Entry(3, 3, "all_reduce", (0, 1), 48)}, [0, 1]))
@@ -223,7 +223,7 @@ def last_words(boards: Mapping[int, Entry], ranks: Sequence[int]) -> str:
     return "\n".join(f"  rank {rank}: {boards[rank]}, {boards[rank].nbytes} bytes" for rank in ranks)
 
 
-def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:
+def describe(boards: Mapping[int, FlightEntry], now: float | None = None) -> str:
     """Says which ranks wait in which collective, which rank is missing from it, and where that rank is instead.
 
     `boards` maps each global rank of this host to its entry; `now` (`time.monotonic()`) adds how long ago.
@@ -242,7 +242,7 @@ def describe(boards: Mapping[int, Entry], now: float | None = None) -> str:
     return "\n".join(line for inside in waits.values() for line in _describe_wait(inside, boards, now))
 
 
-def _describe_wait(inside: list[int], boards: Mapping[int, Entry], now: float | None) -> list[str]:
+def _describe_wait(inside: list[int], boards: Mapping[int, FlightEntry], now: float | None) -> list[str]:
     entry = boards[inside[0]]
     verb = "waits" if len(inside) == 1 else "wait"
     sizes = sorted({boards[rank].nbytes for rank in inside})
@@ -255,11 +255,11 @@ def _describe_wait(inside: list[int], boards: Mapping[int, Entry], now: float | 
     return lines
 
 
-def _sizes(ranks: Sequence[int], boards: Mapping[int, Entry]) -> str:
+def _sizes(ranks: Sequence[int], boards: Mapping[int, FlightEntry]) -> str:
     return ", ".join(f"{boards[rank].nbytes} bytes on rank {rank}" for rank in ranks)
 
 
-def _whereabouts(wanted: Entry, entry: Entry | None, now: float | None) -> str:
+def _whereabouts(wanted: FlightEntry, entry: FlightEntry | None, now: float | None) -> str:
     if entry is None:
         return "is not watched from here (another host, or it never started)"
     if entry.seq == 0:

@@ -28,7 +28,7 @@ _NOT_USERS = tuple({str(name) for path in (_PACKAGE, _ENGINE) for name in (path,
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Notice:
     """One step that is about to run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Message:
     tensors: int = 1
 
 
-observers: Kept[list[Callable[[Message], None]]] = Kept(list)
+observers: Kept[list[Callable[[Notice], None]]] = Kept(list)
 
 serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
 """What the messages under way are for: the operator, its operand, the whole shape. Equal on all ranks that are in step."""
@@ -83,7 +83,7 @@ def asked_by_user() -> bool:
     return frame is not None and not frame.f_code.co_filename.startswith(str(_PACKAGE / "comm"))
 
 
-def tell(message: Message) -> None:
+def tell(message: Notice) -> None:
     """Show a message to every observer; one may raise to forbid it."""
     for observer in list(observers.here):
         observer(message)

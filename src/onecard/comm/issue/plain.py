@@ -224,4 +224,4 @@ def tell(
     if dim >= 0 and (length >= 0 or dim == to_dim):
         shape[dim] = length
     line = record.user_line()
-    record.tell(record.Message(step, call, peer, tuple(shape), "the program asks for it", line, explicit=True))
+    record.tell(record.Notice(step, call, peer, tuple(shape), "the program asks for it", line, explicit=True))

@@ -15,7 +15,7 @@ import numpy as np
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.reduction import Array, Numbers, view
 from onecard.comm.shm.relay import relay
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.signature import CollectiveSignature
 
 DIRECT = 32 * 1024
 """Bytes up to which every rank reduces everything itself: one crossing, and n times the reading."""
@@ -29,12 +29,14 @@ Pieces = Sequence[tuple[int, int]]
 _move = ctypes.memmove
 
 
-def barrier(channel: Channel, signature: Signature, deadline: float) -> None:
+def barrier(channel: Channel, signature: CollectiveSignature, deadline: float) -> None:
     """Nobody leaves before all have come."""
     channel.meet(signature, deadline)
 
 
-def all_reduce(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool = True) -> None:
+def all_reduce(
+    channel: Channel, signature: CollectiveSignature, deadline: float, numbers: Numbers, receive: bool = True
+) -> None:
     """Reduces in place on every rank (without `receive`: takes part, and keeps its own)."""
     size = numbers.count * numbers.itemsize
     if size <= DIRECT:
@@ -104,7 +106,7 @@ class _Chunk:
 
 def all_gather(
     channel: Channel,
-    signature: Signature,
+    signature: CollectiveSignature,
     deadline: float,
     source: int,
     sizes: Sequence[int],
@@ -135,7 +137,7 @@ def all_gather(
 
 def all_to_all(
     channel: Channel,
-    signature: Signature,
+    signature: CollectiveSignature,
     deadline: float,
     sources: Sequence[Pieces],
     targets: Sequence[Pieces],
@@ -198,7 +200,12 @@ def _check_tables(channel: Channel, turn: int, received: Sequence[int]) -> int:
 
 
 def reduce_scatter(
-    channel: Channel, signature: Signature, deadline: float, sources: Sequence[int], counts: Sequence[int], out: Numbers
+    channel: Channel,
+    signature: CollectiveSignature,
+    deadline: float,
+    sources: Sequence[int],
+    counts: Sequence[int],
+    out: Numbers,
 ) -> None:
     """Reduces `counts[r]` elements, which lie at `sources[r]` on every rank, to rank r's `out`."""
     rank, size, item = channel.rank, channel.size, out.itemsize

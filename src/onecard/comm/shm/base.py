@@ -16,7 +16,7 @@ from torch import Tensor
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.other_devices import OtherDevices
 from onecard.comm.shm.segment import FAILED
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.signature import CollectiveSignature
 from onecard.comm.shm.work import Body, ShmWork, WorkQueue
 from onecard.errors import CommunicationError
 
@@ -86,8 +86,10 @@ class Collectives(OtherDevices):
         seconds = given.total_seconds() if given is not None else 0.0
         return seconds if seconds > 0 else self._timeout
 
-    def _sign(self, kind: str, count: int = 0, like: Tensor | None = None, op: str = "", root: int = -1) -> Signature:
+    def _sign(
+        self, kind: str, count: int = 0, like: Tensor | None = None, op: str = "", root: int = -1
+    ) -> CollectiveSignature:
         self._seq += 1
-        return Signature(
+        return CollectiveSignature(
             self._seq, kind, count, torch.uint8 if like is None else like.dtype, op, root, stamp=self.stamp
         )

@@ -26,7 +26,7 @@ from onecard.comm.shm.segment import (
     Segment,
     rank_word,
 )  # fmt: skip
-from onecard.comm.shm.signature import SIZE, Signature, describe, number
+from onecard.comm.shm.signature import SIZE, CollectiveSignature, describe, number
 from onecard.errors import CommunicationError
 
 MISMATCH = "the ranks call different collectives"
@@ -51,7 +51,7 @@ class Channel:
         self.failure: str | None = None
         self._step = self._calls = 0
         self._called = True
-        self._signature: Signature | None = None
+        self._signature: CollectiveSignature | None = None
         self._words = segment.words
         self._mine = rank_word(rank, STEP)
         self._others = tuple(rank_word(r, STEP) for r in range(self.size) if r != rank)
@@ -75,7 +75,7 @@ class Channel:
         starts = range(0, self.segment.plan.chunk - size + 1, size)
         return [slot + start for slots in self._slots for slot in slots for start in starts][:count]
 
-    def meet(self, signature: Signature, deadline: float, table: bytes = b"") -> None:
+    def meet(self, signature: CollectiveSignature, deadline: float, table: bytes = b"") -> None:
         """The first step of a collective: crosses, and checks that all ranks are here for the same thing.
 
         `table` (8 bytes for each rank) travels along without being compared. Raises CommunicationError.

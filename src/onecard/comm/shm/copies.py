@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecard.comm.shm import algorithms, tensors
 from onecard.comm.shm.base import Collectives, in_turn
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.signature import CollectiveSignature
 from onecard.comm.shm.work import Body
 
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -50,7 +50,7 @@ class Copies(Collectives):
         return self._gathering(signature, tensor if sender else None, [tensor] * self.size(), sizes)
 
     def _gathering(
-        self, signature: Signature, source: Tensor | None, targets: list[Tensor] | None, sizes: Sequence[int]
+        self, signature: CollectiveSignature, source: Tensor | None, targets: list[Tensor] | None, sizes: Sequence[int]
     ) -> Body:
         """Brings each rank's `source` to `targets[rank]`; `sizes` in bytes, 0 for those that send nothing."""
         channel = self._channel
@@ -193,7 +193,9 @@ class Copies(Collectives):
 
         return self._start(body, [output], opts)
 
-    def _exchange(self, signature: Signature, sent: Sequence[Tensor], received: Sequence[Tensor | None]) -> Body:
+    def _exchange(
+        self, signature: CollectiveSignature, sent: Sequence[Tensor], received: Sequence[Tensor | None]
+    ) -> Body:
         """Sends `sent[rank]` to each rank (none at all: nothing), fills `received[rank]` from it."""
         channel, nothing = self._channel, [()] * self.size()
 

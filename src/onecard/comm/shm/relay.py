@@ -13,7 +13,7 @@ import numpy as np
 
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.reduction import Array, Numbers, view
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.signature import CollectiveSignature
 
 BLOCK = 128 * 1024
 """Bytes that a core's cache holds twice."""
@@ -24,7 +24,7 @@ CHUNK = 512 * 1024
 _move = np.copyto
 
 
-def relay(channel: Channel, signature: Signature, deadline: float, numbers: Numbers, receive: bool) -> None:
+def relay(channel: Channel, signature: CollectiveSignature, deadline: float, numbers: Numbers, receive: bool) -> None:
     """Reduces in place on every rank (without `receive`: takes part, and keeps its own)."""
     _Relay(channel, numbers, receive).run(signature, deadline)
 
@@ -55,7 +55,7 @@ class _Relay:
         self.fold_in = numbers.fold.add if self.rank else numbers.fold.begin
         self.position = 0
 
-    def run(self, signature: Signature, deadline: float) -> None:
+    def run(self, signature: CollectiveSignature, deadline: float) -> None:
         channel = self.channel
         channel.advance(0)
         channel.meet(signature, deadline)  # nobody reads the slots any more, and all are at 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from onecard.comm.shm import futex, peers
 from onecard.comm.shm.channel import Channel
-from onecard.comm.shm.segment import GONE, PID, STATE, VERDICT, Plan, Segment, rank_word
+from onecard.comm.shm.segment import GONE, PID, STATE, VERDICT, Segment, SegmentLayout, rank_word
 
 _UNDECIDED, _YES, _NO = 0, 1, 2
 _PROOF = 4 * 4  # bytes from the start of the segment, within the first line
@@ -34,7 +34,7 @@ def connect(store: Any, rank: int, ranks: Sequence[int], timeout: float) -> Chan
         CommunicationError: a rank did not come in time.
     """
     if len(ranks) == 1:
-        channel = Channel(Segment.private(Plan(1)), 0, ranks)
+        channel = Channel(Segment.private(SegmentLayout(1)), 0, ranks)
         channel.enter()
         return channel
     deadline = time.monotonic() + timeout
@@ -48,7 +48,7 @@ def _lead(store: Any, ranks: Sequence[int], deadline: float) -> Channel:
     try:
         if not futex.available():
             raise OSError("no futexes on this system")
-        segment, descriptor = Segment.create(Plan(len(ranks)))
+        segment, descriptor = Segment.create(SegmentLayout(len(ranks)))
     except (OSError, AttributeError, ValueError) as error:
         store.set("segment", json.dumps({"refused": f"rank {ranks[0]} cannot make shared memory: {error}"}))
         raise Refused(f"rank {ranks[0]} cannot make shared memory: {error}") from error
@@ -123,7 +123,7 @@ def _map(offer: dict[str, Any], size: int) -> Segment:
         raise OSError("they run on different hosts, or in containers that do not see each other's processes")
     if not futex.available():
         raise OSError("no futexes on this system")
-    segment = Segment.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", Plan(size, offer["chunk"], offer["ring"]))
+    segment = Segment.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", SegmentLayout(size, offer["chunk"], offer["ring"]))
     if bytes(segment.bytes[_PROOF : _PROOF + 32]) != offer["proof"].encode():
         raise OSError("the memory that was found is not the one that was offered")
     return segment

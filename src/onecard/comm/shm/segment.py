@@ -40,7 +40,7 @@ def _round(size: int, to: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SegmentLayout:
     """Where things lie, in bytes from the start, for `size` ranks that move `chunk` bytes a step."""
 
     size: int
@@ -112,7 +112,7 @@ class Segment:
         base: its address in this process.
     """
 
-    def __init__(self, memory: mmap.mmap, plan: Plan) -> None:
+    def __init__(self, memory: mmap.mmap, plan: SegmentLayout) -> None:
         self.plan = plan
         self._memory = memory
         self.bytes = memoryview(memory)
@@ -121,7 +121,7 @@ class Segment:
         self.base = ctypes.addressof(self._anchor)
 
     @classmethod
-    def create(cls, plan: Plan) -> tuple[Segment, int]:
+    def create(cls, plan: SegmentLayout) -> tuple[Segment, int]:
         """A new segment and its descriptor, which is open until everybody has mapped it. Raises OSError."""
         descriptor = os.memfd_create("onecard-shm", os.MFD_CLOEXEC)
         try:
@@ -133,7 +133,7 @@ class Segment:
             raise
 
     @classmethod
-    def open(cls, path: str, plan: Plan) -> Segment:
+    def open(cls, path: str, plan: SegmentLayout) -> Segment:
         """Maps the segment of another process. Raises OSError, or ValueError when it is smaller than planned."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -142,7 +142,7 @@ class Segment:
             os.close(descriptor)
 
     @classmethod
-    def private(cls, plan: Plan) -> Segment:
+    def private(cls, plan: SegmentLayout) -> Segment:
         """A segment for a group of one."""
         return cls(mmap.mmap(-1, plan.total), plan)
 

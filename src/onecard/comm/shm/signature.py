@@ -22,7 +22,7 @@ _DTYPE = {dtype: index for index, dtype in enumerate(dict.fromkeys(DTYPES))}
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(DTYPES))
 
 
-class Signature(NamedTuple):
+class CollectiveSignature(NamedTuple):
     """A collective: its number in the group, what it does, and on how many elements of what.
 
     `elements` is -1 where ranks may differ (their tables are compared instead); `extra` tells apart what the other

@@ -10,7 +10,7 @@ from torch import Tensor
 from onecard._torch import names as _torch
 from onecard.comm.shm import algorithms
 from onecard.comm.shm.channel import Channel
-from onecard.comm.shm.signature import Signature
+from onecard.comm.shm.signature import CollectiveSignature
 from onecard.comm.shm.work import Body
 from onecard.errors import CommunicationError
 
@@ -49,7 +49,9 @@ def _width(tensor: Tensor) -> int:
     return count
 
 
-def _gather(channel: Channel, sign: Signature, deadline: float, mine: Tensor, counts: list[int]) -> list[Tensor]:
+def _gather(
+    channel: Channel, sign: CollectiveSignature, deadline: float, mine: Tensor, counts: list[int]
+) -> list[Tensor]:
     mine = mine.contiguous()
     parts = [torch.empty(count, dtype=mine.dtype) for count in counts]
     sizes = [part.nbytes for part in parts]

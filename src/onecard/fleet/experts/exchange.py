@@ -24,7 +24,7 @@ _CALL, _BACK = "tokens to experts", "tokens from experts"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowCounts:
     """How many rows travel.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sizes:
         return [sum(rows) for rows in zip(*self.come, strict=True)]
 
 
-def sizes_of(counts: Tensor, owned: Sequence[int], group: Ranks) -> Sizes:
+def sizes_of(counts: Tensor, owned: Sequence[int], group: Ranks) -> RowCounts:
     """What every rank sends, from each rank's numbers of rows for all experts. The host waits for them here.
 
     Args:
@@ -70,12 +70,12 @@ def sizes_of(counts: Tensor, owned: Sequence[int], group: Ranks) -> Sizes:
         )
     spans = [slice(begin, end) for begin, end in pairwise(bounds)]
     mine = spans[group.index]
-    return Sizes(
+    return RowCounts(
         group, tuple(tuple(rows[group.index][span]) for span in spans), tuple(tuple(row[mine]) for row in rows)
     )
 
 
-def balanced_sizes(rows: int, owned: Sequence[int], group: Ranks) -> Sizes:
+def balanced_sizes(rows: int, owned: Sequence[int], group: Ranks) -> RowCounts:
     """The sizes of a world without data: every expert is chosen alike.
 
     Example:
@@ -86,18 +86,18 @@ def balanced_sizes(rows: int, owned: Sequence[int], group: Ranks) -> Sizes:
     each = [rows // total + (i < rows % total) for i in range(total)]
     bounds = [*accumulate(owned, initial=0)]
     spans = [tuple(each[begin:end]) for begin, end in pairwise(bounds)]
-    return Sizes(group, tuple(spans), (spans[group.index],) * group.size)
+    return RowCounts(group, tuple(spans), (spans[group.index],) * group.size)
 
 
 # -- the way there and back --------------------------------------------------------------------------------------------
 
 
-def to_experts(rows: Tensor, sizes: Sizes) -> Tensor:
+def to_experts(rows: Tensor, sizes: RowCounts) -> Tensor:
     """Rows in the order of all experts -> the rows of all ranks for this one's experts, in their order."""
     return _travel(rows, Blocks(sizes.leave), Blocks(sizes.come, by_rank=False), sizes.group, _CALL)
 
 
-def from_experts(rows: Tensor, sizes: Sizes) -> Tensor:
+def from_experts(rows: Tensor, sizes: RowCounts) -> Tensor:
     """The way back of ``to_experts``."""
     return _travel(rows, Blocks(sizes.come, by_rank=False), Blocks(sizes.leave), sizes.group, _BACK)
 
@@ -125,7 +125,7 @@ class _Exchange(Function):
 class Departure:
     """Rows that are on their way to the experts while something else is computed; backward leaves theirs on its way, too."""
 
-    def __init__(self, rows: Tensor, sizes: Sizes) -> None:
+    def __init__(self, rows: Tensor, sizes: RowCounts) -> None:
         self._group = sizes.group
         self._handle: Handle | None = None
         self._leave, self._come = Blocks(sizes.leave), Blocks(sizes.come, by_rank=False)
@@ -212,7 +212,7 @@ def global_gather(x: Tensor, local_count: Tensor, global_count: Tensor, group: R
     return from_experts(x, sizes)
 
 
-def _given(x: Tensor, local: Tensor, whole: Tensor, group: Ranks | None, call: str, rows: Tensor) -> Sizes:
+def _given(x: Tensor, local: Tensor, whole: Tensor, group: Ranks | None, call: str, rows: Tensor) -> RowCounts:
     group = of_ranks() if group is None else group
     leave, come = local.reshape(-1).tolist(), whole.reshape(-1).tolist()
     if len(leave) != len(come) or not leave or len(leave) % group.size or sum(rows.reshape(-1).tolist()) != x.shape[0]:
@@ -222,4 +222,4 @@ def _given(x: Tensor, local: Tensor, whole: Tensor, group: Ranks | None, call: s
         )
     each = len(leave) // group.size
     by_rank = [tuple(map(tuple, (n[i : i + each] for i in range(0, len(n), each)))) for n in (leave, come)]
-    return Sizes(group, by_rank[0], by_rank[1])
+    return RowCounts(group, by_rank[0], by_rank[1])

@@ -18,7 +18,7 @@ from onecard.errors import FleetError
 from onecard.fleet.experts import exchange
 from onecard.fleet.experts.batch import Batch
 from onecard.fleet.experts.choices import Choices, to_rows, to_tokens
-from onecard.fleet.experts.exchange import Departure, Sizes
+from onecard.fleet.experts.exchange import Departure, RowCounts
 from onecard.fleet.experts.gates import BaseGate, GShardGate, NaiveGate, SwitchGate
 from onecard.fleet.experts.networks import ExpertList, GroupedExperts, build, group_of_experts, mark_experts
 from onecard.fleet.experts.statistics import Counts
@@ -184,7 +184,7 @@ class MoELayer(nn.Module):
             return self.experts(rows, counts)
         return recompute_hybrid(self.recompute_ctx, self.experts, rows, counts)
 
-    def _sizes(self, flat: Tensor) -> Sizes:
+    def _sizes(self, flat: Tensor) -> RowCounts:
         experts = sum(self.owned)
         if flat.is_meta or trace.faking() or not arrives():
             return exchange.balanced_sizes(flat.numel(), self.owned, self.group)
@@ -196,7 +196,7 @@ class MoELayer(nn.Module):
         self._tell(sizes, flat)
         return sizes
 
-    def _tell(self, sizes: Sizes, flat: Tensor) -> None:
+    def _tell(self, sizes: RowCounts, flat: Tensor) -> None:
         """Say before it is taken that this rank needs much more memory than its share."""
         rows, share = (
             sum(sizes.from_ranks()),

@@ -19,7 +19,7 @@ from onecard.fleet.gradients import sums as gradients
 from onecard.fleet.gradients.scaling import GradScaler
 from onecard.fleet.grid.strategy import DistributedStrategy
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
-from onecard.fleet.layers.tied_layers import Elsewhere
+from onecard.fleet.layers.tied_layers import LayersElsewhere
 from onecard.fleet.zero.local_parameter import has_users_hooks
 from onecard.pipeline import Action, Meter, Runner, Schedule, Timeline
 from onecard.pipeline.run.packets import batch_size, split
@@ -47,7 +47,7 @@ class PipelineParallel(DistributedModel):
         self._steps = strategy.pipeline_configs["accumulate_steps"]
         self._size = strategy.pipeline_configs["micro_batch_size"]
         self._plans: dict[int, Schedule] = {}
-        self._elsewhere = Elsewhere(module.descs, module.parameters())
+        self._elsewhere = LayersElsewhere(module.descs, module.parameters())
         routed = has_routers(module, module.group)
         self._runner = Runner(
             {stage: partial(routed_stage if routed else _stage, module, stage) for stage in module.stages},

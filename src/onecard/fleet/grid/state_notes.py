@@ -9,7 +9,7 @@ _NAME = "_onecard_notes"
 
 
 @dataclass
-class Noted:
+class StateNotes:
     """What stands on a state dict.
 
     Attributes:
@@ -22,13 +22,13 @@ class Noted:
     stages: list[tuple[str, list[list[int]]]] = field(default_factory=list)
 
 
-def note(state: Any) -> Noted:
+def note(state: Any) -> StateNotes:
     """The notes of a state dict, to be added to."""
     if not hasattr(state, "__dict__"):  # a plain dict, given by the caller of state_dict(destination=...)
-        return Noted()
-    return state.__dict__.setdefault(_NAME, Noted())
+        return StateNotes()
+    return state.__dict__.setdefault(_NAME, StateNotes())
 
 
-def noted(state: Any) -> Noted | None:
+def noted(state: Any) -> StateNotes | None:
     """The notes of a state dict; None if there are none."""
     return getattr(state, _NAME, None)

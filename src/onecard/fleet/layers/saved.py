@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onecard.checkpoint.format import portions
-from onecard.fleet.grid.state_notes import Noted, noted
+from onecard.fleet.grid.state_notes import StateNotes, noted
 from onecard.fleet.grid.topology import begun, get_hybrid_communicate_group
 from onecard.train.shard import Shard
 
 
 @dataclass(frozen=True)
-class Notes:
+class SavedNotes:
     """The notes of a state dict, for a checkpoint."""
 
-    noted: Noted
+    noted: StateNotes
     parts: Mapping[str, Shard] = field(default_factory=dict)
 
     def names(self, key: str) -> list[tuple[str, int]] | None:
@@ -36,11 +36,11 @@ class Notes:
         return None
 
 
-def _notes(state: Mapping[str, Any]) -> Notes | None:
+def _notes(state: Mapping[str, Any]) -> SavedNotes | None:
     found = noted(state)
     if found is None:
         return None
-    return Notes(found, {name: what for name, what in found.parts.items() if not what.is_all()})
+    return SavedNotes(found, {name: what for name, what in found.parts.items() if not what.is_all()})
 
 
 def _grid() -> dict[str, int]:

@@ -16,7 +16,7 @@ from onecard.fleet.layers.parameters import sum_over
 from onecard.tensor import DistTensor
 
 
-class Elsewhere:
+class LayersElsewhere:
     """Parameters of layers that other ranks have. The modules of the list are in this process as well, so that a layer of this
     rank can read them (a function that closes over one, a reference beside the registered ones): its gradient would be lost."""
 

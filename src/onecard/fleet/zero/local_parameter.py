@@ -26,10 +26,10 @@ from onecard.tensor import DistTensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec
 from onecard.tensor.watched import own_whole
-from onecard.train.zero.blocks import Blocks
+from onecard.train.zero.blocks import ParameterBlocks
 
 
-class Local:
+class PlainParameter:
     """What a plain parameter stands for.
 
     Attributes:
@@ -118,7 +118,7 @@ def _kind(of: Any) -> Any:
 
 def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
     """Make a plain parameter one whose gradient is its twin's. Hooks that it has see what they would see on one card."""
-    local = Local(p, twin, owner, whole)
+    local = PlainParameter(p, twin, owner, whole)
     for key, call in [*(p._backward_hooks or {}).items()]:
         if not is_ours(call):  # those watch a gradient that is the twin's from now on
             p._backward_hooks[key] = local.of_whole(call)
@@ -139,7 +139,7 @@ def become_local(p: Any, twin: Any, owner: Any, whole: bool) -> None:
 
 
 def of_local(p: Any) -> Any:
-    """What a plain parameter stands for (``Local``); None of others."""
+    """What a plain parameter stands for (``PlainParameter``); None of others."""
     return getattr(p, LOCAL, None) if isinstance(p, _Handing) else None
 
 
@@ -198,7 +198,7 @@ def _same(x: Tensor, memory: Tensor) -> bool:
     )
 
 
-class Places(dict[str, Any]):
+class FixedParameters(dict[str, Any]):
     """The parameters of a module, none of which may be exchanged for another."""
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -219,7 +219,7 @@ class Places(dict[str, Any]):
         return {name: copy.deepcopy(self[name], memo) for name in self}
 
     @staticmethod
-    def gathering(blocks: Blocks) -> Callable[[Any], Places]:
+    def gathering(blocks: ParameterBlocks) -> Callable[[Any], FixedParameters]:
         """Of modules whose parameters have no memory but while they are needed."""
         return lambda given: _Gathered(given, blocks)
 
@@ -229,7 +229,7 @@ class Layers(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         new = value is not None and any(
-            m._parameters and not isinstance(m._parameters, Places) for m in value.modules()
+            m._parameters and not isinstance(m._parameters, FixedParameters) for m in value.modules()
         )
         if new:
             raise FleetError(
@@ -244,10 +244,10 @@ class Layers(dict[str, Any]):
         return {name: copy.deepcopy(self[name], memo) for name in self}
 
 
-class _Gathered(Places):
+class _Gathered(FixedParameters):
     """Who asks for one by name computes with it, and has it gathered; who asks for all has the twins."""
 
-    def __init__(self, given: Any, blocks: Blocks) -> None:
+    def __init__(self, given: Any, blocks: ParameterBlocks) -> None:
         super().__init__(given)
         self._blocks = blocks
         self.plain = dict(given)  # for those who may not have them gathered

@@ -26,8 +26,8 @@ from onecard.fleet.gradients import holders, hooks
 from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, twin_of
 from onecard.fleet.grid import topology
 from onecard.fleet.zero.local_parameter import (
+    FixedParameters,
     Layers,
-    Places,
     become_local,
     local_gradient,
     mend,
@@ -35,7 +35,7 @@ from onecard.fleet.zero.local_parameter import (
     twin_parameter,
 )
 from onecard.tensor import DistTensor
-from onecard.train.zero.blocks import Blocks, BlockSpec, Hook, Piece, Policy
+from onecard.train.zero.blocks import BlockSpec, GatheredParameter, Hook, ParameterBlocks, Policy
 from onecard.train.zero.master import exchange_all
 from onecard.train.zero.optimizer import keep_laid_out
 from onecard.train.zero.reducer import Reducer, hook
@@ -74,14 +74,14 @@ class Sharded:
         for p, twin in self.twins.items():
             add_up_in(twin, accum)
             become_local(p, twin, self, whole=level != "p_g_os")
-        self.blocks: Blocks | None = None
+        self.blocks: ParameterBlocks | None = None
         if level == "p_g_os":
             pieces = {}
             for p, twin in self.twins.items():
                 spec, cut = twin._spec, stage.cut(twin)
                 if cut is not None:
-                    pieces[p] = Piece(own_part(cut), spec, p)
-            self.blocks = Blocks(model, pieces, policy, self.overlap, blocks)
+                    pieces[p] = GatheredParameter(own_part(cut), spec, p)
+            self.blocks = ParameterBlocks(model, pieces, policy, self.overlap, blocks)
         every = stage.stage > 1
         self.reducer = Reducer(everything, stage.cut, every, self.overlap, self._no_gradient, stage.reduce_dtype)
         whole = topology.begun() and group.ranks == topology.data_ranks().ranks  # else the norm is that over the group
@@ -91,7 +91,7 @@ class Sharded:
                 hooks.share_data(twin, group)
             hook(p, None, self._handing_on(p, twin))
         self._trained = {p: p.requires_grad for p in self.twins}
-        places = Places.gathering(self.blocks) if self.blocks is not None else Places
+        places = FixedParameters.gathering(self.blocks) if self.blocks is not None else FixedParameters
         for module in model.modules():
             module.__dict__["_parameters"] = places(module._parameters)
             module.__dict__["_modules"] = Layers(module._modules)

@@ -20,7 +20,7 @@ from onecard.train.shard import held
 divided: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 """Optimizers whose step ZeRO divides, and by which call."""
 _known: WeakKeyDictionary[Optimizer, dict[int, Looks]] = WeakKeyDictionary()
-_wholes: WeakKeyDictionary[Optimizer, Whole] = WeakKeyDictionary()
+_wholes: WeakKeyDictionary[Optimizer, WholeParameters] = WeakKeyDictionary()
 
 
 def begin(optimizer: Optimizer) -> None:
@@ -40,7 +40,7 @@ def begin(optimizer: Optimizer) -> None:
                 )
     parts = [p for i, group in enumerate(optimizer.param_groups) for p in _looked_at(optimizer, i, group)]
     if parts:
-        _wholes.setdefault(optimizer, Whole()).begin(optimizer, parts)
+        _wholes.setdefault(optimizer, WholeParameters()).begin(optimizer, parts)
 
 
 def end(optimizer: Optimizer) -> None:
@@ -90,7 +90,7 @@ def _perhaps(looks: Looks) -> str:
     return " (or so it must be taken: it could not be tried on small tensors)" if looks is Looks.UNTRIED else ""
 
 
-class Whole:
+class WholeParameters:
     """The whole parameters of one optimizer, which have memory only while it steps."""
 
     def __init__(self) -> None:

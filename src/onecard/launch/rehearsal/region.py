@@ -17,18 +17,18 @@ from onecard._torch import fakes
 from onecard._torch import names as _torch
 from onecard._torch.names import tree_leaves
 from onecard.comm.base import record
-from onecard.comm.base.record import Message
+from onecard.comm.base.record import Notice
 from onecard.comm.issue.message import COLLECTIVES
 from onecard.launch.rehearsal.region_recorder import RegionRecorder
 from onecard.static.capture.capture import holders
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
-from onecard.static.step.step import Input, Step
+from onecard.static.step.step import Input, RecordedStep
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
 
-class Enough(BaseException):
+class SecondStepEnded(BaseException):
     """Ends a program whose second step is written down."""
 
 
@@ -44,16 +44,16 @@ class Rehearsed:
         asked: for names of nodes that are messages of onecard's what needs them.
     """
 
-    step: Step
+    step: RecordedStep
     roots: tuple[nn.Module, ...]
     optimizer: Optimizer
     kinds: dict[fx.Node, str]
     gradients: frozenset[fx.Node]
     unpriced: tuple[str, ...]
-    asked: dict[str, Message]
+    asked: dict[str, Notice]
 
 
-class Region:
+class RehearsedSteps:
     """Waits for the first step, then writes down until the second one has ended.
 
     Attributes:
@@ -69,7 +69,7 @@ class Region:
         self._has_modules = self._armed = False
         self._stack = ExitStack()
 
-    def __enter__(self) -> Region:
+    def __enter__(self) -> RehearsedSteps:
         self._hooks = ExitStack()
         self._hooks.callback(register_module_forward_pre_hook(self._module).remove)
         self._hooks.enter_context(self.phases.watched(lambda optimizer: None, self._stepped))
@@ -101,7 +101,7 @@ class Region:
                 self._begin()
         elif self.recorder is not None:
             self._end()
-            raise Enough
+            raise SecondStepEnded
 
     def _begin(self) -> None:
         self._armed = False
@@ -136,7 +136,7 @@ class Region:
             )
             inputs.append(made)
             node.meta["input"] = made
-        step = Step("step", recorder.graph, tuple(inputs), (), None, (), None, (), ())
+        step = RecordedStep("step", recorder.graph, tuple(inputs), (), None, (), None, (), ())
         made_gradients = frozenset(node for x, node in alive if kinds.get(_memory(x)) == "gradients")
         self.found = Rehearsed(
             step,

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from onecard._torch import names as _torch
 from onecard._torch.names import TorchDispatchMode, tree_leaves
-from onecard.comm.base.record import Message
+from onecard.comm.base.record import Notice
 from onecard.comm.issue import again
 from onecard.comm.world import world
 from onecard.launch.rehearsal.values import holds_others
@@ -75,8 +75,8 @@ class RegionRecorder(Recorder):
     """
 
     def __init__(self, phases: Phases) -> None:
-        self.asked: dict[str, Message] = {}
-        self._told: list[Message] = []
+        self.asked: dict[str, Notice] = {}
+        self._told: list[Notice] = []
         self._filled: dict[int, fx.Node] = {}
         self._named: dict[int, set[int]] = {}
         super().__init__(_Anything(), phases)
@@ -87,7 +87,7 @@ class RegionRecorder(Recorder):
         self._lines: dict[tuple[int, ...], again.Line] = {}
         self._started: dict[int, tuple[Any, fx.Node]] = {}
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Notice) -> None:
         """An observer: what is about to be sent, if anything, and what for."""
         if message.step.bytes:
             self._told.append(message)

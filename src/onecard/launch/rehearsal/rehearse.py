@@ -14,11 +14,11 @@ from unittest.mock import patch
 from onecard.comm.base.record import _NOT_USERS
 from onecard.comm.world.pretend import pretend
 from onecard.errors import OnecardError
-from onecard.launch.rehearsal.region import Enough, Region, Rehearsed
+from onecard.launch.rehearsal.region import Rehearsed, RehearsedSteps, SecondStepEnded
 from onecard.launch.rehearsal.stage import stage
-from onecard.launch.rehearsal.values import Calls, Values
+from onecard.launch.rehearsal.values import RehearsedCalls, RehearsedValues
 from onecard.machine.cost import Machine
-from onecard.planning.program import Program
+from onecard.planning.program import HeardProgram
 from onecard.static.price.price import Cost, cost
 
 
@@ -27,7 +27,7 @@ class RehearsalError(OnecardError, RuntimeError):
 
 
 def rehearse(
-    script: Path, arguments: Sequence[str], world: int, rank: int, machine: Machine, program: Program | None = None
+    script: Path, arguments: Sequence[str], world: int, rank: int, machine: Machine, program: HeardProgram | None = None
 ) -> tuple[Rehearsed, Cost]:
     """The second step of a program, as one rank of a world runs it.
 
@@ -38,14 +38,14 @@ def rehearse(
     Raises:
         RehearsalError: the line that stopped it.
     """
-    region = Region()
+    region = RehearsedSteps()
     with ExitStack() as stack:
         stack.enter_context(patch.object(sys, "argv", [str(script), *arguments]))
         stack.enter_context(patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
         stack.enter_context(pretend(world, rank, machine, fake=True))
         stack.enter_context(stage(world, rank, machine.per_host))
-        values = Values()
-        calls = Calls(values)
+        values = RehearsedValues()
+        calls = RehearsedCalls(values)
         stack.enter_context(values)
         stack.enter_context(calls)
         stack.enter_context(region)
@@ -54,7 +54,7 @@ def rehearse(
             stack.enter_context(program)
         try:
             runpy.run_path(str(script), run_name="__main__")
-        except Enough:
+        except SecondStepEnded:
             pass
         except SystemExit as stop:
             raise RehearsalError(
@@ -70,7 +70,7 @@ def rehearse(
     return region.found, priced
 
 
-def _steps(region: Region) -> str:
+def _steps(region: RehearsedSteps) -> str:
     return "no optimizer step" if not region.steps else f"{region.steps} optimizer step{'s' * (region.steps > 1)}"
 
 

@@ -24,7 +24,7 @@ MOST = 2**24  # elements with data that a program makes; more of them have none
 _READS = {aten._local_scalar_dense.default: None, aten.equal.default: True, aten.allclose.default: True}
 
 
-class Values(TorchDispatchMode):
+class RehearsedValues(TorchDispatchMode):
     """Below autograd: runs operators on data where there is data, and without it where there is none."""
 
     def __init__(self) -> None:
@@ -146,14 +146,14 @@ def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tens
     return x.new_empty(places.shape[0], *x.shape[2:]), sizes
 
 
-class Calls(TorchFunctionMode):
+class RehearsedCalls(TorchFunctionMode):
     """Above autograd: calls that ask for a GPU where torch has none, and those that hand data to NumPy or Python.
 
     Attributes:
         listeners: are told of each call and its result.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: RehearsedValues) -> None:
         super().__init__()
         self.values = values
         self.here = not fakes.has_cuda()

@@ -14,7 +14,7 @@ from onecard.machine.cost import Machine
 from onecard.static.passes.adding import nbytes
 from onecard.static.passes.once import phase_of
 from onecard.static.price.price import operator_seconds, work
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 from onecard.static.step.order import only_names
 
 MOST = 400
@@ -108,7 +108,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
     """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results."""
-    memory, order = Memory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
+    memory, order = GraphMemory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
     first: dict[fx.Node, int] = {}
     found, calls = set[int](), calls_of(graph)
     for i, node in enumerate(nodes):

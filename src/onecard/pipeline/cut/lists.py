@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from onecard.pipeline.cut.parts import part_of
-from onecard.pipeline.cut.places import Places, Ranks, is_list_operator
+from onecard.pipeline.cut.places import NodeRanks, Ranks, is_list_operator
 from onecard.static.passes.adding import added
 from onecard.static.step.nodes import called, copied_to
 
 
-def by_place(graph: fx.Graph, places: Places) -> fx.Graph:
+def by_place(graph: fx.Graph, places: NodeRanks) -> fx.Graph:
     """The graph with each operator on lists whose elements are on several ranks as several operators."""
     made, names = fx.Graph(), dict[fx.Node, fx.Node]()
     taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
@@ -50,7 +50,7 @@ def _each_finite(made: fx.Graph, names: dict[fx.Node, fx.Node], node: fx.Node, g
         names[node] = added(made, node, aten.add_.Tensor, names[found], said)
 
 
-def _groups(node: fx.Node, places: Places) -> dict[Ranks | None, list[int]]:
+def _groups(node: fx.Node, places: NodeRanks) -> dict[Ranks | None, list[int]]:
     if node.op != "call_function" or not is_list_operator(node) or part_of(node) is not None:
         return {}
     found: dict[Ranks | None, list[int]] = {}

@@ -9,7 +9,7 @@ from torch import fx
 
 from onecard.errors import RecordingError
 from onecard.pipeline.cut.parts import part_of
-from onecard.pipeline.cut.places import Places, is_free
+from onecard.pipeline.cut.places import NodeRanks, is_free
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.static.passes.once import words
 
@@ -28,14 +28,14 @@ class Crossing:
     wanted: Tick
 
 
-class Clock:
+class NodeTimes:
     """When each node runs on each of its ranks.
 
     Raises:
         RecordingError: a schedule that does the microbatches' gradients out of turn.
     """
 
-    def __init__(self, places: Places, schedule: Schedule) -> None:
+    def __init__(self, places: NodeRanks, schedule: Schedule) -> None:
         self.places = places
         self.rows: Sequence[Sequence[Action]] = schedule.compute().ranks
         self._slots: dict[tuple[int, str, int], Tick] = {}
@@ -85,7 +85,7 @@ class Clock:
         ]
 
 
-def crossings(places: Places, clock: Clock) -> dict[tuple[int, int], list[Crossing]]:
+def crossings(places: NodeRanks, clock: NodeTimes) -> dict[tuple[int, int], list[Crossing]]:
     """For each two ranks what one sends to the other, in the order in which it does.
 
     Raises:
@@ -134,14 +134,14 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return [*found]
 
 
-def _written_last(places: Places, clock: Clock, value: fx.Node, reader: fx.Node | None, source: int) -> Tick:
+def _written_last(places: NodeRanks, clock: NodeTimes, value: fx.Node, reader: fx.Node | None, source: int) -> Tick:
     """When the last of those that write to a value before it is read there (None: at the end) has run."""
     at = [clock.ticks[value]]
     at += [clock.ticks[n] for n in _writers(places, reader, value) if source in places.at[n] and not is_free(n)]
     return max(at)
 
 
-def _writers(places: Places, reader: fx.Node | None, value: fx.Node) -> list[fx.Node]:
+def _writers(places: NodeRanks, reader: fx.Node | None, value: fx.Node) -> list[fx.Node]:
     """Those that write to a value before it is read there (None: at the end), in order."""
     roots = places.order.memory.roots[value]
     found = {node for root in roots for node in places.writers.get(root, ()) if reader is None or node < reader}

@@ -23,7 +23,7 @@ Ranks = frozenset[int]
 _ALONE = ("argument", "constant", "number", "generator")
 
 
-class Places:
+class NodeRanks:
     """The ranks of each node.
 
     Args:

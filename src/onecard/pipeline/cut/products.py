@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import called, copied_to
 from onecard.static.step.order import only_names
 
@@ -40,7 +40,7 @@ def adding_products(graph: fx.Graph) -> fx.Graph:
 
 def _sums(graph: fx.Graph, dead: set[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
     """For each sum to be replaced what it adds to, and the product."""
-    memory, order = Memory(graph), {n: i for i, n in enumerate(graph.nodes)}
+    memory, order = GraphMemory(graph), {n: i for i, n in enumerate(graph.nodes)}
     found: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         before, product = _operands(node)

@@ -20,7 +20,7 @@ from onecard.pipeline.cut.alike import check_alike, check_batch
 from onecard.pipeline.cut.halved import halved
 from onecard.pipeline.cut.lists import by_place
 from onecard.pipeline.cut.parts import Parts
-from onecard.pipeline.cut.places import Places
+from onecard.pipeline.cut.places import NodeRanks
 from onecard.pipeline.cut.products import adding_products
 from onecard.pipeline.cut.starts import as_first, starts_of
 from onecard.pipeline.cut.weave import Weave
@@ -28,10 +28,10 @@ from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
 from onecard.place.layout import Layout
 from onecard.static.passes.additive import Verdict
-from onecard.static.passes.microbatches import Microbatches, Rows, asked, check_mergeable
+from onecard.static.passes.microbatches import BatchRows, Microbatches, asked, check_mergeable
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
-from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, Step
+from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep
 from onecard.tensor.buckets import apart
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators.one_card import one_card_random
@@ -94,16 +94,16 @@ class Stages(Microbatches):
         finally:
             apart.here = before
 
-    def ranks_of(self, recording: Step) -> tuple[int, ...]:
+    def ranks_of(self, recording: RecordedStep) -> tuple[int, ...]:
         """The ranks of the pipeline."""
         return self.line_of(recording)[0]
 
-    def everyone(self, recording: Step) -> tuple[int, ...]:
+    def everyone(self, recording: RecordedStep) -> tuple[int, ...]:
         """All ranks of the meshes that the program lies on; of a program of plain tensors the pipeline's."""
         found = {r for i in recording.inputs if i.spec is not None for r in i.spec.layout.mesh.process_ids}
         return tuple(sorted(found)) or self.ranks_of(recording)
 
-    def line_of(self, recording: Step) -> tuple[tuple[int, ...], int, str]:
+    def line_of(self, recording: RecordedStep) -> tuple[tuple[int, ...], int, str]:
         """The ranks of the pipeline, this one's place among them, and the name of the axis."""
         meshes = {i.spec.layout.mesh for i in recording.inputs if i.spec is not None}
         if not meshes:
@@ -181,7 +181,7 @@ class Stages(Microbatches):
         self,
         recording: AnyStep,
         leaves: Sequence[Any],
-        whole: Callable[[], Rows | None] = lambda: None,
+        whole: Callable[[], BatchRows | None] = lambda: None,
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
         once: Once | None = None,
@@ -224,7 +224,7 @@ class Stages(Microbatches):
         }
 
 
-def _check_gradients(recording: Step, parts: Parts) -> None:
+def _check_gradients(recording: RecordedStep, parts: Parts) -> None:
     """Whether the step takes the gradients that it makes: those that stay are there on some ranks alone, and grow.
 
     Raises:
@@ -269,10 +269,10 @@ def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: 
     """What all ranks do, for a whole step with parts; and the step as it was taken then."""
     homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
     effects = frozenset(e.output.position for e in recording.effects if e.output is not None)
-    places = Places(recording.graph, homes, len(ranks), effects)
+    places = NodeRanks(recording.graph, homes, len(ranks), effects)
     graph = by_place(recording.graph, places)
     if graph is not recording.graph:
-        places = Places(graph, homes, len(ranks), effects)
+        places = NodeRanks(graph, homes, len(ranks), effects)
     return replaced(recording, graph), Weave(places, schedule, ranks, name)
 
 
@@ -307,7 +307,7 @@ def on_rank(recording: AnyStep, weave: Weave, place: int) -> AnyStep:
     return made
 
 
-def _held(recording: Step, weave: Weave, place: int) -> Iterator[Elsewhere]:
+def _held(recording: RecordedStep, weave: Weave, place: int) -> Iterator[Elsewhere]:
     """Which of the program's tensors this rank has; such as share memory go together."""
     nodes = weave.places.graph.find_nodes(op="placeholder")
     used: dict[int, set[int]] = {}

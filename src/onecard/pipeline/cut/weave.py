@@ -10,9 +10,9 @@ from torch import fx
 
 from onecard.comm.issue import staged
 from onecard.errors import RecordingError
-from onecard.pipeline.cut.messages import Clock, Crossing, Tick, crossings
+from onecard.pipeline.cut.messages import Crossing, NodeTimes, Tick, crossings
 from onecard.pipeline.cut.packing import Packet, numel, packed
-from onecard.pipeline.cut.places import Places, is_free
+from onecard.pipeline.cut.places import NodeRanks, is_free
 from onecard.pipeline.schedule.action import Schedule
 from onecard.static.passes.once import words
 from onecard.static.step.nodes import called, copied_to
@@ -32,10 +32,10 @@ class Weave:
         RecordingError: a value that cannot cross, or is changed by several stages.
     """
 
-    def __init__(self, places: Places, schedule: Schedule, ranks: tuple[int, ...], name: str = "pp") -> None:
+    def __init__(self, places: NodeRanks, schedule: Schedule, ranks: tuple[int, ...], name: str = "pp") -> None:
         places.check()
         self.places, self.schedule, self.ranks, self.name = places, schedule, ranks, name
-        self.clock = Clock(places, schedule)
+        self.clock = NodeTimes(places, schedule)
         self.crossings = crossings(places, self.clock)
         self.packets = {pair: packed(found) for pair, found in self.crossings.items()}
 

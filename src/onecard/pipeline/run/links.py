@@ -13,7 +13,7 @@ from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import pretend
 from onecard.errors import ScheduleError
-from onecard.pipeline.run.packets import Form, Slot
+from onecard.pipeline.run.packets import PacketForm, PacketSlot
 from onecard.pipeline.schedule.action import Action
 
 HEADER = 2048  # bytes of the message that says a packet's form; a longer form has a second one
@@ -26,10 +26,10 @@ def tag(kind: int, stage: int, microbatch: int = 0, place: int = 0) -> int:
     return 1 << 29 | (stage % 512) << 20 | kind << 18 | (microbatch % 4096) << 6 | place % 64
 
 
-class Arriving:
+class ArrivingPacket:
     """A packet under way to here."""
 
-    def __init__(self, messages: list[Handle], form: Form) -> None:
+    def __init__(self, messages: list[Handle], form: PacketForm) -> None:
         self._messages, self.form = messages, form
 
     def wait(self, timeout: float | None) -> list[Tensor]:
@@ -40,7 +40,7 @@ class Arriving:
 class ArrivingGradients:
     """Gradients under way to here; of those that do not exist None arrives."""
 
-    def __init__(self, there: Handle | None, grads: list[Handle], form: Form) -> None:
+    def __init__(self, there: Handle | None, grads: list[Handle], form: PacketForm) -> None:
         self._there, self._grads, self.form = there, grads, form
 
     def wait(self, timeout: float | None) -> list[Tensor | None]:
@@ -63,15 +63,15 @@ class StageLink:
 
     def __init__(self, group: Ranks, stage: int, peer: int, device: torch.device) -> None:
         self.group, self.stage, self.peer, self.device = group, stage, peer, device
-        self._forms: dict[Any, Form] = {}
-        self._expected: dict[Any, Form] = {}
+        self._forms: dict[Any, PacketForm] = {}
+        self._expected: dict[Any, PacketForm] = {}
         self._pretends = pretend.pretending()
 
-    def know(self, key: Any, form: Form) -> None:
+    def know(self, key: Any, form: PacketForm) -> None:
         """In a pretended world: the form of what would arrive."""
         self._expected[key] = form
 
-    def send(self, action: Action, key: Any, form: Form, tensors: Sequence[Tensor]) -> list[Handle]:
+    def send(self, action: Action, key: Any, form: PacketForm, tensors: Sequence[Tensor]) -> list[Handle]:
         """Send a packet; its form first, where microbatches of this kind are new."""
         known = self._forms.get(key)
         if known is None:
@@ -84,13 +84,13 @@ class StageLink:
             )
         return self._send(_FORWARD, action, tensors)
 
-    def receive(self, action: Action, key: Any, timeout: float | None) -> Arriving:
+    def receive(self, action: Action, key: Any, timeout: float | None) -> ArrivingPacket:
         """Begin to receive a packet."""
         form = self._forms.get(key)
         if form is None:
             form = self._receive_form(timeout, self._expected.get(key))
             self._forms[key] = form
-        return Arriving(self._receive(_FORWARD, action, form.slots), form)
+        return ArrivingPacket(self._receive(_FORWARD, action, form.slots), form)
 
     def send_gradients(self, action: Action, key: Any, grads: Sequence[Tensor | None]) -> None:
         """Send the gradients of a packet's tensors back, and which of them there are: what is not there is not zero.
@@ -107,7 +107,7 @@ class StageLink:
         given = zip(slots, grads, strict=True)
         self._send(_BACKWARD, action, [slot.empty(self.device) if g is None else g for slot, g in given])
 
-    def receive_gradients(self, action: Action, form: Form) -> ArrivingGradients:
+    def receive_gradients(self, action: Action, form: PacketForm) -> ArrivingGradients:
         """Begin to receive the gradients of those tensors of a packet that want one."""
         slots = [slot for slot in form.slots if slot.needs_grad]
         if not slots:
@@ -125,18 +125,18 @@ class StageLink:
             for t, x in zip(tags, tensors, strict=True)
         ]
 
-    def _receive(self, kind: int, action: Action, slots: Sequence[Slot]) -> list[Handle]:
+    def _receive(self, kind: int, action: Action, slots: Sequence[PacketSlot]) -> list[Handle]:
         tags = [tag(kind, self.stage, action.microbatch, i) for i in range(len(slots))]
         return [
             started.irecv(self._place_for(slot), self.peer, t, self.group, f"pipeline {action}")
             for t, slot in zip(tags, slots, strict=True)
         ]
 
-    def _place_for(self, slot: Slot) -> Tensor:
+    def _place_for(self, slot: PacketSlot) -> Tensor:
         made = slot.empty(self.device)
         return made.zero_() if self._pretends else made
 
-    def _send_form(self, form: Form) -> None:
+    def _send_form(self, form: PacketForm) -> None:
         data = form.dumps()
         whole = len(data).to_bytes(8, "little") + data
         for at, part in enumerate((whole[:HEADER].ljust(HEADER, b"\0"), whole[HEADER:])):
@@ -147,12 +147,12 @@ class StageLink:
                 said = tag(_FORM, self.stage, 0, at)
                 started.isend(message.to(self.device), self.peer, said, self.group, "pipeline, the form")
 
-    def _receive_form(self, timeout: float | None, expected: Form | None) -> Form:
+    def _receive_form(self, timeout: float | None, expected: PacketForm | None) -> PacketForm:
         """The form that the other end sends; ``expected``: what it would be in a pretended world."""
         head = self._receive_bytes(HEADER, 0, timeout)
         size = len(expected.dumps()) if expected is not None else int.from_bytes(_bytes(head[:8]), "little")
         rest = [self._receive_bytes(8 + size - HEADER, 1, timeout)] if 8 + size > HEADER else []
-        return expected or Form.loads(_bytes(torch.cat([head[8:], *rest])[:size]))
+        return expected or PacketForm.loads(_bytes(torch.cat([head[8:], *rest])[:size]))
 
     def _receive_bytes(self, size: int, at: int, timeout: float | None) -> Tensor:
         said = tag(_FORM, self.stage, 0, at)
@@ -166,5 +166,5 @@ def _bytes(message: Tensor) -> bytes:
     return bytes(message.cpu().numpy().tobytes())
 
 
-def _words(form: Form) -> str:
+def _words(form: PacketForm) -> str:
     return ", ".join(f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in form.slots) or "no tensor"

@@ -19,7 +19,7 @@ CONSTANTS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Slot:
+class PacketSlot:
     """A tensor in a packet."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Form:
+class PacketForm:
     """The form of a packet: its nest, its tensors, and what is no tensor, which must always be the same.
 
     Example:
@@ -45,7 +45,7 @@ class Form:
     entries: tuple[Any, ...]  # a Slot or a constant
 
     @staticmethod
-    def of(value: Any, stage: int = 0) -> tuple[Form, list[Tensor]]:
+    def of(value: Any, stage: int = 0) -> tuple[PacketForm, list[Tensor]]:
         """The form of a value, and its tensors.
 
         Raises:
@@ -59,36 +59,40 @@ class Form:
                 "tuples, lists and dicts; a class of your own is registered with torch.utils._pytree.register_pytree_node"
             )
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        return Form(nest, tuple(_slot(x) if isinstance(x, Tensor) else x for x in leaves)), tensors
+        return PacketForm(nest, tuple(_slot(x) if isinstance(x, Tensor) else x for x in leaves)), tensors
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[PacketSlot]:
         """Those of its tensors."""
-        return [entry for entry in self.entries if isinstance(entry, Slot)]
+        return [entry for entry in self.entries if isinstance(entry, PacketSlot)]
 
     def join(self, tensors: Sequence[Tensor]) -> Any:
         """The value with these tensors."""
         rest = iter(tensors)
-        return tree_unflatten([next(rest) if isinstance(e, Slot) else e for e in self.entries], self.nest)
+        return tree_unflatten([next(rest) if isinstance(e, PacketSlot) else e for e in self.entries], self.nest)
 
     def dumps(self) -> bytes:
         """As bytes, for the other end."""
         entries = [
-            [list(e.shape), str(e.dtype).removeprefix("torch."), e.needs_grad] if isinstance(e, Slot) else {"is": e}
+            [list(e.shape), str(e.dtype).removeprefix("torch."), e.needs_grad]
+            if isinstance(e, PacketSlot)
+            else {"is": e}
             for e in self.entries
         ]
         return json.dumps([treespec_dumps(self.nest), entries]).encode()
 
     @staticmethod
-    def loads(data: bytes) -> Form:
+    def loads(data: bytes) -> PacketForm:
         """The form that ``dumps`` wrote."""
         nest, entries = json.loads(data)
-        made = [e["is"] if isinstance(e, dict) else Slot(tuple(e[0]), getattr(torch, e[1]), e[2]) for e in entries]
-        return Form(treespec_loads(nest), tuple(made))
+        made = [
+            e["is"] if isinstance(e, dict) else PacketSlot(tuple(e[0]), getattr(torch, e[1]), e[2]) for e in entries
+        ]
+        return PacketForm(treespec_loads(nest), tuple(made))
 
 
-def _slot(x: Tensor) -> Slot:
-    return Slot(tuple(x.shape), x.dtype, x.requires_grad)
+def _slot(x: Tensor) -> PacketSlot:
+    return PacketSlot(tuple(x.shape), x.dtype, x.requires_grad)
 
 
 def split(value: Any, sizes: Sequence[int], what: str = "the batch") -> list[Any]:

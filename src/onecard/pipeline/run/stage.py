@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.halves import WeightHalf, input_half, whole_backward
-from onecard.pipeline.run.packets import Form
+from onecard.pipeline.run.packets import PacketForm
 
 Grads = Sequence[Tensor | None]
 
@@ -22,7 +22,7 @@ class _Flight:
 
     __slots__ = ("edges", "form", "inputs", "scale", "weights")
 
-    def __init__(self, inputs: list[Tensor], edges: list[Any], form: Form | None, scale: Tensor | None) -> None:
+    def __init__(self, inputs: list[Tensor], edges: list[Any], form: PacketForm | None, scale: Tensor | None) -> None:
         self.inputs, self.edges, self.form, self.scale = inputs, edges, form, scale
         self.weights: WeightHalf | None = None
 
@@ -50,11 +50,13 @@ class Stage:
         self.run, self.loss, self.around, self.halves, self.beside = run, loss, around, halves, beside
         self._flights: dict[int, _Flight] = {}
 
-    def forward(self, microbatch: int, form: Form, tensors: Sequence[Tensor], index: int) -> tuple[Form, list[Tensor]]:
+    def forward(
+        self, microbatch: int, form: PacketForm, tensors: Sequence[Tensor], index: int
+    ) -> tuple[PacketForm, list[Tensor]]:
         """F: the outputs for the next stage."""
         inputs = self._enter(form, tensors)
         value = self._run(form.join(given(inputs)))
-        made, outputs = Form.of(value, index)
+        made, outputs = PacketForm.of(value, index)
         wanted = [x for x in inputs if x.requires_grad]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
@@ -64,7 +66,7 @@ class Stage:
     def forward_loss(
         self,
         microbatch: int,
-        form: Form,
+        form: PacketForm,
         tensors: Sequence[Tensor],
         target: Any,
         weigh: Callable[[Any], Any],
@@ -91,17 +93,17 @@ class Stage:
             self._flights[microbatch] = _Flight(wanted, edges, None, seed)
         return loss.detach().clone()
 
-    def forward_output(self, form: Form, tensors: Sequence[Tensor]) -> Any:
+    def forward_output(self, form: PacketForm, tensors: Sequence[Tensor]) -> Any:
         """F of the last stage where nobody asks for a loss: what the model returns."""
         value = self._run(form.join(self._enter(form, tensors)))
-        made, outputs = Form.of(value[0] if self.beside else value)
+        made, outputs = PacketForm.of(value[0] if self.beside else value)
         return made.join([_kept(x) for x in outputs])
 
     def _run(self, value: Any) -> Any:
         with nullcontext() if self.around is None else self.around():
             return self.run(value)
 
-    def _enter(self, form: Form, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _enter(self, form: PacketForm, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What was received, as leaves of this stage's graph; the stage computes with ``given`` of them."""
         grad = torch.is_grad_enabled()
         return [
@@ -109,7 +111,7 @@ class Stage:
             for slot, x in zip(form.slots, tensors, strict=True)
         ]
 
-    def form_of(self, microbatch: int) -> Form:
+    def form_of(self, microbatch: int) -> PacketForm:
         """That of the outputs whose gradients are awaited."""
         form = self._flights[microbatch].form
         if form is None:

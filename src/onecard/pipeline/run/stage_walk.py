@@ -18,8 +18,8 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import pretend, world
 from onecard.errors import CommunicationError, ScheduleError
 from onecard.pipeline.run import batches
-from onecard.pipeline.run.links import Arriving, ArrivingGradients, StageLink
-from onecard.pipeline.run.packets import Form, join, signature, split
+from onecard.pipeline.run.links import ArrivingGradients, ArrivingPacket, StageLink
+from onecard.pipeline.run.packets import PacketForm, join, signature, split
 from onecard.pipeline.run.runtime import Runtime, Walk
 from onecard.pipeline.run.shared_loss import LossWord
 from onecard.pipeline.run.shares import Shares
@@ -50,7 +50,7 @@ class StageRuntime(Runtime):
         self.shares = None if loss_fn is None else Shares(loss_fn)
         self.stages = {number: Stage(run, loss_fn, around, halves, beside) for number, run in stages.items()}
         self.beside = beside
-        self._given: dict[Any, Form] = {}
+        self._given: dict[Any, PacketForm] = {}
         self._batches: list[sparse_check.Site] | None = None
 
     def compare(self, schedule: Schedule, inputs: Any, targets: Any) -> None:
@@ -65,13 +65,13 @@ class StageRuntime(Runtime):
         if all(due) and self.group.index in ends and ends[0] != ends[1]:
             batches.compare(self._batches, f"{schedule.name}: a step of a pipeline", inputs, targets)
 
-    def form_given(self, stage: int, key: Any, value: Any) -> Form:
+    def form_given(self, stage: int, key: Any, value: Any) -> PacketForm:
         """In a pretended world: the form of what a stage would be given for such a microbatch of the inputs."""
         if (stage, key) not in self._given:
             while len(self._given) >= KEPT:
                 self._given.pop(next(iter(self._given)))
             made = self.given(stage, value) if self.given is not None else value
-            self._given[stage, key] = Form.of(made, stage - 1)[0]
+            self._given[stage, key] = PacketForm.of(made, stage - 1)[0]
         return self._given[stage, key]
 
     def failed(self, what: str) -> None:
@@ -108,8 +108,8 @@ class StageWalk(Walk):
             runner.meter.leave_out(x for x in tree_leaves((inputs, targets)) if isinstance(x, Tensor))
         self.keys = [(torch.is_grad_enabled(), signature(part)) for part in self.inputs]
         self.links: dict[int, StageLink] = {}
-        self.arriving: dict[tuple[str, int, int], Arriving | ArrivingGradients] = {}
-        self.here: dict[tuple[str, int, int], tuple[Form | None, list[Any]]] = {}  # results by who wants them
+        self.arriving: dict[tuple[str, int, int], ArrivingPacket | ArrivingGradients] = {}
+        self.here: dict[tuple[str, int, int], tuple[PacketForm | None, list[Any]]] = {}  # results by who wants them
         self.sent: list[tuple[int, Action, Handle]] = []
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -138,7 +138,7 @@ class StageWalk(Walk):
         action = Action("F", self.last, 0)
         if self.last in self.runner.stages:
             whole = join([self.outputs[i] for i in range(len(self.sizes))])
-            form, tensors = Form.of(whole, self.last)
+            form, tensors = PacketForm.of(whole, self.last)
             for place in range(group.size) if share else ():
                 if place != group.index:
                     StageLink(group, self.last, place, self.runner.device).send(action, None, form, tensors)
@@ -161,13 +161,13 @@ class StageWalk(Walk):
 
     def _forward(self, position: int, action: Action) -> None:
         _, stage, i = action
-        form, tensors = self._taken(position, "F", action) if stage else Form.of(self.inputs[i])
+        form, tensors = self._taken(position, "F", action) if stage else PacketForm.of(self.inputs[i])
         begin = time.perf_counter()
         with self.counted(stage):
             self._run_forward(stage, i, form, tensors)
         self.note(action, begin)
 
-    def _run_forward(self, stage: int, i: int, form: Form, tensors: list[Tensor]) -> None:
+    def _run_forward(self, stage: int, i: int, form: PacketForm, tensors: list[Tensor]) -> None:
         mine = self.runner.stages[stage]
         if stage < self.last:
             self.here["F", stage + 1, i] = mine.forward(i, form, tensors, stage)

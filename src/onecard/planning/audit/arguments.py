@@ -9,7 +9,7 @@ from typing import Any
 
 from onecard.errors import PlanError
 from onecard.planning.audit.settings import ARGUMENTS, Settings, flat, shown
-from onecard.planning.audit.shell import Argument, Script, script
+from onecard.planning.audit.shell import Argument, ShellScript, script
 from onecard.planning.audit.yaml_text import read_yaml
 from onecard.planning.json_text import text_of
 
@@ -22,7 +22,7 @@ _OPTION = re.compile(r"--[A-Za-z][\w.-]*")
 _SAME = {"nproc-per-node": "nproc_per_node", "nnodes": "nnodes", "num-gpus": "nproc_per_node", "num-nodes": "nnodes"}
 
 
-def megatron_arguments(path: Path, define: Mapping[str, str]) -> tuple[Settings, Script]:
+def megatron_arguments(path: Path, define: Mapping[str, str]) -> tuple[Settings, ShellScript]:
     """The arguments of the command in a file that starts Megatron; where it has several, of the last.
 
     Raises:

@@ -34,7 +34,7 @@ class Argument:
 
 
 @dataclass
-class Script:
+class ShellScript:
     """What a script says.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Frame:
     where: str = ""
 
 
-def script(path: Path, define: Mapping[str, str]) -> Script:
+def script(path: Path, define: Mapping[str, str]) -> ShellScript:
     """Reads a script.
 
     Args:
@@ -67,7 +67,7 @@ def script(path: Path, define: Mapping[str, str]) -> Script:
     Raises:
         PlanError: what is not closed, a circle of sourced files.
     """
-    made = Script()
+    made = ShellScript()
     text = text_of(path)
     nodes = _SLURM.search(text)
     slurm = {"SLURM_NNODES": nodes[1], "SLURM_JOB_NUM_NODES": nodes[1]} if nodes else {}
@@ -76,7 +76,7 @@ def script(path: Path, define: Mapping[str, str]) -> Script:
 
 
 class _Reader:
-    def __init__(self, made: Script, values: Values, define: Mapping[str, str]) -> None:
+    def __init__(self, made: ShellScript, values: Values, define: Mapping[str, str]) -> None:
         self.made, self.values, self.define = made, values, define
         self.frames: list[_Frame] = []
         self.origin: dict[str, list[str]] = {}  # where the words of a variable were written

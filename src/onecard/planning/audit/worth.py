@@ -46,7 +46,7 @@ _WITHOUT = {  # what is left out, or said otherwise, for the value that is none
 
 
 @dataclass(frozen=True)
-class Change:
+class Alternative:
     """Another plan for as many ranks and sequences, and what a step of it takes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Worth:
 
     cost: JobCost | None
     why_not: str = ""
-    best: Change | None = None
+    best: Alternative | None = None
     tried: int = 0
     all_of_it: bool = True
 
@@ -163,7 +163,7 @@ def worth(
             best = found
     change = None
     if best is not None and (best.seconds < 0.99 * cost.seconds or not cost.fits):
-        change = Change(_words(plan, best.plan), _settings(audit.library, plan, best.plan), best.plan, best)
+        change = Alternative(_words(plan, best.plan), _settings(audit.library, plan, best.plan), best.plan, best)
     return Worth(cost, "", change, tried, tried == len(every))
 
 

@@ -13,10 +13,10 @@ from onecard.planning.known_models import known_model
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.record import Loss, Model, parts_of
-from onecard.planning.search.find import ALIKE, Found, Search
+from onecard.planning.search.find import ALIKE, Search, Searched
 from onecard.planning.search.plans import Choice, Plans, beside, chosen
 from onecard.planning.search.space import Space
-from onecard.planning.search.subject import Subject, subject_of
+from onecard.planning.search.subject import PlanSubject, subject_of
 from onecard.planning.search.words import in_words, largest
 from onecard.planning.step_parts import is_step, parts_of_step
 from onecard.static.call import name_of
@@ -124,8 +124,8 @@ def _of_step(step: Any, batch: Any, loss: Any, planned: Callable[..., Plans]) ->
 
 
 def _planned(
-    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str, obvious: bool = False,
-    smallest: bool = False,
+    subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str,
+    obvious: bool = False, smallest: bool = False,
 ) -> Plans:  # fmt: skip
     search = Search(Space(subject, world, machine, dict(fixed), smallest), machine, limit, objective)
     found = search.run()
@@ -178,7 +178,7 @@ def _runners(ordered: Sequence[JobCost]) -> list[JobCost]:
 
 
 def _obvious(
-    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], best: JobCost
+    subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], best: JobCost
 ) -> list[Choice]:
     """What many would try first, and why not."""
     found: list[Choice] = []
@@ -201,7 +201,7 @@ def _obvious(
     return found
 
 
-def _ways(subject: Subject, world: int) -> dict[str, dict[str, Any]]:
+def _ways(subject: PlanSubject, world: int) -> dict[str, dict[str, Any]]:
     if world == 1:
         return {}
     whole = {"dp": world, "tp": 1, "cp": 1, "pp": 1, "recompute": "none"}
@@ -215,10 +215,10 @@ def _ways(subject: Subject, world: int) -> dict[str, dict[str, Any]]:
 
 
 def _nothing(
-    subject: Subject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], search: Search
+    subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], search: Search
 ) -> PlanError:
     """Nothing fits: which plan takes least, and what is missing."""
-    least: Found = Search(Space(subject, world, machine, dict(fixed), True), machine, 0, "memory").run()
+    least: Searched = Search(Space(subject, world, machine, dict(fixed), True), machine, 0, "memory").run()
     if not least.priced:
         why = max(search.space.why, key=lambda w: search.space.why[w], default="no plan has these fields")
         return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")

@@ -22,7 +22,7 @@ ALIKE = 0.005
 
 
 @dataclass(slots=True)
-class Found:
+class Searched:
     """What a search has seen.
 
     Attributes:
@@ -103,9 +103,9 @@ class Search:
 
     # -- the search ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Found:
+    def run(self) -> Searched:
         """Price what can be the best."""
-        found, queue, best = Found(), _Queue(), float("inf")
+        found, queue, best = Searched(), _Queue(), float("inf")
         for group in self.space.groups():
             queue.put(0.0, _Entry(group))
         while queue and queue.least <= best * (1 + ALIKE):
@@ -166,7 +166,7 @@ class Search:
                     found = one
         return found
 
-    def _open_all(self, group: Plan, found: Found, queue: _Queue) -> None:
+    def _open_all(self, group: Plan, found: Searched, queue: _Queue) -> None:
         """Put the plans of a group in line."""
         bounds, _ = self.opened(group)
         large = float("inf")

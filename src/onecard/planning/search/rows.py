@@ -16,7 +16,7 @@ from torch import fx
 
 from onecard.comm.issue.again import Line
 from onecard.place.mesh import ProcessMesh
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 
 class NotLinear(Exception):
@@ -27,12 +27,14 @@ FROM = (2, 4)
 """The rows of the recordings."""
 
 
-def of_rows(two: Step, four: Step, rows: int) -> Step | None:
+def of_rows(two: RecordedStep, four: RecordedStep, rows: int) -> RecordedStep | None:
     """The step of ``rows`` rows, to be priced; None if the two recordings are different programs."""
     return _between(two, four, _Rows(rows))
 
 
-def of_ranks_of_experts(few: Step, many: Step, numbers: tuple[int, int], ranks: int) -> Step | None:
+def of_ranks_of_experts(
+    few: RecordedStep, many: RecordedStep, numbers: tuple[int, int], ranks: int
+) -> RecordedStep | None:
     """The step whose experts are divided over ``ranks`` ranks, to be priced, from those over two numbers of ranks.
 
     None if they are different programs, or if the tokens of an expert are not a whole number.
@@ -97,7 +99,7 @@ def _on_line(one: int, two: int, share: Fraction) -> int:
     return found.numerator
 
 
-def _between(few: Step, many: Step, along: _Rows | _Experts) -> Step | None:
+def _between(few: RecordedStep, many: RecordedStep, along: _Rows | _Experts) -> RecordedStep | None:
     first, second = list(few.graph.nodes), list(many.graph.nodes)
     if len(first) != len(second) or len(few.inputs) != len(many.inputs):
         return None

@@ -10,7 +10,7 @@ from onecard.errors import PlanError, ScheduleError
 from onecard.machine.cost import Machine
 from onecard.pipeline.schedule.modes import plan as schedule_named
 from onecard.planning.plan import Plan
-from onecard.planning.search.subject import Subject
+from onecard.planning.search.subject import PlanSubject
 
 SCHEDULES = (("1F1B", 1), ("ZBH1", 1), ("ZBV", 2), ("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("1F1B", 6), ("1F1B", 8))
 """Schedules, and stages of each rank."""
@@ -35,7 +35,7 @@ class Space:
     """
 
     def __init__(
-        self, subject: Subject, world: int, machine: Machine, fixed: dict[str, Any], smallest: bool = False
+        self, subject: PlanSubject, world: int, machine: Machine, fixed: dict[str, Any], smallest: bool = False
     ) -> None:
         for name in fixed:
             if name not in FIELDS:

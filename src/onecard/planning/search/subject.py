@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(eq=False, kw_only=True)
-class Subject:
+class PlanSubject:
     """Something to be planned.
 
     Attributes:
@@ -100,7 +100,7 @@ class Subject:
 
 
 @dataclass(eq=False, kw_only=True)
-class OfSizes(Subject):
+class OfSizes(PlanSubject):
     """A decoder by its sizes."""
 
     sizes: Transformer
@@ -157,7 +157,7 @@ class OfSizes(Subject):
 
 
 @dataclass(eq=False, kw_only=True)
-class OfModule(Subject):
+class OfModule(PlanSubject):
     """A module of plain torch, or a function that builds one."""
 
     model: nn.Module | Callable[[], nn.Module]
@@ -204,7 +204,7 @@ class OfModule(Subject):
         return recorded(self.model, plan, self.batch, self.loss)
 
 
-def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> Subject:
+def subject_of(model: Any, batch: Any, loss: Any, fixed: dict[str, Any]) -> PlanSubject:
     """What is given, as a subject.
 
     Raises:

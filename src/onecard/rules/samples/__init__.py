@@ -36,7 +36,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleProgram:
     """One program: the family's file, the line in it, and the callable."""
 
     family: str
@@ -48,10 +48,10 @@ class Sample:
 
 
 @lru_cache(maxsize=1)
-def samples() -> tuple[Sample, ...]:
+def samples() -> tuple[SampleProgram, ...]:
     """Every sample, by family."""
     return tuple(
-        Sample(family, program.__code__.co_firstlineno, program)
+        SampleProgram(family, program.__code__.co_firstlineno, program)
         for family, module in _families()
         for program in getattr(module, "SAMPLES", ())
     )

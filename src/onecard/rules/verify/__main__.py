@@ -22,7 +22,7 @@ _MESHES = {"2": (2,), "3": (3,), "2x2": (2, 2)}
 
 
 @dataclass
-class Options:
+class VerifyOptions:
     """Prove the sharding rules by brute force, in this one process; exit status 1 if any is wrong."""
 
     op: str = ""
@@ -37,7 +37,7 @@ class Options:
     """Also look for operand layouts that a row forbids though they would be right, and list them."""
 
 
-def main(options: Options) -> int:
+def main(options: VerifyOptions) -> int:
     """Runs the proof and prints it; returns the exit status."""
     status, fault = guarded(lambda note: prove_and_show(options, note))
     if fault:
@@ -45,7 +45,7 @@ def main(options: Options) -> int:
     return status
 
 
-def prove_and_show(options: Options, note: Note) -> int:
+def prove_and_show(options: VerifyOptions, note: Note) -> int:
     """``main`` in this process."""
     console = Console()
     known = {*families, *(sample.family for sample in samples())}
@@ -74,7 +74,7 @@ def prove_and_show(options: Options, note: Note) -> int:
     return 1 if report.wrong or broken else 0
 
 
-def _wanted(func: Any, options: Options) -> bool:
+def _wanted(func: Any, options: VerifyOptions) -> bool:
     row = row_name(func)
     if options.op and options.op not in (schema_of(func).name, schema_of(func).functional, row):
         return False
@@ -82,4 +82,4 @@ def _wanted(func: Any, options: Options) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(tyro.cli(VerifyOptions)))

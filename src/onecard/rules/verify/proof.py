@@ -43,7 +43,7 @@ class Wrong:
 
 
 @dataclass(slots=True)
-class Result:
+class CallProof:
     """What was found out about one call.
 
     Attributes:
@@ -72,7 +72,7 @@ def verify_call(
     missed: bool = True,
     seed: int = 0,
     limit: int = 300,
-) -> Result:
+) -> CallProof:
     """Prove an operator's row on one call, by brute force, in this process.
 
     For every strategy that the row allows the operands are cut (or, where pending, replaced by random summands), the
@@ -103,9 +103,9 @@ def mesh_of(shape: Sequence[int]) -> ProcessMesh:
     return ProcessMesh(np.arange(prod(shape)).reshape(tuple(shape)), ["x", "y", "z"][: len(shape)])
 
 
-def prove(call: Captured, mesh: ProcessMesh, missed: bool = False, seed: int = 0, limit: int = 300) -> Result:
+def prove(call: Captured, mesh: ProcessMesh, missed: bool = False, seed: int = 0, limit: int = 300) -> CallProof:
     """``verify_call`` for a captured call on a mesh."""
-    result = Result(call)
+    result = CallProof(call)
     row = find(call.func)
     if row is None:
         return result
@@ -123,7 +123,7 @@ def prove(call: Captured, mesh: ProcessMesh, missed: bool = False, seed: int = 0
     return result
 
 
-def _try_all(result: Result, trial: Trial, missed: bool, seed: int, limit: int) -> None:
+def _try_all(result: CallProof, trial: Trial, missed: bool, seed: int, limit: int) -> None:
     found = list(trial.strategies())
     plain, of_parts = ([d for d in found if (d.bound is trial.bound) is whole] for whole in (True, False))
     for decision in (*_sampled(plain, limit, seed), *_sampled(of_parts, -(-limit // 4), seed)):
@@ -161,7 +161,7 @@ def _instead_fault(trial: Trial) -> str:
     return ""
 
 
-def _wrong(result: Result, why: str, decision: Decision | None, seed: int) -> Wrong:
+def _wrong(result: CallProof, why: str, decision: Decision | None, seed: int) -> Wrong:
     call, layouts = result.call, ""
     if decision is not None:
         layouts = f"{_list(decision.operands)} -> {_list(decision.results)}"

@@ -17,7 +17,7 @@ from onecard.rules.call import schema_of
 from onecard.rules.registry import row_name, rows
 from onecard.rules.samples import elsewhere, samples
 from onecard.rules.verify.captured import Captured, capture
-from onecard.rules.verify.proof import Result, Wrong, mesh_of, prove
+from onecard.rules.verify.proof import CallProof, Wrong, mesh_of, prove
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Operator:
     Attributes:
         name: without the overload; ``rules``: the rule texts that its row gave.
         calls, proved: how many calls were taken apart, how many strategies gave the one-card result.
-        wrong: as in ``Result``; ``found``, ``refuted``: its missed and refuted layouts, by rule.
+        wrong: as in ``CallProof``; ``found``, ``refuted``: its missed and refuted layouts, by rule.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Operator:
 
 
 @dataclass(slots=True)
-class Report:
+class RulesReport:
     """Operators by name; ``uncovered``: rows that no sample reaches; ``ruleless``: operators met that have no row."""
 
     operators: dict[str, Operator] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def verify_calls(
     missed: bool = False,
     limit: int = 300,
     watch: Callable[[Captured], None] | None = None,
-) -> Report:
+) -> RulesReport:
     """Prove the rows of all these calls; ``watch`` is told of each before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small threads only wait for each other
@@ -101,8 +101,8 @@ def _verify_calls(
     missed: bool,
     limit: int,
     watch: Callable[[Captured], None] | None,
-) -> Report:
-    report = Report()
+) -> RulesReport:
+    report = RulesReport()
     hit: set[str] = set()
     ruleless: dict[str, None] = {}
     family_of = {name: family for family, names in table.families.items() for name in names}
@@ -130,7 +130,7 @@ def _exists(name: str) -> bool:
     return "::" in name or hasattr(torch.ops.aten, name.partition(".")[0])
 
 
-def _add(operator: Operator, result: Result) -> None:
+def _add(operator: Operator, result: CallProof) -> None:
     if result.rule:
         operator.rules[result.rule] = None
         operator.calls += 1
@@ -140,7 +140,7 @@ def _add(operator: Operator, result: Result) -> None:
     operator.refuted |= {(result.rule, layouts) for layouts in result.refuted}
 
 
-def show(report: Report, console: Console, missed: bool = False, each: int = 3) -> None:
+def show(report: RulesReport, console: Console, missed: bool = False, each: int = 3) -> None:
     """Print the report: a line for each family, then what is wrong (``each`` faults of an operator at most), and with
     ``missed`` what rows forbid in vain."""
     grid = Table(title="rules proved by brute force")
@@ -188,7 +188,7 @@ def _totals(operators: list[Operator]) -> list[str]:
     ]
 
 
-def write_markdown(report: Report, path: Path, meshes: str) -> None:
+def write_markdown(report: RulesReport, path: Path, meshes: str) -> None:
     """Write the page that lists every operator with its rules."""
     lines = [
         "# Operators with a sharding rule",

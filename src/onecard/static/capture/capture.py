@@ -20,7 +20,7 @@ from onecard.static.capture.above import Above
 from onecard.static.capture.below import Below
 from onecard.static.capture.recorder import Recorder
 from onecard.static.capture.refilled import renew
-from onecard.static.capture.script import Script
+from onecard.static.capture.script import StepScript
 from onecard.static.capture.sketch import Sketch
 from onecard.static.capture.undo import Undo
 from onecard.static.guards.arguments import modes
@@ -35,7 +35,7 @@ from onecard.static.guards.seen import Seen
 from onecard.static.step import refusals
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
-from onecard.static.step.step import Effect, Input, Output, Step, Where
+from onecard.static.step.step import Effect, Input, Output, RecordedStep, Where
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.modules.recordable import recordable
@@ -186,7 +186,7 @@ class Capture:
         """What the step has looked up of the program's objects."""
         return self.ran.seen
 
-    def step(self, name: str, result: Any) -> Step:
+    def step(self, name: str, result: Any) -> RecordedStep:
         """What was written down, with every input and effect at its place in the program."""
         recorder, before = self.recorder, self.before
         for value, node in recorder.reads:
@@ -203,12 +203,12 @@ class Capture:
         results = tuple(self._result(x) for x in flat)
         effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
         recorder.finish(self._nodes)
-        script = Script(recorder.graph, recorder.outside)
+        script = StepScript(recorder.graph, recorder.outside)
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
         named = [(name, root) for name, root in places.roots if not is_nameless(name)]
-        made = Step(
+        made = RecordedStep(
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
             tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
             around=(torch.is_grad_enabled(), modes()),

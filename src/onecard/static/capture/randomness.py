@@ -89,7 +89,7 @@ def seen() -> Iterator[None]:
         yield
 
 
-class Watch:
+class GeneratorWatch:
     """Finds what has set torch's default generator in another way, and draws that are none of torch's."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from onecard.comm.world import world
 from onecard.errors import RecordingError
 from onecard.random import Key
 from onecard.rules.call import tensors_in
-from onecard.static.capture.randomness import Watch
+from onecard.static.capture.randomness import GeneratorWatch
 from onecard.static.capture.sketch import Sketch
 from onecard.static.guards import reads
 from onecard.static.guards.numbers import Number, poisoned
@@ -84,7 +84,7 @@ class Recorder(recorded.Listener):
         self.about_to_write: Callable[[list[Any]], None] | None = None
         self.sketch: Sketch | None = None
         self.guesses = False
-        self.random = Watch()
+        self.random = GeneratorWatch()
         self._of: Any = None  # the distributed operator that runs, and its arguments
 
     # -- what the lower layers call ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from onecard._torch import names as _torch
 from onecard.comm.issue import again
 from onecard.static.guards import reads
 from onecard.static.step.nodes import operator_of
-from onecard.static.step.step import Effect, Step, Where
+from onecard.static.step.step import Effect, RecordedStep, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Ref:
 
 
 @dataclass(slots=True)
-class Entry:
+class ScriptEntry:
     """One call.
 
     Attributes:
@@ -51,7 +51,7 @@ class Entry:
     module: str
 
 
-class Script:
+class StepScript:
     """The entries of a recording, and what is to come out of them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Script:
         self._names: dict[int, str] = {}
         self._constants = {numbers[node]: value for node, value in outside.items() if isinstance(value, Tensor)}
         parts: dict[fx.Node, list[tuple[int, int]]] = {}
-        self.entries: list[Entry] = []
+        self.entries: list[ScriptEntry] = []
         for node in graph.nodes:
             if node.op == "output":
                 self.outputs = [numbers[n] for n in node.args[0]]
@@ -78,7 +78,7 @@ class Script:
         for entry in self.entries:
             entry.parts = by_number.get(entry.number, ())
 
-    def of(self, recording: Step) -> Script:
+    def of(self, recording: RecordedStep) -> StepScript:
         """The same, with what the step returns and leaves in the program."""
         self.results, self.tree = recording.results, recording.tree
         self.effects: Sequence[Effect] = recording.effects
@@ -111,13 +111,13 @@ _READ = {reader: func for func, reader in reads.VALUES.items()}
 _READERS = frozenset(map(id, _READ))  # torch hashes an operator in Python, at each look
 
 
-def _entry(node: fx.Node, numbers: dict[fx.Node, int]) -> Entry:
+def _entry(node: fx.Node, numbers: dict[fx.Node, int]) -> ScriptEntry:
     target: Any = node.target
     is_operator = operator_of(node) is not None
     gives_value = id(target) in _READERS
     is_call = is_operator or target is again.message or gives_value or target in recorded.writes
     named = "tensor" in node.meta or (is_call and not is_operator and _makes_key(node))
-    return Entry(
+    return ScriptEntry(
         numbers[node], operators_of(target) if gives_value else target, tuple(_told(x, numbers) for x in node.args),
         {k: _told(v, numbers) for k, v in node.kwargs.items()}, named, (), gives_value, not is_call, None,
         node.meta.get("line", ""), node.meta.get("module", ""),

@@ -18,10 +18,10 @@ from onecard._torch import names as _torch
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
-from onecard.static.code.segments import Segment, function_of, segments
+from onecard.static.code.segments import CodeSegment, function_of, segments
 from onecard.static.code.source import Code, Source
-from onecard.static.step.memory import Memory, effects
-from onecard.static.step.step import Step
+from onecard.static.step.memory import GraphMemory, effects
+from onecard.static.step.step import RecordedStep
 
 ONCE = 64 * 1024
 """Bytes up to which a tensor that is the same at each call is kept."""
@@ -88,14 +88,14 @@ def note_line(fault: BaseException, run: Callable[..., Any] | None) -> None:
         trace = trace.tb_next
 
 
-def step_function(step: Step) -> Callable[..., tuple[Any, ...]]:
+def step_function(step: RecordedStep) -> Callable[..., tuple[Any, ...]]:
     """A step's graph as a function, made when it is first asked for."""
     if step._run is None:
         step._run = compiled(step.graph, step.backend)
     return step._run
 
 
-def _runs(graph: fx.Graph, once: dict[fx.Node, None]) -> dict[fx.Node, tuple[Segment, Any]]:
+def _runs(graph: fx.Graph, once: dict[fx.Node, None]) -> dict[fx.Node, tuple[CodeSegment, Any]]:
     """For each node of a run that was compiled the run and its function."""
     found = [(segment, function_of(segment)) for segment in segments(graph, once)]
     return {node: (segment, run) for segment, run in found if run is not None for node in segment.nodes}
@@ -109,7 +109,7 @@ def _once(graph: fx.Graph) -> dict[fx.Node, None]:
     ]
     if not starts:
         return found
-    memory = Memory(graph)
+    memory = GraphMemory(graph)
     out: Any = next(iter(reversed(graph.nodes))).args[0]
     shown = frozenset[fx.Node]().union(*(memory.roots[n] for n in out if isinstance(n, fx.Node)))
     for node in graph.nodes:
@@ -175,7 +175,7 @@ class _GraphCode(Source):
         else:
             self.lines.append(self.code("{} = {}", self.name(node), self.call(node)))
 
-    def run(self, segment: Segment, function: Callable[..., Any]) -> None:
+    def run(self, segment: CodeSegment, function: Callable[..., Any]) -> None:
         """A line for nodes that are one function, and those for names of what it gives."""
         results, given = self._all(segment.outputs), self._all(segment.inputs)
         self.lines.append(self.code("{}= {}({})", results, self.slot(function), given))

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from onecard._torch import names as _torch
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import name_of, only_names
 
@@ -31,7 +31,7 @@ _COMPILERS = ("g++", "clang++", "c++", "g++-12", "g++-13")
 
 
 @dataclass(frozen=True)
-class Segment:
+class CodeSegment:
     """One run.
 
     Attributes:
@@ -63,7 +63,7 @@ def check_backend(backend: str) -> None:
         )
 
 
-def segments(graph: fx.Graph, once: Any = ()) -> list[Segment]:
+def segments(graph: fx.Graph, once: Any = ()) -> list[CodeSegment]:
     """The runs of a graph. ``once``: nodes that stand outside of it.
 
     Example:
@@ -72,11 +72,11 @@ def segments(graph: fx.Graph, once: Any = ()) -> list[Segment]:
         >>> segments(graph)
         []
     """
-    memory = Memory(graph, apart=True)
+    memory = GraphMemory(graph, apart=True)
     output: Any = next(iter(reversed(graph.nodes)))
     results = output.args[0] if output.op == "output" else ()
     shown = frozenset[fx.Node]().union(*(memory.roots[n] for n in results if isinstance(n, fx.Node)))
-    found, run = list[Segment](), list[fx.Node]()
+    found, run = list[CodeSegment](), list[fx.Node]()
     for node in graph.nodes:
         if node in once:
             continue
@@ -88,7 +88,7 @@ def segments(graph: fx.Graph, once: Any = ()) -> list[Segment]:
     return found
 
 
-def _pure(node: fx.Node, memory: Memory, shown: frozenset[fx.Node]) -> bool:
+def _pure(node: fx.Node, memory: GraphMemory, shown: frozenset[fx.Node]) -> bool:
     """Whether a node may stand in a run: what it makes is never written to, and not given back, so that it may share memory."""
     if node.op != "call_function" or effects(node) or node in memory.writes:
         return False
@@ -110,7 +110,7 @@ def _is_value(node: fx.Node) -> bool:
     return "tensor" in node.meta
 
 
-def _worth(run: list[fx.Node]) -> Iterator[Segment]:
+def _worth(run: list[fx.Node]) -> Iterator[CodeSegment]:
     """The run as a segment, if it is long enough; getitems that stand elsewhere cut it short."""
     inside = dict.fromkeys(run)
     for node in reversed(run):  # results of one operator are taken apart in its run, or it is left out
@@ -127,14 +127,14 @@ def _worth(run: list[fx.Node]) -> Iterator[Segment]:
     outputs = [n for n in run if _is_value(n) and not _names(n) and any(u not in inside or u in views for u in n.users)]
     inputs = dict.fromkeys(m for n in run for m in n.all_input_nodes if m not in inside)
     if outputs and inputs:
-        yield Segment(tuple(run), tuple(inputs), tuple(outputs), tuple(n for n in run if n in views))
+        yield CodeSegment(tuple(run), tuple(inputs), tuple(outputs), tuple(n for n in run if n in views))
 
 
 def _names(node: fx.Node) -> bool:
     return only_names(node) and node.target is not operator.getitem
 
 
-def function_of(segment: Segment) -> Callable[..., Any] | None:
+def function_of(segment: CodeSegment) -> Callable[..., Any] | None:
     """The compiled run; None where it would give tensors that lie otherwise, or share memory.
 
     Raises:
@@ -167,7 +167,7 @@ def _example(node: fx.Node) -> Tensor:
     return x.fill_(0.5) if dtype.is_floating_point else x.zero_()
 
 
-def _alike(segment: Segment, given: list[Tensor], results: Any) -> bool:
+def _alike(segment: CodeSegment, given: list[Tensor], results: Any) -> bool:
     blocks = {x.untyped_storage().data_ptr() for x in given if x.numel()}
     for node, x in zip(segment.outputs, results, strict=True):
         shape, stride, dtype, _ = node.meta["tensor"]

@@ -11,7 +11,7 @@ from onecard._torch.names import OpOverload, below_autograd
 from onecard.errors import RecordingError
 from onecard.static.file.encoding import all_of, whole
 from onecard.static.guards.reads import sized_by_values
-from onecard.static.step.step import Effect, Input, Output, Step
+from onecard.static.step.step import Effect, Input, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
 
@@ -19,7 +19,7 @@ _INPUTS = {"argument", "parameter", "buffer", "gradient", "state", "tensor", "nu
 _EFFECTS = {"gradient", "place", "state", "new state", "group"}
 
 
-def check(made: Step) -> None:
+def check(made: RecordedStep) -> None:
     """Refuse what is no recording.
 
     Raises:
@@ -71,7 +71,7 @@ def _outputs(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(nodes[-1].args[0])
 
 
-def _beliefs(made: Step) -> None:
+def _beliefs(made: RecordedStep) -> None:
     for given in whole(made.beliefs, (tuple,)):
         whole(whole(given, (tuple,), 2)[0], (str,))
     if made.around is not None:
@@ -145,7 +145,7 @@ def _facts(facts: Any) -> None:
         raise RecordingError(f"a tensor of shape {shape} and strides {stride}")
 
 
-def _input(i: int, known: Input, places: _Places, made: Step) -> None:
+def _input(i: int, known: Input, places: _Places, made: RecordedStep) -> None:
     if known.kind not in _INPUTS:
         raise RecordingError(f"an input that is a {known.kind!r}")
     whole(known.name, (str,))

@@ -25,14 +25,14 @@ from onecard.static.file.encoding import decode, encode, whole
 from onecard.static.file.targets import check_call, function_of, name_of
 from onecard.static.file.trees import decode_tree, encode_tree
 from onecard.static.guards.places import is_nameless
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 FORMAT = 3
 _PLAIN = ("name", "inputs", "results", "effects", "answers", "roots", "gradients", "arguments", "beliefs", "around")
 _NOTED = ("phase", "module", "line", "tensor", "spec", "data", "own", "rank")
 
 
-def save(recording: Step, path: str | Path) -> None:
+def save(recording: RecordedStep, path: str | Path) -> None:
     """Write a recording to a file.
 
     Raises:
@@ -70,7 +70,7 @@ def _checksum(text: str, tensors: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def _standing_alone(recording: Step) -> tuple[Step, dict[int, Any]]:
+def _standing_alone(recording: RecordedStep) -> tuple[RecordedStep, dict[int, Any]]:
     """Tensors that no name of the program leads to are constants of the file."""
     inputs, roots, constants = list(recording.inputs), list(recording.roots), dict(recording.constants)
     for i, known in enumerate(inputs):
@@ -87,7 +87,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())].contiguous()
 
 
-def load(path: str | Path, trust: Collection[str | type] = ()) -> Step:
+def load(path: str | Path, trust: Collection[str | type] = ()) -> RecordedStep:
     """Read a step from a file; see ``onecard.load_recording``."""
     path = Path(path)
     try:
@@ -120,7 +120,7 @@ def _read(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
     return text, tensors
 
 
-def _step(text: str, tensors: dict[str, torch.Tensor], trust: Collection[str | type], path: str) -> Step:
+def _step(text: str, tensors: dict[str, torch.Tensor], trust: Collection[str | type], path: str) -> RecordedStep:
     head = whole(json.loads(text), (dict,))
     if head.get("format") != FORMAT:
         raise RecordingError(f"it has format {head.get('format')}; this version reads {FORMAT}. Record the step again")
@@ -136,7 +136,9 @@ def _step(text: str, tensors: dict[str, torch.Tensor], trust: Collection[str | t
         if x.dtype != parts["inputs"][i].facts[2]:
             raise RecordingError(f"constant {i} is {x.dtype}, and not {parts['inputs'][i].facts[2]}")
     tree = decode_tree(head["tree"], classes)
-    made = Step(graph=graph, conditions=conditions, tree=tree, constants=constants, call=call, file=path, **parts)
+    made = RecordedStep(
+        graph=graph, conditions=conditions, tree=tree, constants=constants, call=call, file=path, **parts
+    )
     check(made)
     for each in (graph, conditions):
         if each is not None:

@@ -21,8 +21,8 @@ from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_
 from onecard.static.guards.lookup import now_at
 from onecard.static.guards.places import STILL, at, module_at, named_parameters, optimizer_at, options_of, values_of
 from onecard.static.guards.unchanged import differs, is_still
-from onecard.static.step.memory import Memory
-from onecard.static.step.step import MISS, Input, Step, Where
+from onecard.static.step.memory import GraphMemory
+from onecard.static.step.step import MISS, Input, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor, wrap
 
 _HOOKS_OF_TENSORS = ("{}[{}]._backward_hooks", "{}[{}]._post_accumulate_grad_hooks")
@@ -37,7 +37,7 @@ class Fits(Source):
         given: where the inputs of the graph are, after these lines.
     """
 
-    def __init__(self, recording: Step, roots: list[Any], kinds: Sequence[Any], facts: dict[Any, Any]) -> None:
+    def __init__(self, recording: RecordedStep, roots: list[Any], kinds: Sequence[Any], facts: dict[Any, Any]) -> None:
         super().__init__(
             MISS=MISS, run=step_function(recording), below=_torch.below_autograd, spent=spent, tree_unflatten=tree_unflatten,
             DistTensor=DistTensor, Tensor=Tensor, wrap=wrap, is_=is_, is_like=is_like, differs=differs, now_at=now_at,
@@ -130,7 +130,7 @@ class Fits(Source):
         if len(tensors) < 2:
             return
         graph = self.recording.graph
-        written = Memory(graph).written
+        written = GraphMemory(graph).written
         nodes = zip(self.recording.inputs, graph.find_nodes(op="placeholder"), strict=True)
         for i in [known.where[1] for known, node in nodes if known.kind == "argument" and node in written]:
             others = (self.code("leaves[{}]", self.slot(j)) for j in tensors if j != self.kinds[i][-1])

@@ -18,7 +18,7 @@ _instruction = functools.lru_cache(maxsize=8192)(instruction_at)
 _Frame = types.FrameType
 
 
-class Values:
+class FrameValues:
     """Values in the functions that run now.
 
     Attributes:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onecard.static.guards.calls import Calls
 from onecard.static.guards.chains import Act, Expr, acts_of, text
-from onecard.static.guards.frames import Values
+from onecard.static.guards.frames import FrameValues
 from onecard.static.guards.lookup import (
     CONTAINERS,
     UNKNOWN,
@@ -56,7 +56,7 @@ class Ran:
         made_before: Sequence[Any],
     ) -> None:
         self.seen = Seen(had, found)
-        self._values, self._calls = Values(self.seen), Calls(self.seen)
+        self._values, self._calls = FrameValues(self.seen), Calls(self.seen)
         self._closures: dict[int, list[Any]] = {}
         plain, closures = types.FunctionType, self._closures
         held = [x for x in made_before if type(x) is plain and (x.__closure__ or x.__defaults__ or x.__kwdefaults__)]

@@ -32,7 +32,7 @@ class Read(NamedTuple):
     library: bool = False
 
 
-class Whole(NamedTuple):
+class WholeRead(NamedTuple):
     """A container that was looked at as a whole, and what it held."""
 
     holder: Any
@@ -62,7 +62,7 @@ class Seen:
         self._had, self._found = had, found
         self._old: dict[int, Any] = {}  # kept while the step runs, so that nothing new has the identity of one of them
         self.reads: list[Read] = []
-        self.wholes: list[Whole] = []
+        self.wholes: list[WholeRead] = []
         self.asked: list[Asked] = []
         self.functions: dict[int, tuple[Any, ...]] = {}
         self.roots: list[tuple[str, Any]] = []
@@ -206,7 +206,7 @@ class Seen:
                     return
                 self.touch(x)
                 self._known.add(("whole", id(x)))
-                self.wholes.append(Whole(x, self._first[id(x)][1], name, line))
+                self.wholes.append(WholeRead(x, self._first[id(x)][1], name, line))
             if not isinstance(x, BYTES):
                 for part in self._first[id(x)][1] if not isinstance(x, tuple) else x:
                     self._part(x, part, name, line, depth)

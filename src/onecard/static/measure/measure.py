@@ -27,7 +27,7 @@ from onecard.static.code.compiled import called, compiled, last_uses
 from onecard.static.measure import measure_messages, probes
 from onecard.static.measure.host import divided_parameter
 from onecard.static.measure.probes import Sample
-from onecard.static.measure.together import Clock, Run, Turns, clock, mean, meet, together, typical
+from onecard.static.measure.together import RankClock, Run, Turns, clock, mean, meet, together, typical
 from onecard.static.price import convolutions, families
 from onecard.static.recording import Recording
 
@@ -120,7 +120,7 @@ def _square(dtype: torch.dtype) -> Run:
     return lambda: torch.mm(x, x)
 
 
-def _own(recording: Recording, clock: Clock) -> Iterator[tuple[str, float]]:
+def _own(recording: Recording, clock: RankClock) -> Iterator[tuple[str, float]]:
     """Seconds of each node that computes, in its place: the graph is run on tensors like its own, but for what it sends.
 
     One by one the nodes take longer than in a replay, by what it costs to look at the clock: together they take what it takes.

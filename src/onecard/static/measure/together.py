@@ -22,7 +22,7 @@ LONG = 0.004
 """Seconds of a turn from which on it says how unevenly ranks compute: below, it says how long they take to meet."""
 
 
-class Clock(NamedTuple):
+class RankClock(NamedTuple):
     """Ranks that want each core, and what to read: where several do, a rank's own time, of which each has a share."""
 
     crowd: float
@@ -41,13 +41,13 @@ def together() -> bool:
     return world.get_world_size() > 1 and not pretending()
 
 
-def clock() -> Clock:
+def clock() -> RankClock:
     """The clock to measure by, here."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.get_world_size())) if together() else 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if ranks <= cores or torch.get_num_threads() > 1:
-        return Clock(1.0, time.perf_counter)
-    return Clock(ranks / cores, time.process_time)
+        return RankClock(1.0, time.perf_counter)
+    return RankClock(ranks / cores, time.process_time)
 
 
 def meet() -> None:
@@ -79,7 +79,7 @@ def typical(times: Sequence[float]) -> float:
 class Turns:
     """Calls made in turn, by all ranks at the same time, and how unevenly the ranks got through them."""
 
-    clock: Clock
+    clock: RankClock
     _uneven: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, runs: Sequence[Run]) -> list[float]:

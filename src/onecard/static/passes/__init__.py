@@ -88,14 +88,14 @@ def optimised(recording: AnyStep, without: Sequence[str] = ()) -> AnyStep:
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class RewrittenGraph:
     """A graph after all passes that were chosen; and with the name "" for the beginning and of each pass the messages then."""
 
     graph: fx.Graph
     messages: list[tuple[str, dict[Any, list[Any]]]]
 
 
-def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> Rewritten:
+def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) -> RewrittenGraph:
     """A graph after all passes that are chosen. They edit one copy of it, one after the other (``draft.py``).
 
     Raises:
@@ -116,10 +116,10 @@ def rewritten(graph: fx.Graph, options: StaticOptions, most: int | None = None) 
     except Exception:
         _blame(graph, passes)
         raise
-    return Rewritten(now, messages)
+    return RewrittenGraph(now, messages)
 
 
-def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[Rewritten, int]:
+def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[RewrittenGraph, int]:
     """``rewritten`` with as little recomputed as brings the peak of live memory under ``memory_limit``, and that peak.
 
     It is the largest results that are computed again. Where even all of them do not do, all are.
@@ -127,7 +127,7 @@ def fitting(graph: fx.Graph, options: StaticOptions) -> tuple[Rewritten, int]:
     limit = options.memory_limit
     assert limit is not None
 
-    def tried(most: int) -> tuple[Rewritten, int]:
+    def tried(most: int) -> tuple[RewrittenGraph, int]:
         found = rewritten(graph, options, most)
         return found, Live(found.graph).peak
 

@@ -11,7 +11,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.static.passes.draft import editing, memory_of, without
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import only_names
 
@@ -101,11 +101,11 @@ def _fresh(node: fx.Node) -> bool:
     return not is_operator or traits(node).room or any(isinstance(a, torch.Generator) for a in node.args)
 
 
-def _steady(node: fx.Node, memory: Memory) -> bool:
+def _steady(node: fx.Node, memory: GraphMemory) -> bool:
     return memory.steady(node) and all(memory.steady(n) for n in node.all_input_nodes)
 
 
-def _filled_once(graph: fx.Graph, memory: Memory) -> set[fx.Node]:
+def _filled_once(graph: fx.Graph, memory: GraphMemory) -> set[fx.Node]:
     """Buffers that one message fills and nobody else writes to."""
     count: dict[fx.Node, int] = {}
     for roots in memory.writes.values():
@@ -114,7 +114,7 @@ def _filled_once(graph: fx.Graph, memory: Memory) -> set[fx.Node]:
     return {root for root, n in count.items() if n == 1 and root.op == "call_function"}
 
 
-def _message_key(node: fx.Node, memory: Memory, other: dict[fx.Node, fx.Node], fills: set[fx.Node]) -> Any:
+def _message_key(node: fx.Node, memory: GraphMemory, other: dict[fx.Node, fx.Node], fills: set[fx.Node]) -> Any:
     """What two equal messages have in common; None of one that is not alone with its buffer."""
     into: Any = node.args[0]
     given: Any = node.args[1]

@@ -77,7 +77,7 @@ class UnknownCount(Exception):
     """A value that this rank alone cannot compute."""
 
 
-class Counts:
+class CountFinder:
     """Finds counts in the graph of one microbatch."""
 
     def __init__(self, graph: fx.Graph, once: Once, k: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from onecard.static.passes.draft import editing, memory_of, without
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 
 
 @editing
@@ -26,7 +26,7 @@ def dead_nodes(graph: fx.Graph) -> bool:
     return without({}, [n for n in graph.nodes if n.op == "call_function" and n not in wanted])
 
 
-def _stays(node: fx.Node, memory: Memory, wanted: set[fx.Node], read: set[fx.Node]) -> bool:
+def _stays(node: fx.Node, memory: GraphMemory, wanted: set[fx.Node], read: set[fx.Node]) -> bool:
     if not wanted.isdisjoint(node.users) or effects(node):
         return True
     if node not in memory.writes:

@@ -13,7 +13,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
 from onecard.rules.call import schema_of
-from onecard.static.passes.counted import Count, Counts, not_ignored
+from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, NLL, is_number, is_whole, scales
 
@@ -58,7 +58,7 @@ def _of_division(where: str, why: str) -> str:
 
 def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count | None]]:
     """Divisions by what each microbatch has, in words, and by what; None: by more than the batch gives."""
-    counts = Counts(graph, once, k)
+    counts = CountFinder(graph, once, k)
     for node in graph.nodes:
         if phase_of(node) != "forward" or node in once.tail or node not in once.own:
             continue

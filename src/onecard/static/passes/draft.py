@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 from torch import fx
 
 from onecard._torch.graphs import copy_of, emptied
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import called
 from onecard.static.step.order import Order
 
@@ -33,13 +33,13 @@ class Draft(fx.Graph):
         return self
 
 
-def memory_of(graph: fx.Graph, apart: bool = False) -> Memory:
+def memory_of(graph: fx.Graph, apart: bool = False) -> GraphMemory:
     """The memory of a graph; of a draft it is kept until the next edit."""
     if not isinstance(graph, Draft):
-        return Memory(graph, apart)
+        return GraphMemory(graph, apart)
     if apart not in graph.known:
-        graph.known[apart] = Memory(graph, apart)
-    found: Memory = graph.known[apart]
+        graph.known[apart] = GraphMemory(graph, apart)
+    found: GraphMemory = graph.known[apart]
     return found
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.static.passes.draft import editing, exchanged, memory_of
 from onecard.static.passes.fixed import contiguous
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import traits
 from onecard.static.step.order import name_of
 
@@ -66,7 +66,7 @@ def _form_of(target: OpOverload) -> Any:
     return found if alike else None
 
 
-def _spent(node: fx.Node, memory: Memory) -> fx.Node | None:
+def _spent(node: fx.Node, memory: GraphMemory) -> fx.Node | None:
     """The memory of the first operand, if it is one block that an operator made and the result fits into exactly."""
     args: Any = node.args
     first = args[0] if args else None

@@ -20,7 +20,7 @@ from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.whole_counts import with_whole_counts
-from onecard.static.step.step import AnyStep, Output, Step
+from onecard.static.step.step import AnyStep, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec
 
@@ -34,11 +34,11 @@ class Microbatches:
     sketched: ClassVar[bool] = False
     """Whether the step is written down without being done, and never runs as it is: no rank has all of it."""
 
-    def ranks_of(self, recording: Step) -> tuple[int, ...]:
+    def ranks_of(self, recording: RecordedStep) -> tuple[int, ...]:
         """The ranks that do one step together, each its own part of it: none."""
         return ()
 
-    def everyone(self, recording: Step) -> tuple[int, ...]:
+    def everyone(self, recording: RecordedStep) -> tuple[int, ...]:
         """The ranks that record a step together, so that none can go on where one fails: none."""
         return ()
 
@@ -59,13 +59,13 @@ class Microbatches:
         self._check_alike([(names[i], x) for i, x in enumerate(leaves) if _is_cut(x)])
         return [self._first(x, names[i]) if _is_cut(x) else x for i, x in enumerate(leaves)]
 
-    def given(self, recording: Step, parts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    def given(self, recording: RecordedStep, parts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         """A graph's inputs for the whole batch, those that are cut by microbatches replaced by the first one's."""
         local = {i: x._local if isinstance(x, DistTensor) else x for i, x in enumerate(parts)}
         inputs = recording.inputs
         return [local[k.where[1]] if k.kind == "argument" else x for k, x in zip(inputs, given, strict=True)]
 
-    def _as_seen(self, recording: Step, seen: Verdict | None) -> tuple[bool, frozenset[int] | None]:
+    def _as_seen(self, recording: RecordedStep, seen: Verdict | None) -> tuple[bool, frozenset[int] | None]:
         """Whether gradients are averaged; and which results are sums, where they need not be what gradients are."""
         if self.avg is not None or seen is None:
             return self.avg is not False, None
@@ -130,7 +130,7 @@ class Microbatches:
         self,
         recording: AnyStep,
         leaves: Sequence[Any],
-        whole: Callable[[], Rows | None] = lambda: None,
+        whole: Callable[[], BatchRows | None] = lambda: None,
         late: Collection[fx.Node] = (),
         seen: Verdict | None = None,
         once: Once | None = None,
@@ -175,21 +175,23 @@ class Microbatches:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """How long the batch of a call was, and each of its results (None: it has no rows)."""
 
     batch: int | None
     results: tuple[int | None, ...]
 
 
-def rows_of(given: Any, results: Any) -> Rows:
+def rows_of(given: Any, results: Any) -> BatchRows:
     """The rows of a call, from its arguments and what it returned."""
     lengths = [x.shape[0] for x in tree_leaves(given) if _is_cut(x)]
     batch = max(lengths, key=lengths.count) if lengths else None
-    return Rows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(results)))
+    return BatchRows(batch, tuple(x.shape[0] if _is_cut(x) else None for x in tree_leaves(results)))
 
 
-def _check_results(recording: Step, made: Step, batch: int | None, whole: Callable[[], Rows | None]) -> None:
+def _check_results(
+    recording: RecordedStep, made: RecordedStep, batch: int | None, whole: Callable[[], BatchRows | None]
+) -> None:
     """What was put together of the microbatches' rows has to be as long as the program itself makes it."""
     old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
     new: Any = next(iter(reversed(made.graph.nodes))).args[0]
@@ -238,7 +240,7 @@ def _is_cut(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def check_mergeable(recording: Step) -> None:
+def check_mergeable(recording: RecordedStep) -> None:
     """Whether a step can run on microbatches: it makes its gradients, and asks for no value of its batch."""
     if found := [i.name for i in recording.inputs if i.kind == "gradient"]:
         raise RecordingError(

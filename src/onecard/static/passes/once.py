@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from onecard.errors import RecordingError
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.order import only_names
 
 _PROGRAM = "program"  # memory of the program's own: two tensors of it may share it
@@ -47,7 +47,7 @@ class Once:
 
     def __init__(self, graph: fx.Graph, late: Collection[fx.Node] = (), training: bool = True) -> None:
         self._late = late
-        self.memory = Memory(graph, apart=True)
+        self.memory = GraphMemory(graph, apart=True)
         self.tail: set[fx.Node] = set()
         self.same: set[fx.Node] = set()
         self.own: set[fx.Node] = set()

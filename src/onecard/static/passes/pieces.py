@@ -16,7 +16,7 @@ from torch import fx
 from onecard.comm.issue import again
 from onecard.static.passes.adding import added, nbytes
 from onecard.static.passes.draft import editing, memory_of, without
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 
 aten = torch.ops.aten
 SIZE = 4 * 2**20
@@ -67,7 +67,7 @@ def _cut(
     flat: fx.Node,
     split: fx.Node,
     made: fx.Graph,
-    memory: Memory,
+    memory: GraphMemory,
     size: int,
 ) -> dict[fx.Node, fx.Node]:
     """What takes the place of each part that the ``split`` has taken out."""
@@ -109,7 +109,7 @@ def _groups(sizes: list[int], size: int) -> list[list[int]]:
     return groups
 
 
-def _spare(part: fx.Node, flat: fx.Node, memory: Memory) -> bool:
+def _spare(part: fx.Node, flat: fx.Node, memory: GraphMemory) -> bool:
     """Whether nobody but the bucket reads a part's memory, so that it can be summed where it lies."""
     roots = memory.roots[part]
     if len(roots) != 1 or next(iter(roots)).op != "call_function" or next(iter(roots)) in memory.written:

@@ -12,7 +12,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.static.price.live import size_of
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import copied_to, traits
 from onecard.static.step.order import only_names
 from onecard.static.step.writes import written_by
@@ -60,7 +60,7 @@ def candidates(graph: fx.Graph) -> int:
 
 def _again(graph: fx.Graph, may: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The nodes to compute again, in their order."""
-    memory = Memory(graph, apart=True)
+    memory = GraphMemory(graph, apart=True)
     there: set[fx.Node] = set()  # can be had in backward
     cheap: set[fx.Node] = set()
     for node in graph.nodes:

@@ -16,7 +16,7 @@ from onecard.comm.issue import again
 from onecard.comm.issue.groups import group
 from onecard.static.passes.adding import added
 from onecard.static.passes.draft import editing, memory_of, without
-from onecard.static.step.memory import Memory
+from onecard.static.step.memory import GraphMemory
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def _is_sum(message: fx.Node) -> bool:
     return any(_is_cut(u, whole, message.args[4]) for u in whole.users)
 
 
-def _cut(message: fx.Node, memory: Memory) -> tuple[fx.Node, fx.Node] | None:
+def _cut(message: fx.Node, memory: GraphMemory) -> tuple[fx.Node, fx.Node] | None:
     """The ``narrow`` and the ``clone`` that take this rank's part of what a message has summed, if nobody uses the rest."""
     if not _is_sum(message):
         return None

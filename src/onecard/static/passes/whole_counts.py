@@ -22,7 +22,7 @@ from onecard.rules.call import schema_of
 from onecard.static.passes.adding import added
 from onecard.static.passes.dependence import degree_of, may_count
 from onecard.static.passes.once import Once, cut, phase_of
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import copied_to, traits
 
 aten = torch.ops.aten
@@ -319,7 +319,7 @@ class _Rewrite:
 
     def _drop(self, nodes: list[fx.Node]) -> None:
         """Take away what a microbatch's own count was made of, if nobody else reads it. Messages, too: all ranks do so alike."""
-        memory, gone = Memory(self.new), set[fx.Node]()
+        memory, gone = GraphMemory(self.new), set[fx.Node]()
         order = {n: i for i, n in enumerate(self.new.nodes)}
         for node in sorted({*nodes}, key=order.__getitem__, reverse=True):
             written = memory.writes.get(node, frozenset())

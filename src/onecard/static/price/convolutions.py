@@ -14,7 +14,7 @@ CHANNELS = (1, 4, 16, 64)
 """Of each group: those for which a measured machine has curves."""
 
 
-class Call(NamedTuple):
+class ConvolutionCall(NamedTuple):
     """One call of a convolution, or of its backward pass, by the shapes of its tensors.
 
     Attributes:
@@ -31,17 +31,17 @@ class Call(NamedTuple):
     wanted: tuple[bool, ...]
 
 
-def call_of(node: fx.Node) -> Call | None:
+def call_of(node: fx.Node) -> ConvolutionCall | None:
     """A node's convolution; None of any other."""
     a: Any = node.args
     if node.target is FORWARD and len(a) == 9:
-        return Call(a[0], a[1], node, a[3], a[6], a[8], ())
+        return ConvolutionCall(a[0], a[1], node, a[3], a[6], a[8], ())
     if node.target is BACKWARD and len(a) == 11:
-        return Call(a[1], a[2], a[0], a[4], a[7], a[9], tuple(a[10]))
+        return ConvolutionCall(a[1], a[2], a[0], a[4], a[7], a[9], tuple(a[10]))
     return None
 
 
-def channels(call: Call) -> int:
+def channels(call: ConvolutionCall) -> int:
     """How many channels of a group meet how many: the smaller count tells more of the time than the larger one."""
     weight = _shape(call.weight)
     few, many = sorted((weight[1], max(1, weight[0] // call.groups)))
@@ -73,7 +73,7 @@ _BLOCK = 16  # channels that lie beside each other
 _FEW = 4
 
 
-def _by_onednn(call: Call) -> bool:
+def _by_onednn(call: ConvolutionCall) -> bool:
     plain = prod(_shape(call.weight)[2:]) == 1 and call.groups == 1 and all(s == 1 for s in call.stride)
     fits = call.x.meta["tensor"][2] is torch.float32 and _is_dense(call.x) and torch.backends.mkldnn.is_available()
     return bool(fits and not plain)

@@ -16,7 +16,7 @@ from onecard.comm.world import world
 from onecard.machine.cost import Machine, sent
 from onecard.static.price import families
 from onecard.static.price.live import size_of
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 OWN = "your own "
 BETWEEN_MESHES = "between meshes"
@@ -76,7 +76,7 @@ def rank_of(node: fx.Node) -> int:
     return int(node.meta.get("rank", world.get_rank()))
 
 
-def sent_along(recording: Step) -> dict[str, int]:
+def sent_along(recording: RecordedStep) -> dict[str, int]:
     """Bytes that this rank sends, by mesh axis."""
     found: Counter[str] = Counter()
     for node in filter(is_message, recording.nodes()):

@@ -35,7 +35,7 @@ from onecard.static.price.messages import (
     sent_by,
 )
 from onecard.static.step.nodes import kernel
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Cost:
         )
 
 
-def cost(recording: Step, machine: Machine = MACHINE) -> Cost:
+def cost(recording: RecordedStep, machine: Machine = MACHINE) -> Cost:
     """The price of a recording. Nothing runs; shapes are those that were recorded.
 
     Example:
@@ -191,7 +191,7 @@ def cost(recording: Step, machine: Machine = MACHINE) -> Cost:
     )
 
 
-def _before(recording: Step, machine: Machine) -> float:
+def _before(recording: RecordedStep, machine: Machine) -> float:
     """Seconds before the first node: a look at each input."""
     return len(recording.inputs) * read(machine.curves["input"], 1) if "input" in machine.curves else 0.0
 

@@ -20,7 +20,7 @@ from onecard.static.run.rechecked import NEVER, Checks
 from onecard.static.step.step import AnyStep, Effect, Output
 
 
-class Bound(Generic[AnyStep]):
+class BoundRecording(Generic[AnyStep]):
     """A recording and the objects of a program that it belongs to.
 
     Attributes:
@@ -71,10 +71,10 @@ class Bound(Generic[AnyStep]):
             said = f"{fault} is gone"
         return f"what differs: {said if isinstance(said, str) else _FORM}"
 
-    def again(self) -> Bound[AnyStep] | None:
+    def again(self) -> BoundRecording[AnyStep] | None:
         """Bound anew, to the tensors that are now in the places: states that were loaded. All else must be as it was."""
         try:
-            made = Bound(self.recording, self.roots, self.kinds, self._facts)
+            made = BoundRecording(self.recording, self.roots, self.kinds, self._facts)
         except (KeyError, AttributeError, IndexError):
             return None
         made.checks = self.checks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch.names import OpOverload
-from onecard.static.capture.script import Entry, Ref, Script
+from onecard.static.capture.script import Ref, ScriptEntry, StepScript
 
 
 @dataclass
@@ -54,7 +54,7 @@ def same(value: Any, other: Any) -> bool:
         return False
 
 
-def between(was: Script, now: Script) -> str:
+def between(was: StepScript, now: StepScript) -> str:
     """What the first difference of two recordings of one step is, in words; "" if they are one."""
     for entry, other in zip(was.entries, now.entries, strict=False):
         if entry.target is not other.target:
@@ -79,7 +79,7 @@ def between(was: Script, now: Script) -> str:
     return str(Difference("leaves", left, None)) if left is not None else ""
 
 
-def _arguments(entry: Entry, other: Entry) -> Iterator[tuple[Any, Any, Any]]:
+def _arguments(entry: ScriptEntry, other: ScriptEntry) -> Iterator[tuple[Any, Any, Any]]:
     """Those of a call, by number or name: as they are, and as they were."""
     yield from ((i, *both) for i, both in enumerate(zip_longest(other.args, entry.args)))
     yield from ((key, other.kwargs.get(key), entry.kwargs.get(key)) for key in {**entry.kwargs, **other.kwargs})
@@ -91,7 +91,7 @@ def _same_values(x: Tensor | None, y: Tensor | None) -> bool:
     return x.dtype is y.dtype and x.shape == y.shape and bool(torch.equal(x, y))
 
 
-def _known(script: Script, value: Any) -> Any:
+def _known(script: StepScript, value: Any) -> Any:
     return _Named(script.name_of(value)) if isinstance(value, Ref) else value
 
 

@@ -14,13 +14,13 @@ from onecard.errors import RecordingError
 from onecard.static.guards.places import at, optimizer_at
 from onecard.static.passes.once import words
 from onecard.static.run.rechecked import given_to
-from onecard.static.step.step import MISS, Elsewhere, Step
+from onecard.static.step.step import MISS, Elsewhere, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.train.absent import Absent, let_go
 from onecard.train.shard import note_stage
 
 
-def settle(step: Step, roots: Sequence[Any]) -> None:
+def settle(step: RecordedStep, roots: Sequence[Any]) -> None:
     """Give back the memory of what this rank has not, and note who has what."""
     for known in step.elsewhere:
         x = _there(known, roots)
@@ -37,7 +37,7 @@ def settle(step: Step, roots: Sequence[Any]) -> None:
             let_go(local, known.stages, words_of(x) or known.name)
 
 
-def in_order(step: Step, roots: Sequence[Any]) -> None:
+def in_order(step: RecordedStep, roots: Sequence[Any]) -> None:
     """States in the order in which the optimizer makes them, whoever has them: as on all ranks."""
     names: dict[Any, list[Any]] = {}
     for known in step.elsewhere:
@@ -51,7 +51,7 @@ def in_order(step: Step, roots: Sequence[Any]) -> None:
         held.update(values)
 
 
-def make_room(step: Step, roots: Sequence[Any]) -> None:
+def make_room(step: RecordedStep, roots: Sequence[Any]) -> None:
     """An entry for the states of each parameter of which a step makes some, as the optimizer makes it; the others' states."""
     for effect in step.effects:
         if effect.kind == "new state":

@@ -20,7 +20,7 @@ from onecard.comm.issue.message import Message
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.static.capture import randomness
-from onecard.static.capture.script import Entry, Ref, Script
+from onecard.static.capture.script import Ref, ScriptEntry, StepScript
 from onecard.static.guards.places import at
 from onecard.static.guards.results import apart_as
 from onecard.static.run.difference import Difference, same
@@ -49,7 +49,7 @@ class Follower(recorded.Listener):
     """
 
     def __init__(
-        self, script: Script, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
+        self, script: StepScript, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
     ) -> None:
         self.note = note
         self.script, self.roots, self.leaves = script, roots, leaves
@@ -175,7 +175,7 @@ class Follower(recorded.Listener):
         elif entry.gives_value:
             self._values[entry.number] = result
 
-    def _upcoming(self) -> Entry | None:
+    def _upcoming(self) -> ScriptEntry | None:
         """The next entry that is a call; numbers that stand before it are computed as a replay computes them."""
         entries, i = self._entries, self._next
         while i < len(entries) and entries[i].computes:
@@ -203,7 +203,7 @@ class Follower(recorded.Listener):
             )
         return not isinstance(value, Tensor) and same(value, expected)
 
-    def _options(self, entry: Entry, kwargs: dict[str, Any]) -> bool:
+    def _options(self, entry: ScriptEntry, kwargs: dict[str, Any]) -> bool:
         defaults = schema_of(entry.target).defaults if isinstance(entry.target, OpOverload) else {}
         for key in {**entry.kwargs, **kwargs}:  # one that is left out and one that is its default are the same
             now, was = kwargs.get(key, defaults.get(key, _ABSENT)), entry.kwargs.get(key, defaults.get(key, _ABSENT))
@@ -212,7 +212,7 @@ class Follower(recorded.Listener):
                 return False
         return True
 
-    def _kept_gradient(self, target: Any, entry: Entry, args: tuple[Any, ...], result: Any) -> bool:
+    def _kept_gradient(self, target: Any, entry: ScriptEntry, args: tuple[Any, ...], result: Any) -> bool:
         """Whether this is a gradient that autograd has kept where it copied the recorded one, or the other way.
 
         It does as it finds how many hold the gradient, which may depend on who looks on. The values are the same.
@@ -233,7 +233,7 @@ class Follower(recorded.Listener):
             return False
         return fits
 
-    def _from_values(self, entry: Entry, x: Tensor) -> bool:
+    def _from_values(self, entry: ScriptEntry, x: Tensor) -> bool:
         """A tensor that Python has made of values: of the same values, or of a number that is followed."""
         with self.paused():
             if entry.constant is not None:
@@ -291,7 +291,7 @@ class Follower(recorded.Listener):
                 self._differs(Difference("gradient", where, None))
                 return
 
-    def _argument(self, entry: Entry, name: Any, value: Any, expected: Any) -> None:
+    def _argument(self, entry: ScriptEntry, name: Any, value: Any, expected: Any) -> None:
         made = isinstance(value, Tensor) or (type(expected) is Ref and expected.number not in self._values)
         was = self.script.name_of(expected) if made else self._value(expected)
         self._differs(Difference("argument", (name, value, was), entry))

@@ -14,7 +14,7 @@ from typing import Any
 
 from onecard.comm.agree import sparse_check
 from onecard.comm.issue.groups import Group
-from onecard.static.capture.script import Script
+from onecard.static.capture.script import StepScript
 from onecard.static.run.agreed import anybody
 from onecard.static.run.follower import Follower
 from onecard.static.step.step import MISS
@@ -87,7 +87,7 @@ class Checks:
         found: what was not as it was recorded.
     """
 
-    def __init__(self, script: Script | None, lines: Sequence[Group]) -> None:
+    def __init__(self, script: StepScript | None, lines: Sequence[Group]) -> None:
         self.script, self.lines = script, lines
         self.calls, self.due = 2, next_check(2) - 1
         self.found = ""
@@ -109,7 +109,7 @@ class Checks:
         self._agree(str(follower.found or ""))
         return result
 
-    def sketched(self, again: Callable[[Script], str]) -> None:
+    def sketched(self, again: Callable[[StepScript], str]) -> None:
         """Of a step that nobody can run: ``again`` writes it down once more, and says what differs."""
         self.due = next_sketch(self.calls + 1) - 1
         if self.script is not None and sparse_check.on.here:

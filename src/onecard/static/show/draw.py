@@ -9,8 +9,8 @@ from typing import Any
 
 from onecard.errors import RecordingError
 from onecard.static.price.price import cost
-from onecard.static.show.folded import Block, Sent, as_text, folded, words
-from onecard.static.step.step import Step
+from onecard.static.show.folded import Block, SentAlong, as_text, folded, words
+from onecard.static.step.step import RecordedStep
 
 # Told apart by people with any of the common kinds of colour blindness: Okabe and Ito (2008).
 COLOURS = {
@@ -28,7 +28,7 @@ GIVEN = 6
 """Parameters of a block that are listed."""
 
 
-def draw(recording: Step, path: Any, depth: int | None) -> str:
+def draw(recording: RecordedStep, path: Any, depth: int | None) -> str:
     """See ``Recording.draw``."""
     if path is None:
         return "\n".join(as_text(recording, depth))
@@ -40,7 +40,7 @@ def draw(recording: Step, path: Any, depth: int | None) -> str:
     return text
 
 
-def svg(recording: Step, depth: int | None = None) -> str:
+def svg(recording: RecordedStep, depth: int | None = None) -> str:
     """The text of the picture."""
     columns = folded(recording, depth)
     heights = {phase: 34 + sum(_height(b) for b in blocks) + PAD for phase, blocks in columns.items()}
@@ -65,14 +65,14 @@ def svg(recording: Step, depth: int | None = None) -> str:
     )
 
 
-def _said(recording: Step) -> str:
+def _said(recording: RecordedStep) -> str:
     nodes = [*recording.nodes()]
     price = cost(recording)
     sent = "; ".join(f"{_bytes(n)} sent along {axis!r}" for axis, n in price.sent.items()) or "no message"
     return f"on this rank: {len(nodes)} nodes, {_count(price.flops)}FLOP, {sent}, peak memory {_bytes(price.peak)}"
 
 
-def _head(recording: Step, kinds: set[str]) -> Iterator[str]:
+def _head(recording: RecordedStep, kinds: set[str]) -> Iterator[str]:
     yield _text(PAD, 24, recording.name, 15, bold=True)
     yield _text(PAD, 42, _said(recording), 11, "#555555")
     x = PAD
@@ -134,7 +134,7 @@ def _block(block: Block, x: float, y: float) -> Iterator[str]:
         yield _text(x + 9, y + LINE, f"and {len(block.given) - GIVEN} more tensors", 10.5, "#1b5e8a")
 
 
-def _pill(sent: Sent, times: int, x: float, y: float) -> Iterator[str]:
+def _pill(sent: SentAlong, times: int, x: float, y: float) -> Iterator[str]:
     colour = COLOURS.get(sent.kind, "#bbbbbb")
     yield _rect(x + 14, y, WIDTH - 33, 18, colour, "#333333", 9)
     many = sent.count * times

@@ -15,7 +15,7 @@ from onecard.static.price.live import is_name
 from onecard.static.price.messages import axis_of, is_message, is_wait, kind_of, sent_by
 from onecard.static.price.price import called
 from onecard.static.step.order import only_moves
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 PHASES = ("forward", "backward", "optimizer")
 MOST = 24
@@ -23,7 +23,7 @@ MOST = 24
 
 
 @dataclass(slots=True)
-class Sent:
+class SentAlong:
     """Messages of one kind along one axis: how many, and the bytes that this rank sends."""
 
     kind: str
@@ -49,7 +49,7 @@ class Block:
     nodes: list[fx.Node]
     times: int = 1
     given: list[tuple[str, str, str]] = field(default_factory=list)
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[SentAlong] = field(default_factory=list)
     out: tuple[str, str] | None = None
 
     def operators(self) -> list[tuple[str, int]]:
@@ -62,7 +62,7 @@ class Block:
         return counts.most_common()
 
 
-def folded(recording: Step, depth: int | None = None) -> dict[str, list[Block]]:
+def folded(recording: RecordedStep, depth: int | None = None) -> dict[str, list[Block]]:
     """For each phase its blocks.
 
     Args:
@@ -88,7 +88,7 @@ def folded(recording: Step, depth: int | None = None) -> dict[str, list[Block]]:
     return found
 
 
-def _phases(recording: Step) -> dict[fx.Node, str]:
+def _phases(recording: RecordedStep) -> dict[fx.Node, str]:
     """The phase of each node; what comes after the last backward one (sums, clipping) is the optimizer's."""
     found = {n: str(n.meta.get("phase", "forward")) for n in recording.nodes()}
     places = [i for i, phase in enumerate(found.values()) if phase == "backward"]
@@ -96,7 +96,7 @@ def _phases(recording: Step) -> dict[fx.Node, str]:
     return {n: "optimizer" if i > late else phase for i, (n, phase) in enumerate(found.items())}
 
 
-def _homes(recording: Step) -> dict[fx.Node, str]:
+def _homes(recording: RecordedStep) -> dict[fx.Node, str]:
     """The module of each node; backward ones belong to the module whose tensors they take."""
     owners = {known.where: known.name for known in recording.inputs if known.kind in ("parameter", "buffer")}
     placeholders = [n for n in recording.graph.nodes if n.op == "placeholder"]
@@ -155,8 +155,8 @@ def _given(nodes: Sequence[fx.Node]) -> list[tuple[str, str, str]]:
     return [*found.values()]
 
 
-def _sent(nodes: Sequence[fx.Node]) -> list[Sent]:
-    found: dict[tuple[str, str, bool], Sent] = {}
+def _sent(nodes: Sequence[fx.Node]) -> list[SentAlong]:
+    found: dict[tuple[str, str, bool], SentAlong] = {}
     begun = False
     for node in nodes:
         if not is_message(node):
@@ -164,7 +164,7 @@ def _sent(nodes: Sequence[fx.Node]) -> list[Sent]:
             continue
         kind = kind_of(node).removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
         key = (kind, axis_of(node), not begun)
-        made = found.setdefault(key, Sent(*key))
+        made = found.setdefault(key, SentAlong(*key))
         made.count, made.nbytes = made.count + 1, made.nbytes + sent_by(node)
     return [*found.values()]
 
@@ -232,7 +232,7 @@ def described(node: fx.Node) -> tuple[str, str]:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}", str(spec.layout) if spec is not None else ""
 
 
-def as_text(recording: Step, depth: int | None = None) -> Iterator[str]:
+def as_text(recording: RecordedStep, depth: int | None = None) -> Iterator[str]:
     """The blocks as lines."""
     for phase, blocks in folded(recording, depth).items():
         yield phase

@@ -14,12 +14,12 @@ from torch import fx
 from onecard.comm.issue import again
 from onecard.static.price.messages import axis_of, is_message, own_call, sent_by
 from onecard.static.price.price import called
-from onecard.static.step.step import Step
+from onecard.static.step.step import RecordedStep
 
 PHASES = ("forward", "backward", "optimizer")
 
 
-def text(recording: Step) -> str:
+def text(recording: RecordedStep) -> str:
     """All of a recording, one line for each node.
 
     Example:
@@ -30,7 +30,7 @@ def text(recording: Step) -> str:
     return "\n".join([head(recording), *_inputs(recording), *_nodes(recording), *_outputs(recording)])
 
 
-def head(recording: Step) -> str:
+def head(recording: RecordedStep) -> str:
     """One line."""
     counts = Counter(n.meta.get("phase") for n in recording.nodes() if n.target is not operator.getitem)
     phases = ", ".join(f"{phase} {counts[phase]}" for phase in PHASES if counts[phase])
@@ -56,7 +56,7 @@ def kind(facts: Any) -> str:
     return f"{list(facts[0])} {str(facts[2]).removeprefix('torch.')}" if facts else "number"
 
 
-def _inputs(recording: Step) -> Iterator[str]:
+def _inputs(recording: RecordedStep) -> Iterator[str]:
     yield "inputs"
     nodes = [n for n in recording.graph.nodes if n.op == "placeholder"]
     for node, known in zip(nodes, recording.inputs, strict=True):
@@ -65,7 +65,7 @@ def _inputs(recording: Step) -> Iterator[str]:
         yield f"  {node.name:<12} {known.kind:<10} {known.name:<40} {what}{where}"
 
 
-def _nodes(recording: Step) -> Iterator[str]:
+def _nodes(recording: RecordedStep) -> Iterator[str]:
     phase, module = "", ""
     for node in recording.nodes():
         here = node.meta.get("phase", "")
@@ -104,7 +104,7 @@ def _value(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _outputs(recording: Step) -> Iterator[str]:
+def _outputs(recording: RecordedStep) -> Iterator[str]:
     nodes: Any = next(iter(reversed(recording.graph.nodes))).args[0]
     yield "outputs"
     for i, result in enumerate(recording.results):

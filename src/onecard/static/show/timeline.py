@@ -16,11 +16,11 @@ from onecard.machine.cost import Machine
 from onecard.machine.events import Event, Panel, write_trace
 from onecard.static.code.compiled import called, last_uses
 from onecard.static.price.price import Cost, cost
-from onecard.static.run.bound import Bound
-from onecard.static.step.step import MISS, Step
+from onecard.static.run.bound import BoundRecording
+from onecard.static.step.step import MISS, RecordedStep
 
 
-def timed(recording: Step, args: Any, kwargs: Any) -> tuple[Event, ...]:
+def timed(recording: RecordedStep, args: Any, kwargs: Any) -> tuple[Event, ...]:
     """Replay a step once, node by node; see ``Recording.timed``."""
     leaves, tree = tree_flatten((args, kwargs))
     bound = recording.bound
@@ -31,7 +31,7 @@ def timed(recording: Step, args: Any, kwargs: Any) -> tuple[Event, ...]:
     spans: list[Event] = []
     made = recording.with_graph(recording.graph)
     made._run = lambda *inputs: _run(recording.graph, inputs, spans)
-    again = Bound(made, bound.roots, bound.kinds, bound._facts)
+    again = BoundRecording(made, bound.roots, bound.kinds, bound._facts)
     if again.replay(args, kwargs) is MISS:
         raise RecordingError(
             f"the recording of {recording.name} does not fit: {again.difference(leaves, [n for n, _ in recording.arguments])}"
@@ -59,7 +59,7 @@ def _run(graph: fx.Graph, inputs: Sequence[Any], spans: list[Event]) -> tuple[An
     return ()
 
 
-def trace(recording: Step, path: Any, machine: Machine, measured: Sequence[Event]) -> None:
+def trace(recording: RecordedStep, path: Any, machine: Machine, measured: Sequence[Event]) -> None:
     """Write the trace; see ``Recording.trace``."""
     price = cost(recording, machine)
     alive = tuple((node.start + node.seconds, float(node.alive)) for node in price.nodes)

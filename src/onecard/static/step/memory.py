@@ -14,7 +14,7 @@ from onecard.static.step.nodes import operator_of
 from onecard.static.step.writes import written_by
 
 
-class Memory:
+class GraphMemory:
     """The memory of each node of a graph, as the node that it came from first.
 
     Attributes:

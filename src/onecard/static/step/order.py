@@ -12,7 +12,7 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.issue import again
 from onecard.errors import RecordingError
-from onecard.static.step.memory import Memory, effects
+from onecard.static.step.memory import GraphMemory, effects
 from onecard.static.step.nodes import operator_of, traits
 
 _INPUTS = frozenset(["inputs"])  # memory of the program: two inputs may share it
@@ -67,8 +67,8 @@ class Order:
         memory: who shares memory with whom, results of one operator told apart.
     """
 
-    def __init__(self, graph: fx.Graph, memory: Memory | None = None) -> None:
-        self.memory = memory or Memory(graph, apart=True)
+    def __init__(self, graph: fx.Graph, memory: GraphMemory | None = None) -> None:
+        self.memory = memory or GraphMemory(graph, apart=True)
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
         self.movable = True
@@ -145,7 +145,7 @@ def check_started(graph: fx.Graph) -> None:
     """
     if not any(n.target is again.wait or n.kwargs.get("later") for n in graph.nodes):
         return
-    memory = Memory(graph, apart=True)
+    memory = GraphMemory(graph, apart=True)
     filled: dict[fx.Node, frozenset[fx.Node]] = {}
     sent: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:

@@ -83,7 +83,7 @@ class Elsewhere:
 
 
 @dataclass(slots=True, repr=False)
-class Step:
+class RecordedStep:
     """One step of a program on this rank, as it was recorded. What can be done with it: ``Recording``.
 
     Attributes:
@@ -162,4 +162,4 @@ class Step:
         )
 
 
-AnyStep = TypeVar("AnyStep", bound=Step)
+AnyStep = TypeVar("AnyStep", bound=RecordedStep)

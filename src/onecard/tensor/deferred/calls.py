@@ -23,7 +23,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class DeferredCall:
     """A recorded call: its arguments with slots for deferred tensors, and its results."""
 
     func: Any
@@ -39,10 +39,10 @@ FILLS = ("zero_", "fill_", "uniform_", "normal_", "exponential_", "log_normal_",
 
 
 @dataclass(slots=True)
-class Record:
+class DeferredCalls:
     """All calls on the tensors of one ``deferred_init``, also those after it."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[DeferredCall] = field(default_factory=list)
     slots: dict[Any, Slot] = field(default_factory=dict)
     # Weak references keep the addresses of storages, by which they are known, from being used again.
     storages: dict[int, StorageWeakRef] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class Record:
                 records[found.storage] = self
         return found
 
-    def append(self, node: Node) -> None:
+    def append(self, node: DeferredCall) -> None:
         """Note a call."""
         for storage in node.writes:
             self.writers[storage].append(len(self.nodes))
         self.nodes.append(node)
 
-    def needed(self, storage: int) -> list[Node]:
+    def needed(self, storage: int) -> list[DeferredCall]:
         """The calls on which a tensor's memory depends, in order; not those that a later one overwrites."""
         wanted, lost, found = {storage}, set[int](), []
         ahead = [-i for i in self.writers[storage]]
@@ -94,10 +94,10 @@ class Record:
         return found[::-1]
 
 
-records: dict[int, Record] = {}
+records: dict[int, DeferredCalls] = {}
 
 
-def record_of(tensor: Tensor) -> Record | None:
+def record_of(tensor: Tensor) -> DeferredCalls | None:
     """The record that knows a tensor."""
     return records.get(storage_of(tensor))
 

@@ -17,7 +17,7 @@ from onecard._torch.names import TorchDispatchMode, tree_leaves, tree_map
 from onecard.errors import DispatchError
 from onecard.random import new_key
 from onecard.rules.call import schema_of, written
-from onecard.tensor.deferred.calls import FILLS, Node, Record, forget_the_dead, record_of, storage_of
+from onecard.tensor.deferred.calls import FILLS, DeferredCall, DeferredCalls, forget_the_dead, record_of, storage_of
 from onecard.tensor.deferred.replay import whole
 from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dist_tensor import DistTensor
@@ -93,7 +93,7 @@ class deferred_init(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._record = Record()
+        self._record = DeferredCalls()
 
     def __enter__(self) -> deferred_init:
         forget_the_dead()
@@ -111,7 +111,7 @@ class deferred_init(TorchDispatchMode):
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
 
-def _do(record: Record, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+def _do(record: DeferredCalls, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Note a call, or run it for real where a value is wanted."""
     touched = [t for _, t in written(func, args, kwargs)]
     strangers = any(isinstance(t, DistTensor) for t in tensors)
@@ -133,7 +133,7 @@ def _asks_for_values(func: Any) -> bool:
     return numbers or torch.Tag.dynamic_output_shape in func.tags
 
 
-def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> None:
+def _check_not_laid_out(record: DeferredCalls, func: Any, written: list[Tensor]) -> None:
     for tensor in written:
         if storage_of(tensor) in record.laid_out:
             raise DispatchError(
@@ -142,7 +142,7 @@ def _check_not_laid_out(record: Record, func: Any, written: list[Tensor]) -> Non
             )
 
 
-def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _note(record: DeferredCalls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call on the meta device, and write it down."""
     if func is aten.set_.source_Tensor:  # the tensor has the other's memory from now on, and is known by that
         with _torch.DisableDispatch():
@@ -171,7 +171,7 @@ def _note(record: Record, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     made = tuple((record.add(t), t.shape, t.dtype) for t in tree_leaves(result) if isinstance(t, Tensor))
     writes = frozenset(storage_of(t) for _, t in written(func, args, kwargs)) | {slot.storage for slot, _, _ in made}
     fills = schema.name in FILLS and len(reads) == 1 and args[0].nbytes == args[0].untyped_storage().nbytes()
-    record.append(Node(func, recorded, options, made, reads, writes, fills))
+    record.append(DeferredCall(func, recorded, options, made, reads, writes, fills))
     return result
 
 

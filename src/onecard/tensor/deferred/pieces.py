@@ -16,7 +16,7 @@ from onecard._torch.names import tree_leaves, tree_map
 from onecard.comm.world import world
 from onecard.random import Key
 from onecard.rules.call import schema_of
-from onecard.tensor.deferred.calls import Node, Record, Slot
+from onecard.tensor.deferred.calls import DeferredCall, DeferredCalls, Slot
 from onecard.tensor.random_operators.draw import arguments, factory_law, law_of
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ _ALIKE = (
 )  # on each element, though torch does not say so
 
 
-def answer(record: Record, slot: Slot) -> Tensor | None:
+def answer(record: DeferredCalls, slot: Slot) -> Tensor | None:
     """The value of ``any()`` or ``all()`` over many elements; None if a tensor is anything else, or not made by element."""
     question = record.nodes[record.writers[slot.storage][-1]]
     if question.func not in _QUESTIONS or question.results[0][0] is not slot:
@@ -54,7 +54,7 @@ def answer(record: Record, slot: Slot) -> Tensor | None:
     return torch.tensor(not decisive)
 
 
-def _by_element(node: Node, shape: torch.Size) -> bool:
+def _by_element(node: DeferredCall, shape: torch.Size) -> bool:
     name = schema_of(node.func).name
     if any(made_shape != shape for _, made_shape, _ in node.results):
         return False
@@ -65,11 +65,11 @@ def _by_element(node: Node, shape: torch.Size) -> bool:
     return alike and all(t.dim() == 0 for t in plain) and (not _draws(node) or bool(schema_of(node.func).written))
 
 
-def _draws(node: Node) -> bool:
+def _draws(node: DeferredCall) -> bool:
     return isinstance(node.kwargs.get("generator"), Key) and schema_of(node.func).name != "randperm"
 
 
-def _run(node: Node, values: dict[int, Tensor], begin: int, length: int) -> None:
+def _run(node: DeferredCall, values: dict[int, Tensor], begin: int, length: int) -> None:
     """One call, on ``length`` elements from ``begin`` in row-major order."""
     slot, shape, dtype = node.results[0]
     name = schema_of(node.func).name

@@ -17,14 +17,14 @@ from onecard.place.layout import Layout
 from onecard.random import Key
 from onecard.rules.call import schema_of
 from onecard.tensor.aliasing.region import VIEWS, Region
-from onecard.tensor.deferred.calls import Node, Record, Slot, record_of
+from onecard.tensor.deferred.calls import DeferredCall, DeferredCalls, Slot, record_of
 from onecard.tensor.deferred.pieces import answer
 from onecard.tensor.dispatch.entries import drawing
 from onecard.tensor.dispatch.fallback import GatheredOperatorWarning
 from onecard.tensor.dist_tensor import DistTensor, describe, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
-Make = Callable[[Node], Any]  # what a call that has no tensor among its arguments gives
+Make = Callable[[DeferredCall], Any]  # what a call that has no tensor among its arguments gives
 LARGE = 2**27  # bytes of a tensor above which making it whole is said
 
 
@@ -75,7 +75,7 @@ def empty(size: Sequence[int], layout: Layout, dtype: torch.dtype) -> DistTensor
     return wrap(torch.empty(local, dtype=dtype, device=device), spec)
 
 
-def _known(tensor: Tensor) -> tuple[Record, Slot]:
+def _known(tensor: Tensor) -> tuple[DeferredCalls, Slot]:
     record = record_of(tensor)
     slot = record.slot(tensor) if record is not None else None
     if record is None or slot is None:
@@ -96,7 +96,7 @@ def _tell(tensor: Tensor, why: str, nbytes: int | None = None) -> None:
         )
 
 
-def _run(record: Record, slot: Slot, make: Make) -> Any:
+def _run(record: DeferredCalls, slot: Slot, make: Make) -> Any:
     """Run again what made a tensor."""
     values: dict[int, Any] = {}
     for node in record.needed(slot.storage):
@@ -108,7 +108,7 @@ def _run(record: Record, slot: Slot, make: Make) -> Any:
     return result.read() if isinstance(result, Region) else result
 
 
-def _call(node: Node, args: Any, kwargs: Any) -> Any:
+def _call(node: DeferredCall, args: Any, kwargs: Any) -> Any:
     func, first = node.func, args[0]
     if func in VIEWS and isinstance(first, DistTensor) and any(first._spec.layout.dims):
         first = Region.of(first)
@@ -122,7 +122,7 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _plain(node: Node) -> Tensor:
+def _plain(node: DeferredCall) -> Tensor:
     """A recorded factory call, for real and whole."""
     kwargs = dict(node.kwargs)
     named = schema_of(node.func).arguments
@@ -136,7 +136,7 @@ def _laid_out(layout: Layout, shape: torch.Size) -> Make:
     """Factory calls as DistTensors: of the shape that is wanted in the layout that is wanted, others replicated."""
     local_fill = {"empty": "", "empty_strided": "", "zeros": "zero_", "ones": "fill_", "full": "fill_"}
 
-    def make(node: Node) -> Tensor:
+    def make(node: DeferredCall) -> Tensor:
         name = schema_of(node.func).name
         (_, size, dtype) = node.results[0]
         draws = isinstance(node.kwargs.get("generator"), Key) and name != "randperm"

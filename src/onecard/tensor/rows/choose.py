@@ -17,7 +17,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
-from onecard.tensor.rows.owners import Choice, Owners, of_dim
+from onecard.tensor.rows.owners import ChosenRows, Owners, of_dim
 from onecard.tensor.rows.rows import Rows, as_rows, made, nothing, spread, unknown, without
 from onecard.tensor.spec import Spec, contiguous_stride
 
@@ -120,7 +120,7 @@ class _Add(torch.autograd.Function):
     """Zeros to which rows are added: what ``_Choose`` gives back."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Any, index: Any, choice: Choice, spec: Spec, rows: bool) -> Tensor:
+    def forward(ctx: Any, grad: Any, index: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.choice = choice  # as long as it is kept, backward finds it
         return _added(grad, choice, spec, rows)
@@ -131,7 +131,7 @@ class _Add(torch.autograd.Function):
         return grads[0].index_select(0, index), None, None, None, None
 
 
-def _choice(x: Any, index: Tensor) -> Choice:
+def _choice(x: Any, index: Tensor) -> ChosenRows:
     """Who has the rows of these numbers."""
     source, numbers = _source(x), _numbers(index)
     return source.chosen(numbers) or source.choose(_checked(numbers, x.shape[0]))
@@ -161,7 +161,7 @@ def _checked(numbers: Tensor, size: int) -> Tensor:
     return numbers
 
 
-def _chosen(x: Any, choice: Choice, index: Tensor) -> Rows:
+def _chosen(x: Any, choice: ChosenRows, index: Tensor) -> Rows:
     """The rows; axes that cut the index alone divide them, too."""
     spec, owners, into = x._spec, choice.owners, choice.into
     if isinstance(index, DistTensor):
@@ -177,14 +177,14 @@ def _chosen(x: Any, choice: Choice, index: Tensor) -> Rows:
     return made(values, without(spec.layout, owners.axes), like, 0, owners, spec.device)
 
 
-def _also(choice: Choice, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]:
+def _also(choice: ChosenRows, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]:
     """The chosen rows divided along more axes: who has them, and where this rank's stand in the source."""
     given = choice.owners
     owners = Owners(given.mesh, given.size, given.places | extra, given.home, given.experts)
     return owners, choice.into[given.local(owners.mine)]
 
 
-def _added(grad: Any, choice: Choice, spec: Spec, rows: bool) -> Tensor:
+def _added(grad: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
     source, owners, into = choice.source, choice.owners, choice.into
     extra = {}
     if isinstance(grad, Rows) and grad._along:

@@ -23,7 +23,7 @@ from onecard.place.parts import Dim, axes_of, is_merged, merge
 LIMIT = 64  # dims of which it is known who has each index
 
 
-class Choice:
+class ChosenRows:
     """Rows that were chosen by number.
 
     Attributes:
@@ -69,7 +69,7 @@ class Owners:
         self.mine = self.held(coordinate).nonzero().squeeze(1) if coordinate is not None else self._none()
         self.ways: WeakKeyDictionary[Owners, Any] = WeakKeyDictionary()
         self.groups: Any = None
-        self._choices: WeakValueDictionary[int, Choice] = WeakValueDictionary()
+        self._choices: WeakValueDictionary[int, ChosenRows] = WeakValueDictionary()
         self._used: Owners | None = None
 
     def _none(self) -> Tensor:
@@ -104,17 +104,17 @@ class Owners:
         device = any_places.device if any_places is not None else None
         return torch.ones(self.size, dtype=torch.bool, device=device)
 
-    def chosen(self, numbers: Tensor) -> Choice | None:
+    def chosen(self, numbers: Tensor) -> ChosenRows | None:
         """The choice of rows by these numbers, if it was made, somebody still has it, and nobody wrote to them since."""
         found = self._choices.get(id(numbers))
         return found if found is not None and found.numbers is numbers and found.version == _version(numbers) else None
 
-    def choose(self, numbers: Tensor) -> Choice:
+    def choose(self, numbers: Tensor) -> ChosenRows:
         """Rows by number: of row ``i`` the owner is that of ``numbers[i]``."""
         places = {axis: places[numbers] for axis, places in self.places.items()}
         owners = Owners(self.mesh, len(numbers), places, self.home, self.experts)
         owners.used, owners.place = self.used, self.place
-        made = Choice(self, numbers, owners)
+        made = ChosenRows(self, numbers, owners)
         if made.version is not None:
             self._choices[id(numbers)] = made
         return made

@@ -31,7 +31,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
 from onecard.tensor.rows.owners import Owners, can_move, of_dim
-from onecard.tensor.rows.ways import Told, move
+from onecard.tensor.rows.ways import MessageWords, move
 from onecard.tensor.spec import Spec
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -205,7 +205,7 @@ def _home(x: Rows) -> tuple[Tensor, Layout]:
     target = block
     if owners.places.keys() != block.places.keys():
         target = Owners(owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts)
-    values = move(x._held, dim, owners, target, Told("combine", "self", spec.layout, tuple(spec.shape)))
+    values = move(x._held, dim, owners, target, MessageWords("combine", "self", spec.layout, tuple(spec.shape)))
     dims = tuple(cut if d == dim else axes for d, axes in enumerate(spec.layout.dims))
     pending = tuple(p for p in spec.layout.pending if p[0] not in block.places)
     if len(target.mine) < len(block.mine):
@@ -238,7 +238,7 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
         if x._owners is not owners:
             if not can_move(x._owners, owners) or _busy_along(x, owners.axes):
                 return None
-            told = Told(operator, operand, x._spec.layout, tuple(x._spec.shape))
+            told = MessageWords(operator, operand, x._spec.layout, tuple(x._spec.shape))
             values = move(x._held, dim, x._owners, owners, told)
             if not owners.moved:
                 return values, without(x._spec.layout, owners.axes)
@@ -257,7 +257,7 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
         return None
     local = x._become(bare, operator, operand, "rows go where they are used", explicit=False)
     source = of_dim(layout.mesh, x.shape[dim], layout.dims[dim], local.device)
-    told = Told(operator, operand, bare, tuple(x.shape))
+    told = MessageWords(operator, operand, bare, tuple(x.shape))
     return move(local, dim, source, owners, told), without(bare, owners.axes)
 
 

@@ -21,7 +21,7 @@ from onecard.place.mesh import ProcessMesh
 from onecard.tensor.rows.owners import Owners
 
 
-class Told(NamedTuple):
+class MessageWords(NamedTuple):
     """What those who watch are told of a message: the operator that needs it, its operand, how that lies, its whole shape."""
 
     operator: str
@@ -58,7 +58,7 @@ class Way(NamedTuple):
     legs: tuple[Leg, ...]
 
 
-def move(values: Tensor, dim: int, source: Owners, target: Owners, told: Told) -> Tensor:
+def move(values: Tensor, dim: int, source: Owners, target: Owners, told: MessageWords) -> Tensor:
     """This rank's rows after they have gone from the ranks of ``source`` to those of ``target``.
 
     Args:
@@ -131,7 +131,7 @@ def _order(places: Tensor, line: Group) -> Tensor | None:
     return torch.argsort(places, stable=True)
 
 
-def _exchange(values: Tensor, dim: int, leg: Leg, mesh: ProcessMesh, told: Told) -> Tensor:
+def _exchange(values: Tensor, dim: int, leg: Leg, mesh: ProcessMesh, told: MessageWords) -> Tensor:
     line = group(mesh, leg.axis)
     given = values.movedim(dim, 0) if dim else values
     row = given.shape[1:]
@@ -150,12 +150,12 @@ def _by_rank(counts: list[int], line: Group) -> list[int]:
     return [counts[place] for place in line.order] if line.order else counts
 
 
-def _tell(told: Told, axis: int, dim: int, sent: int, mesh: ProcessMesh) -> None:
+def _tell(told: MessageWords, axis: int, dim: int, sent: int, mesh: ProcessMesh) -> None:
     operator, operand, layout, shape = told
     record.serving.here = (operator, operand, shape)
     if record.observers.here:
         seconds = machine.here.message(sent, link=machine.here.link(mesh, axis))
         step = Step("all_to_all", axis, layout, layout, dim, dim, bytes=sent, seconds=seconds)
         record.tell(
-            record.Message(step, operator, operand, shape, "rows go where they are used", record.user_line(), False)
+            record.Notice(step, operator, operand, shape, "rows go where they are used", record.user_line(), False)
         )

@@ -26,7 +26,7 @@ from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.train.data.order import LoaderOrder, refuse_shapes, same_shapes
-from onecard.train.data.part import PartSampler, Read, again, mapped
+from onecard.train.data.part import PartSampler, ReadBatch, again, mapped
 from onecard.train.data.position import Position, begun, skipped
 
 Axis = str | int | None
@@ -172,7 +172,7 @@ class ShardDataloader:
         indices.start()
         return (self._taken(batch, indices.reads.popleft()) for batch in batches)
 
-    def _taken(self, batch: Any, read: Read) -> Any:
+    def _taken(self, batch: Any, read: ReadBatch) -> Any:
         """This rank's part of what the loader has read of a batch."""
         self._read = read
         try:
@@ -248,7 +248,7 @@ def _announce(value: Any, mesh: ProcessMesh, axis: int, what: str) -> None:
     sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     step = Step("broadcast", axis, layout, layout, bytes=sent, seconds=machine.here.message(sent))
     reason = "read once, equal on all"
-    record.tell(record.Message(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
+    record.tell(record.Notice(step, "shard_dataloader", what, (), reason, record.user_line(), explicit=True))
 
 
 class _OwnRandom:

@@ -117,7 +117,7 @@ def same_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> bool:
         layout = Layout.replicated(mesh, 1)
         step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=machine.here.message(mine.nbytes))
         reason = "a collate_fn of the user's may pad"
-        record.tell(record.Message(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
+        record.tell(record.Notice(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
     record.serving.here = ("shard_dataloader", "shapes", (2,))
     return torch.equal(collectives.all_reduce(mine, group, "max"), mine)
 

@@ -22,7 +22,7 @@ from onecard.train.data.position import begun, skipped
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadBatch:
     """One batch as it was asked for: the samples of the whole batch, this rank's rows of it, whether all of it was read."""
 
     indices: list[Any]
@@ -30,7 +30,7 @@ class Read:
     length: int
     whole: bool
 
-    def of_all(self) -> Read:
+    def of_all(self) -> ReadBatch:
         """The same, where all of the batch is read."""
         return replace(self, whole=True)
 
@@ -79,7 +79,7 @@ class PartIndices(Iterator[list[Any]]):
     def __init__(self, sampler: PartSampler, order: PassOrder) -> None:
         self.sampler, self.order = sampler, order
         self.batches, self.before = iter(sampler.batches), sampler.before
-        self.reads: deque[Read] = deque()
+        self.reads: deque[ReadBatch] = deque()
         self.begun = False
 
     def start(self) -> None:
@@ -98,12 +98,12 @@ class PartIndices(Iterator[list[Any]]):
         indices = list(drawn)
         self.order.add(indices)
         start, length = chunk(len(indices), self.sampler.parts, self.sampler.index)
-        self.reads.append(Read(indices, start, length, self.sampler.whole))
+        self.reads.append(ReadBatch(indices, start, length, self.sampler.whole))
         # A rank whose part is empty reads one sample to learn its shape, and keeps none of it.
         return indices if self.sampler.whole else indices[start : start + length] or indices[:1]
 
 
-def again(loader: DataLoader[Any], read: Read) -> Any:
+def again(loader: DataLoader[Any], read: ReadBatch) -> Any:
     """The whole of a batch that was read in parts."""
     whole: DataLoader[Any] = DataLoader(
         loader.dataset,
@@ -125,4 +125,4 @@ def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(batch)
 
 
-__all__ = ["PartSampler", "Read", "again", "mapped"]
+__all__ = ["PartSampler", "ReadBatch", "again", "mapped"]

@@ -46,7 +46,7 @@ def _nothing() -> None:
     pass
 
 
-class Piece:
+class GatheredParameter:
     """A parameter of which this rank keeps a part, and the memory in which it is whole.
 
     Attributes:
@@ -121,7 +121,7 @@ class Piece:
 class Unit:
     """The pieces of a block, gathered and given up together."""
 
-    def __init__(self, name: str, pieces: Sequence[Piece], gives_up: bool) -> None:
+    def __init__(self, name: str, pieces: Sequence[GatheredParameter], gives_up: bool) -> None:
         self.name, self.pieces, self.gives_up = name, pieces, gives_up
         self.shown = False
         self.seen_outside = False  # shown while the program itself runs
@@ -170,7 +170,7 @@ class Unit:
             self.inputs, self.waiting = 0, set()
 
 
-class Blocks:
+class ParameterBlocks:
     """The blocks of a model, and hooks that gather and give up their parameters.
 
     Args:
@@ -182,7 +182,12 @@ class Blocks:
     """
 
     def __init__(
-        self, model: nn.Module, pieces: dict[Any, Piece], policy: Policy, ahead: bool, blocks: BlockSpec = None
+        self,
+        model: nn.Module,
+        pieces: dict[Any, GatheredParameter],
+        policy: Policy,
+        ahead: bool,
+        blocks: BlockSpec = None,
     ) -> None:
         self.ahead = ahead
         self.twice = False  # a backward has made a graph of its own, which reads what it has read
@@ -315,6 +320,6 @@ def of_marks(
     policy: Policy,
     ahead: bool,
     blocks: BlockSpec = None,
-) -> Blocks:
+) -> ParameterBlocks:
     """Blocks of a model whose parameters are distributed tensors: (parameter, its spec without the cut, the cut)."""
-    return Blocks(model, {x: Piece(cut, spec, x) for x, spec, cut in cuts}, policy, ahead, blocks)
+    return ParameterBlocks(model, {x: GatheredParameter(cut, spec, x) for x, spec, cut in cuts}, policy, ahead, blocks)
