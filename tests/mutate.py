@@ -169,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="go on with this one of the faults of a seed")
     parser.add_argument("--room", default="", help="one folder or file of src/onecard")
     parser.add_argument("--seconds", type=float, default=300.0, help=f"that {AT_ONCE} files of tests may take")
     parser.add_argument("--files", type=int, default=6, help="of tests that come by, for a fault, at most")
@@ -185,6 +186,8 @@ def main() -> int:
             module = draw.choice([p for p in modules if p.relative_to(ROOT / "src" / "onecard").parts[0] == room])
             text = (tried.copy / module.relative_to(ROOT)).read_text()
             changed, what = planted(text, draw.randrange(len([*sites(ast.parse(text))])), mark)
+            if number < asked.start:
+                continue
             mark.unlink(missing_ok=True)
             began = time.monotonic()
             found, by = tried.seen_by(module, changed, mark, asked.files)

@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import habits_static_code  # noqa: F401  # each adds its own to ``HABITS``
@@ -20,6 +21,13 @@ from torch import Tensor
 import onecard as oc
 from onecard.comm.agree import sparse_check
 from onecard.errors import RecordingError
+from onecard.static.code.source import Source
+from onecard.static.guards.guard import LOOKED_UP, Guard
+from onecard.static.guards.lines import checks
+from onecard.static.guards.lookup import ABSENT, Place, now_at
+from onecard.static.guards.seen import Seen
+from onecard.static.guards.unchanged import differs, is_still, kept
+from onecard.static.step.step import MISS
 
 CALLS = 6
 
@@ -122,7 +130,7 @@ def test_a_debugger_and_a_measurement_of_coverage_go_on() -> None:
     finally:
         sys.settrace(before)
     assert [n - step.__code__.co_firstlineno for n in lines] == [1, 2]
-    assert [r.name for r in run._bound[0].seen.reads][-2:] == ["box", "box[0]"]
+    assert [g.name for g in run._bound[0].seen.guards if g.place.kind in LOOKED_UP][-2:] == ["box", "box[0]"]
 
 
 def test_the_words_name_value_and_line() -> None:
@@ -142,3 +150,44 @@ def test_what_no_guard_knows_is_told_by_call_four(name: str) -> None:
         warnings.simplefilter("always")
         called(BY_CHECKING[name], static=True)
     assert any("call 3 does not do what was recorded" in str(w.message) for w in said)
+
+
+class _Slotted:
+    """An object whose only attribute is a slot."""
+
+    __slots__ = ("x",)
+    of_class = 1
+
+
+def _guarded() -> dict[str, tuple[Place, Any, Callable[[], object]]]:
+    """For each kind of guard where it looks, what must be there, and what changes that."""
+    holder, x, listed, cell = {"a": 1}, _Slotted(), [1], types.CellType(1)
+    x.x = 1
+
+    def called(n: int = 1) -> int:
+        return n
+
+    return {
+        "entry": (Place("entry", holder, "a", holder), 1, lambda: holder.update(a=2)),
+        "an entry that was not there": (Place("entry", holder, "b", holder), ABSENT, lambda: holder.update(b=2)),
+        "class": (Place("class", _Slotted, "of_class", _Slotted), 1, lambda: setattr(_Slotted, "of_class", 2)),
+        "slot": (Place("slot", x, vars(_Slotted)["x"], x), 1, lambda: setattr(x, "x", 2)),
+        "cell": (Place("cell", cell, "x", cell), 1, lambda: setattr(cell, "cell_contents", 2)),
+        "whole": (Place("whole", listed, None, listed), (1,), lambda: listed.append(2)),
+        "answer": (Place("answer", listed.copy, None, listed), kept([1]), lambda: listed.append(2)),
+        "code": (Place("code", called, "__defaults__", called), (1,), lambda: setattr(called, "__defaults__", (2,))),
+    }
+
+
+@pytest.mark.parametrize("kind", _guarded())
+def test_a_guard_is_asked_and_said_alike(kind: str) -> None:
+    """The compiled lines and the words are two readers of one value: where one sees a change, so does the other."""
+    place, must, change = _guarded()[kind]
+    must = getattr(place.holder, place.key) if place.kind == "code" else must
+    seen = Seen(lambda x: False, lambda x: None)
+    seen.guards.append(Guard(place, must, "that", "file.py:1"))
+    source = Source(MISS=MISS, is_=is_, differs=differs, now_at=now_at, is_still=is_still)
+    asked = source.function(source.code(""), [*checks(seen, source), source.code("return")])
+    assert asked() is None and seen.difference() == ""
+    change()
+    assert asked() is MISS and seen.difference().startswith("that, which the step ")

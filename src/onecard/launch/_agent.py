@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from onecard.comm.world import interface
-from onecard.launch._guard import Guard, end_sessions
+from onecard.launch._guard import SessionGuard, end_sessions
 from onecard.launch._logs import set_aside
 from onecard.launch._machines import MachineLost, Machines
 from onecard.launch._options import LaunchError, Options, Target, endpoint
@@ -180,7 +180,7 @@ class Workplace:
     log_dir: Path
     notes: Path  # a private folder, gone after the launch
     environment: Mapping[str, str]
-    guard: Guard
+    guard: SessionGuard
     screen: Screen | None = None
     ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
     size: str | None = None  # ranks of the attempt before

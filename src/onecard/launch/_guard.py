@@ -18,7 +18,7 @@ _DONE = "done"
 _ROUNDS = 20  # looks at the table of processes: one that is killed may just have started another
 
 
-class Guard:
+class SessionGuard:
     """The launcher's end: a process that outlives it for a moment. ``folder`` is removed with it."""
 
     def __init__(self, folder: str) -> None:
@@ -30,7 +30,7 @@ class Guard:
             command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> SessionGuard:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from onecard.comm.world import interface
 from onecard.launch._agent import Agent, Workplace, make_agent
 from onecard.launch._allocator import allocator
 from onecard.launch._explain import explain
-from onecard.launch._guard import Guard
+from onecard.launch._guard import SessionGuard
 from onecard.launch._logs import job_folder, set_aside
 from onecard.launch._machines import MachineLost
 from onecard.launch._memory import MemoryKills
@@ -83,7 +83,10 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
     if options.nnodes == 1:
         set_aside(sorted(options.log_dir.glob("rank*.log")))
     memory = MemoryKills()
-    with tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as notes, Guard(notes) as guard:
+    with (
+        tempfile.TemporaryDirectory(prefix="onecard-", ignore_cleanup_errors=True) as notes,
+        SessionGuard(notes) as guard,
+    ):
         workplace = Workplace(options.log_dir, Path(notes), environment, guard)
         agent = make_agent(options, target, nproc, workplace)
         try:

@@ -40,8 +40,9 @@ _Environment = type(os.environ)
 class Place(NamedTuple):
     """Where a value was looked for.
 
-    ``kind``: "entry" of a dict, list or deque, "class", "slot" (``key`` is its descriptor), "cell". ``owner``: the object that
-    has it, which is ``holder`` but for the dict of an object's attributes.
+    ``kind``: "entry" of a dict, list or deque, "class", "slot" (``key`` is its descriptor), "cell"; "code" of a function (``key``
+    is that attribute), "whole": all that a container holds, "answer": what ``holder`` gives when it is called. ``owner``: the
+    object that has it, which is ``holder`` but for the dict of an object's attributes.
     """
 
     kind: str
@@ -222,7 +223,11 @@ def now_at(place: Place) -> Any:
             return vars(holder).get(key, ABSENT)
         if kind == "slot":
             return key.__get__(holder, type(holder))
-        return holder.cell_contents
+        if kind == "code":
+            return getattr(holder, key)
+        if kind == "answer":
+            return holder()
+        return holder if kind == "whole" else holder.cell_contents
     except (AttributeError, IndexError, KeyError, ValueError):
         return ABSENT
 

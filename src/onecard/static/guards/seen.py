@@ -10,50 +10,24 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import contains
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ProxyTypes
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, Place, now_at, users
 from onecard.static.guards.numbers import Number, numbers_in
 from onecard.static.guards.places import STILL, named_parameters
-from onecard.static.guards.unchanged import copied, differs, is_plain, is_still, kept, shown
-
-
-class Read(NamedTuple):
-    """One thing that was looked up: where, what was there, its name and line in the program, and whether a library did."""
-
-    place: Place
-    value: Any
-    name: str
-    line: str
-    library: bool = False
-
-
-class WholeRead(NamedTuple):
-    """A container that was looked at as a whole, and what it held."""
-
-    holder: Any
-    held: Any
-    name: str
-    line: str
-
-
-class Asked(NamedTuple):
-    """A question that can be asked again, and its answer."""
-
-    question: Callable[[], Any]
-    answer: Any
-    name: str
-    line: str
+from onecard.static.guards.unchanged import copied, is_plain, kept
 
 
 class Seen:
     """What has been looked up.
 
     Attributes:
+        guards: what must be as it was.
         roots: modules, optimizers and tensors, by the names that they were found by.
         never: why the step can never be replayed, "" if it can.
     """
@@ -61,10 +35,7 @@ class Seen:
     def __init__(self, had: Callable[[Tensor], bool], found: Callable[[Any], None]) -> None:
         self._had, self._found = had, found
         self._old: dict[int, Any] = {}  # kept while the step runs, so that nothing new has the identity of one of them
-        self.reads: list[Read] = []
-        self.wholes: list[WholeRead] = []
-        self.asked: list[Asked] = []
-        self.functions: dict[int, tuple[Any, ...]] = {}
+        self.guards: list[Guard] = []
         self.roots: list[tuple[str, Any]] = []
         self.never = ""
         self._known: set[Any] = set()
@@ -117,7 +88,7 @@ class Seen:
             self.touch(value)
         self.root(name, value)
         if not isinstance(value, Number) and (not isinstance(value, Tensor) or self._had(value)):
-            self.reads.append(Read(place, kept(value), name, line, library))
+            self.guards.append(Guard(place, kept(value), name, line, library))
             if library:
                 self._library.add(mark)
 
@@ -156,7 +127,7 @@ class Seen:
             mark = _mark(place)
             self._known.add(mark)
             if library and mark in self._library:  # a progress bar's count
-                self.reads = [r for r in self.reads if _mark(r.place) != mark]
+                self.guards = [g for g in self.guards if g.place.kind not in LOOKED_UP or _mark(g.place) != mark]
             self._stored.append(place)  # it stays, so that its identity is its own
         except TypeError:
             return
@@ -180,7 +151,7 @@ class Seen:
 
     def left_behind(self) -> str:
         """What the step leaves that a replay would not, in words: tensors, numbers that may change, longer lists, files."""
-        noted = {id(r.place.holder) for r in self.reads} | {id(w.holder) for w in self.wholes}
+        noted = {id(g.place.holder) for g in self.guards if g.place.kind not in ("answer", "code")}
         for (holder, key), (now, name, line) in self._left.items():
             value = now()
             made = isinstance(value, Tensor) and not self._had(value)
@@ -206,7 +177,7 @@ class Seen:
                     return
                 self.touch(x)
                 self._known.add(("whole", id(x)))
-                self.wholes.append(WholeRead(x, self._first[id(x)][1], name, line))
+                self.guards.append(Guard(Place("whole", x, None, x), self._first[id(x)][1], name, line))
             if not isinstance(x, BYTES):
                 for part in self._first[id(x)][1] if not isinstance(x, tuple) else x:
                     self._part(x, part, name, line, depth)
@@ -223,7 +194,7 @@ class Seen:
         self.touch(x)
         if self.was_there(x) and (id(x), "within", key) not in self._known:
             self._known.add((id(x), "within", key))
-            self.asked.append(Asked(partial(contains, x, key), key in self._first[id(x)][1], name, line))
+            self._ask(partial(contains, x, key), key in self._first[id(x)][1], name, line)
 
     def ask(self, of: Any, question: Callable[[], Any], name: str, line: str) -> None:
         """Something is asked, of an object, that can be asked again."""
@@ -231,7 +202,10 @@ class Seen:
             self.settled(of)
             answer = question()
             self.old(answer)
-            self.asked.append(Asked(question, kept(answer), name, line))
+            self._ask(question, kept(answer), name, line)
+
+    def _ask(self, question: Callable[[], Any], answer: Any, name: str, line: str) -> None:
+        self.guards.append(Guard(Place("answer", question, None, question), answer, name, line))
 
     def settled(self, of: Any) -> None:
         """An object has been asked, or has been given its answer by the step."""
@@ -240,8 +214,9 @@ class Seen:
 
     def function(self, f: Any) -> None:
         """A function of the program's runs."""
-        if id(f) not in self.functions and self.was_there(f):
-            self.functions[id(f)] = (f, f.__code__, f.__defaults__, f.__kwdefaults__)
+        if ("code", id(f)) not in self._known and self.was_there(f):
+            self._known.add(("code", id(f)))
+            self.guards += [Guard(Place("code", f, key, f), getattr(f, key), f.__qualname__, "") for key in OF_CODE]
 
     def lost(self, fault: Exception, line: str) -> None:
         """Something was looked up that cannot be followed."""
@@ -254,36 +229,27 @@ class Seen:
         modules = {id(m) for _, r in roots if isinstance(r, nn.Module) for m in r.modules()}
         inner = {id(x) for _, r in roots if isinstance(r, Optimizer) for x in parts_of(r)}
         # While a step is recorded functions of torch and of math are others, which write down what they do.
-        self.reads = [_afterwards(r) for r in self.reads if not _looked_at(r, modules, inner)]
-        self.wholes = [w for w in self.wholes if id(w.holder) not in inner]
+        self.guards = [_afterwards(g) for g in self.guards if not _looked_at(g, modules, inner)]
         for held in (self._first, self._known, self._old, self._stored, self._library, self._left):
             held.clear()
         self._had, self._found = (lambda x: False), (lambda x: None)
 
     def without_counts(self) -> bool:
         """After a call that did what was recorded: leave out what a library has changed for itself; whether there was any."""
-        still = [r for r in self.reads if not (r.library and differs(now_at(r.place), r.value))]
-        changed, self.reads = len(still) < len(self.reads), still
+        still = [g for g in self.guards if not (g.library and g.difference())]
+        changed, self.guards = len(still) < len(self.guards), still
         return changed
 
     def difference(self) -> str:
         """What is not as it was, in words; "" if all is."""
         if self.never:
             return self.never
-        for place, value, name, line, _ in self.reads:
-            now = now_at(place)
-            if differs(now, value):
-                return f"{name}, which the step reads, {_change(value, now, line)}"
-        for x, held, name, line in self.wholes:
-            if not is_still(x, held):
-                return f"{name}, which the step reads, {_other_entries(x, held)} ({line})"
-        for question, answer, name, line in self.asked:
-            if differs(now := question(), answer):
-                return f"{name}, which the step reads, {_change(answer, now, line)}"
-        for f, code, defaults, keywords in self.functions.values():
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
-                return f"{f.__qualname__}, which the step calls, has another body or other defaults"
-        return ""
+        # What has a name in the program is said first.
+        guards = sorted(self.guards, key=lambda g: _SAID.index("" if g.place.kind in LOOKED_UP else g.place.kind))
+        return next((said for g in guards if (said := g.difference())), "")
+
+
+_SAID = ("", "whole", "answer", "code")
 
 
 def _mark(place: Place) -> tuple[Any, ...]:
@@ -330,50 +296,29 @@ def parts_of(optimizer: Optimizer) -> Iterator[Any]:
         yield group["params"]
 
 
-def _afterwards(read: Read) -> Read:
-    owner = read.place.owner
-    if not isinstance(owner, type | types.ModuleType):
-        return read
+def _afterwards(guard: Guard) -> Guard:
+    owner = guard.place.owner
+    if guard.place.kind not in LOOKED_UP or not isinstance(owner, type | types.ModuleType):
+        return guard
     name = owner.__module__ if isinstance(owner, type) else vars(owner).get("__name__", "")
-    return read if users(str(name)) else read._replace(value=kept(now_at(read.place)))
+    return guard if users(str(name)) else guard._replace(must=kept(now_at(guard.place)))
 
 
-def _looked_at(read: Read, modules: set[int], inner: set[int]) -> bool:
-    """Whether a recording looks at this anyway (``bound.py``)."""
-    kind, holder, key, owner = read.place
+def _looked_at(guard: Guard, modules: set[int], inner: set[int]) -> bool:
+    """Whether a recording looks at this anyway (``fits.py``)."""
+    kind, holder, key, owner = guard.place
     if kind != "entry":
-        return False
+        return kind == "whole" and id(holder) in inner
     if id(owner) in modules and isinstance(owner, nn.Module):
         if holder is not owner.__dict__:  # parameters, buffers, modules
             return True
-        return key in _OF_EVERY_MODULE or (isinstance(read.value, STILL) and not str(key).startswith("_"))
+        return key in _OF_EVERY_MODULE or (isinstance(guard.must, STILL) and not str(key).startswith("_"))
     if id(holder) not in inner:
         return False
     if isinstance(key, Tensor):  # which states a parameter has
         return True
-    followed = isinstance(read.value, tuple | list) and numbers_in(read.value)  # as betas of a group
-    return bool(followed or not is_plain(read.value)) and read.value is not ABSENT
+    followed = isinstance(guard.must, tuple | list) and numbers_in(guard.must)  # as betas of a group
+    return bool(followed or not is_plain(guard.must)) and guard.must is not ABSENT
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-
-
-def _change(before: Any, now: Any, line: str) -> str:
-    """What has become of a value."""
-    if now is ABSENT:
-        return f"was {shown(before)} and is gone ({line})"
-    if before is ABSENT:
-        return f"was not there and is {shown(now)} ({line})"
-    if isinstance(before, Tensor):
-        return f"is another tensor ({line}); pass it as an argument"
-    if shown(before) == shown(now):
-        return f"is another object ({line})"
-    advice = "; pass it as an argument (a float may change)" if isinstance(before, int | float) else ""
-    return f"was {shown(before)} and is {shown(now)} ({line}){advice}"
-
-
-def _other_entries(x: Any, held: Any) -> str:
-    """What has become of a container."""
-    if isinstance(held, tuple | dict | frozenset) and not hasattr(x, "dtype") and len(x) != len(held):
-        return f"had {len(held)} entries and has {len(x)}"
-    return "holds other entries"
