@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from fleet_programs import begin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import onecard as oc
+from onecard import fleet
 from onecard.comm.base import record
+from onecard.comm.issue import collectives
 from onecard.errors import ImplicitCommunication
 from onecard.testing import assert_close, multirank
 
@@ -293,3 +299,51 @@ def test_a_change_of_mesh_is_listed() -> None:
     assert message.explicit and message.step.kind == "transfer"
     assert message.step.bytes == (16 if torch.distributed.get_rank() < 2 else 0)
     assert "between meshes" in " ".join(str(report).split())
+
+
+def _programs() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, Any]]]:
+    """Ways to lay out a model and its optimizer over two ranks."""
+
+    def grouped(level: str, net: nn.Module, opt: torch.optim.Optimizer) -> tuple[Any, Any]:
+        begin()
+        return fleet.group_sharded_parallel(net, opt, level)[:2]
+
+    def by_grid(axis: str, net: nn.Module, opt: torch.optim.Optimizer) -> tuple[Any, Any]:
+        begin(**{axis: 2})
+        return fleet.distributed_model(net), fleet.distributed_optimizer(opt)
+
+    def by_marks(stage: type, net: nn.Module, opt: torch.optim.Optimizer) -> tuple[Any, Any]:
+        net = oc.shard_layer(net, MESH)
+        return net, oc.shard_optimizer(type(opt)(net.parameters()), stage("x", MESH))
+
+    return {
+        **{level: partial(grouped, level) for level in ("os", "os_g", "p_g_os")},
+        **{f"{axis}_degree": partial(by_grid, axis) for axis in ("dp", "sharding")},
+        **{s.__name__: partial(by_marks, s) for s in (oc.ShardingStage1, oc.ShardingStage2, oc.ShardingStage3)},
+    }
+
+
+@multirank(2)
+def test_every_message_of_a_step_is_listed() -> None:
+    """What is issued, the small questions between ranks included, is what is shown: of each kind as many."""
+    issue = collectives.issue
+    for name, laid_out in _programs().items():
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        net, opt = laid_out(net, torch.optim.AdamW(net.parameters(), 0.01))
+        for _ in range(2):
+            sent: list[str] = []
+
+            def counted(what: Any, *args: Any, to: list[str] = sent, **named: Any) -> Any:
+                to.append(what.operation)
+                return issue(what, *args, **named)
+
+            with oc.explain() as report, patch.object(collectives, "issue", counted):
+                x = torch.ones(2, 6)
+                x = oc.shard_tensor(x, MESH, [oc.Shard(0)]) if name.startswith("Sharding") else x
+                net(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                opt.step()
+                opt.zero_grad()
+            listed = [m.step.kind for m in report.messages if m.step.kind != "slice"]  # which sends nothing
+            assert len(listed) == len(sent), (name, sent, listed)

@@ -34,10 +34,8 @@ def equalise(tensors: Iterable[Tensor]) -> None:
     """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
     for group, mine in by_group(tensors):
         for bucket in gradients.buckets(mine):
-            flat = torch.cat([p.detach().reshape(-1) for p in bucket])
-            plain.broadcast(flat, group, 0, call="distributed_model")
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.detach().copy_(part.view(p.shape))
+            with gradients.together([p.detach() for p in bucket]) as flat:
+                plain.broadcast(flat, group, 0, call="distributed_model")
 
 
 def compare(number: int, model: nn.Module) -> None:

@@ -7,14 +7,14 @@ mean over the ranks that saw other data. What was summed already is not summed a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecard import recorded
-from onecard.comm.issue import plain, trace
+from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, pending, sparse_gradients, twins
@@ -23,6 +23,7 @@ from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import fill
 from onecard.train.shard import held
+from onecard.train.summands import anywhere
 
 
 def adds_up(p: Tensor) -> bool:
@@ -217,7 +218,7 @@ def _agreed(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         p: [(grad := _part(p)) is not None, states[p].summand, states[p].uneven, _is_dense(grad)] for p in parameters
     }
     for _, (group, mine) in sorted(by_group.items(), key=lambda item: item[0]):
-        said |= dict(zip(mine, _anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
+        said |= dict(zip(mine, anywhere([said[p] for p in mine], group, mine[0].device), strict=True))
     there = [p for p in parameters if said[p][0]]
     for p in there:
         aside = not states[p].summand and (states[p].dtype is not None or not adds_up(p))
@@ -235,17 +236,9 @@ def _is_dense(grad: Tensor | None) -> bool:
     return grad is not None and not grad.is_sparse
 
 
-def _anywhere(words: list[list[bool]], group: Ranks, device: torch.device) -> list[list[bool]]:
-    """What any rank of a group says."""
-    with recorded.unrecorded():  # the same in every replay
-        mine = torch.tensor(words, dtype=torch.uint8, device=device)
-        found = plain.all_reduce(mine, group, "max", inplace=True, call="gradients")
-        return words if found.is_meta or trace.faking() else [[bool(n) for n in word] for word in found.tolist()]
-
-
 def _used(mine: list[Tensor], group: Ranks) -> list[bool]:
     """For each parameter whether a rank of the group has a gradient."""
-    return [there for (there,) in _anywhere([[p.grad is not None] for p in mine], group, mine[0].device)]
+    return [there for (there,) in anywhere([[p.grad is not None] for p in mine], group, mine[0].device)]
 
 
 def _reduce(grads: list[Any], group: Ranks, op: str, call: str = "gradients") -> None:
@@ -256,10 +249,17 @@ def _reduce(grads: list[Any], group: Ranks, op: str, call: str = "gradients") ->
         if len(bucket) == 1 and bucket[0].is_contiguous():
             plain.all_reduce(bucket[0], group, op, inplace=True, call=call)
             continue
-        flat = torch.cat([g.reshape(-1) for g in bucket])
-        plain.all_reduce(flat, group, op, inplace=True, call=call)
-        for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            g.copy_(part.view(g.shape))
+        with together(bucket) as flat:
+            plain.all_reduce(flat, group, op, inplace=True, call=call)
+
+
+@contextmanager
+def together(bucket: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Several tensors as one of one dim, which is written back into them."""
+    flat = torch.cat([x.reshape(-1) for x in bucket])
+    yield flat
+    for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+        x.copy_(part.view(x.shape))
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from onecard._torch import names as _torch
-from onecard.comm.base import record
-from onecard.comm.issue import collectives, trace
-from onecard.comm.issue.groups import group
-from onecard.recorded import unrecorded
+from onecard.comm.issue.ranks import of_ranks
 from onecard.tensor import DistTensor
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.buckets import Cut, fill, start_reduce, start_scatter
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.room import Room
 from onecard.tensor.spec import Spec, contiguous_stride
+from onecard.train.summands import anywhere
 
 SHARES, LEAST = 24, 2**20  # buckets of a model whose sums overlap with backward, at least; bytes of one, at least
 AT_ONCE = 4  # buckets under way, each with a copy of its gradients, before the oldest is awaited
@@ -280,12 +278,9 @@ def hook(param: Any, before: Callable[[Any], None] | None, after: Callable[[Any]
 
 def _anywhere(params: list[DistTensor]) -> list[bool]:
     """For each parameter of a mesh whether any rank has a gradient of it."""
-    with unrecorded():  # the same in every replay
-        mine = [_pending(p.grad) for p in params]
-        there = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
-        record.serving.here = ("gradients", "which there are", (len(params),))
-        found = collectives.all_reduce(there, group(params[0].mesh, 0), "max")
-        return mine if found.is_meta or trace.faking() else [bool(n) for n in found.tolist()]
+    mesh = params[0].mesh
+    line = of_ranks(mesh.neighbours(0), mesh.dim_names[0])
+    return [there for (there,) in anywhere([[_pending(p.grad)] for p in params], line, params[0].device)]
 
 
 def _pending(grad: Any) -> bool:
