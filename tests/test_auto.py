@@ -21,6 +21,7 @@ from launching import python
 from torch import nn
 
 import onecard as oc
+from onecard.auto.entrance import Entrance
 from onecard.auto.rank import Job, begin
 from onecard.commands.run import main
 from onecard.errors import PlanError
@@ -368,3 +369,14 @@ def test_words_of_one_card_only():
     assert main(["--memory", "x", "--auto", "train.py"]) == 2
     assert main(["--dry_run", "--nproc_per_node", "2", "train.py"]) == 2
     assert main(["--auto", "--nproc_per_node", "2", "missing_program.py"]) == 2
+
+
+def test_the_first_tensor_says_which_have_rows():
+    """Others give the same numbers, but each rank would compute the whole batch."""
+    with oc.pretend(world_size=2, rank=1):
+        entrance = Entrance(oc.ProcessMesh([0, 1], ["dp"]), ("dp",))
+        (x, table, few), named = entrance.divided((torch.ones(5, 2), torch.ones(3, 2), 4), {"y": torch.ones(5)})
+        assert (x.to_local().shape, named["y"].to_local().shape) == ((2, 2), (2,))
+        assert type(table) is torch.Tensor and few == 4
+        (short,), _ = entrance.divided((torch.ones(1, 2),), {})
+        assert type(short) is torch.Tensor  # fewer rows than ranks

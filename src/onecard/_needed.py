@@ -14,8 +14,8 @@ def complaint(version: str) -> str:
     """Why a torch cannot be used, with the repair; "" if it can.
 
     Example:
-        >>> complaint("2.13.0+cpu")
-        ''
+        >>> complaint("2.11.0+cpu"), complaint("3.0.0")
+        ('', '')
         >>> complaint("2.9.1")
         'onecard needs torch 2.11 or newer; here is torch 2.9.1. The repair: pip install --upgrade torch'
     """
