@@ -2,9 +2,9 @@
 
 A fault is another operator, comparison, constant or branch, or a statement that is left out, in a function of a random module.
 The tree is copied, and one fault at a time is planted in the copy, with a mark beside it that says whether a test came by. The
-tests that run are those that name the module or what it defines, the shortest first. What fails, or has no end, is run again
-without the fault, and is caught only if it passes then. The rest is listed: "MISSED", tests came by and saw nothing: it wants a
-test, or is no fault; "not reached", none of these tests came by.
+tests that run are those that name the module or what it defines, what names most of it first. What fails, or has no end, is run
+again without the fault, and is caught only if it passes then. The rest is listed: "MISSED", tests came by and saw nothing: it
+wants a test, or is no fault; "not reached", none of these tests came by.
 """
 
 from __future__ import annotations
@@ -96,18 +96,23 @@ def _marked(tree: ast.Module, node: ast.AST, mark: Path) -> None:
 
 
 def tests_of(module: Path) -> list[Path]:
-    """Files of tests that name a module, or a class or function of it; and the module itself, for its doctests."""
+    """The module itself, for its doctests; then files of tests that name it, or what it defines: what names most of it first."""
     dotted = ".".join(module.relative_to(ROOT / "src").with_suffix("").parts)
+    room, _, stem = dotted.rpartition(".")
     tree = ast.parse(module.read_text())
     made = [x.name for x in tree.body if isinstance(x, ast.ClassDef | ast.FunctionDef) and x.name[0] != "_"]
-    words = re.compile("|".join([re.escape(dotted), *(rf"\b{name}\b" for name in made if len(name) > 5)]))
-    found = [path for path in (ROOT / "tests").glob("test_*.py") if words.search(path.read_text())]
-    rooms = [part.removesuffix(".py") for part in module.relative_to(ROOT / "src" / "onecard").parts]
-    close = [path for room in rooms[::-1] for path in (ROOT / "tests").glob(f"test_*{room}*.py")]
-    near = [path for path in dict.fromkeys(close) if path not in found]
-    size = lambda path: path.stat().st_size  # noqa: E731
+    words = [re.compile(rf"\b{name}\b") for name in made if len(name) > 5]
+    imports = re.compile(rf"from {re.escape(room)} import .*\b{stem}\b|{re.escape(dotted)}\b")
+    parts = {*dotted.replace(".", "_").split("_")} - {"onecard"}
+
+    def names(path: Path) -> int:
+        text = path.read_text()
+        of_file = len(parts & {*path.stem.split("_")})
+        return 4 * bool(imports.search(text)) + 2 * of_file + sum(bool(word.search(text)) for word in words)
+
+    found = {path: much for path in (ROOT / "tests").glob("test_*.py") if (much := names(path))}
     own = [module] if ">>> " in module.read_text() else []
-    return [*own, *sorted(found, key=size), *sorted(near, key=size)]
+    return [*own, *sorted(found, key=lambda path: (-found[path], path.stat().st_size))]
 
 
 @dataclass
