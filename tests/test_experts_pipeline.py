@@ -292,7 +292,7 @@ def test_a_stage_finds_its_weights_and_states_behind_a_view_of_them() -> None:
         assert max(found.values()) <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:_is_all_true")
 @pytest.mark.parametrize("style", ["grouped", "scattered"])
 def test_stages_are_cut_out_of_mixtures_along_ep(style: str) -> None:
     """Written down without being done: grouped products in float32, and ``scores.new_zeros(())`` of what is cut."""

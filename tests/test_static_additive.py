@@ -50,6 +50,21 @@ def pooled(o: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.adaptive_avg_pool1d(x, 1).flatten(1), y)
 
 
+def by_tokens(o: Tensor, y: Tensor, shift: int = 0, late: bool = False) -> Tensor:
+    """Two entries for each row, in the order of rows and in that of choices, weighed and added to the row that they are of."""
+    weights, numbers = o.softmax(1).topk(2)
+    rows = torch.arange(len(o))
+    beside = rows[:, None]
+    if late:
+        beside.add_(1).remainder_(len(o))
+    token, turned = ((rows + shift) % len(o) if shift else rows).repeat_interleave(2), rows.repeat(2)
+    made = o[token] * weights.flatten()[:, None]
+    total = torch.zeros_like(o).scatter_add(0, token[:, None].expand(-1, CLASSES), made)
+    total = total.index_add(0, turned, o.index_select(0, turned) * weights.t().flatten()[:, None])
+    total = total + o[beside, numbers].sum(1, keepdim=True)
+    return F.cross_entropy(total, y)
+
+
 RIGHT: dict[str, Loss] = {
     "pooled": pooled,
     "mean": nn.CrossEntropyLoss(),
@@ -68,6 +83,7 @@ RIGHT: dict[str, Loss] = {
     "two at once": pairs,
     "in parts": written,
     "beside a token": beside_a_token,
+    "by tokens": by_tokens,
     "grouped": lambda o, y: F.cross_entropy(o[y.argsort()], y.sort().values),
     "without NaN": lambda o, y: torch.nan_to_num(F.cross_entropy(o, y)),
     "weighted twice": lambda o, y: torch.stack([F.cross_entropy(o, y), 0.5 * o.square().mean()]).sum(),
@@ -82,6 +98,8 @@ TOLD: dict[str, tuple[Loss, str]] = {
     "neighbours": (lambda o, y: (o[1:] - o[:-1]).square().mean(), "slice"),
     "one row": (lambda o, y: F.cross_entropy(o, y) + o[0].square().sum(), "select"),
     "some rows": (lambda o, y: F.cross_entropy(o[torch.tensor([0, 2, 2])], y[torch.tensor([0, 2, 2])]), "index"),
+    "tokens of others": (lambda o, y: by_tokens(o, y, shift=1), "index"),
+    "places that are changed": (lambda o, y: by_tokens(o, y, late=True), "index"),
     "a table of rows": (lambda o, y: F.embedding(torch.tensor([1, 0]), o).square().sum(), "embedding"),
     "order": (lambda o, y: (o * torch.arange(len(o))[:, None]).mean(), "mul"),
     "softmax over rows": (lambda o, y: (o.softmax(0) * o).sum(), "_softmax"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
+from onecard._torch.fakes import is_fake
 from onecard.recorded import values_of
 from onecard.rules.call import Call
 from onecard.rules.local import Local
@@ -26,8 +27,11 @@ def _bounds(offs: Tensor) -> Iterator[tuple[int, int]]:
 
 def _aligned(x: Tensor) -> bool:
     """What the kernel wants: rows (or columns) that begin at multiples of 16 bytes, and are not empty."""
-    steps = sorted(x.stride()[-2:])
-    return x.numel() > 0 and steps[0] == 1 and steps[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    steps, size = sorted(x.stride()[-2:]), x.element_size()
+    begin = (
+        x.storage_offset() * size if is_fake(x) else x.data_ptr()
+    )  # a tensor without data will have memory of its own
+    return x.numel() > 0 and steps[0] == 1 and steps[1] * size % 16 == 0 and begin % 16 == 0
 
 
 def _padded(x: Tensor, inner: bool = False) -> Tensor:

@@ -97,12 +97,16 @@ class Additive(DispatchMode):
 
     def _now(self, x: Tensor, kind: Kind | None, written: bool) -> None:
         """What a tensor is from now on, and what shares memory with it, where it was written to."""
-        if kind is None:
-            if written:
-                self.known.pop(x, None)
+        if kind is None and not written:
             return
         seen = [r for r in self.memory.get(_memory(x), ()) if r() is not None]
         others = [o for r in seen if (o := r()) is not None]
+        if kind is None:
+            for other in (x, *others, *_bases(x)):
+                was = self.known.get(other)
+                if other is x or (was is not None and was.how == PLACES):  # numbers of rows no longer
+                    self.known.pop(other, None)
+            return
         if written:
             for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
                 before = self.known.get(other)
@@ -123,7 +127,7 @@ class Additive(DispatchMode):
     def _kind_of(self, x: Tensor) -> Kind | None:
         kind: Kind | None = self.known.get(x)
         if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
-            return Kind(PLACES) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
+            return Kind(PLACES, size=self.rows) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
         return kind
 
 

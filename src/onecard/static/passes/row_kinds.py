@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +19,7 @@ from onecard.rules.call import Call, Schema
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
+from onecard.static.passes import row_places
 from onecard.static.passes.dependence import (
     ADDS,
     ALIKE,
@@ -68,7 +68,9 @@ class Kinds:
         if makes_alike(call.schema):
             return Kind(ALIKE)
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
-            return Kind(PLACES)
+            return Kind(PLACES, size=self.rows)
+        if kind := row_places.moved(call, kinds):
+            return kind
         if given and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
             return Kind(ALIKE)
         if self.rows not in call.results[r].shape or any(k is not None and k.how == PLACES for k in kinds):
@@ -112,7 +114,7 @@ class Kinds:
         bound = row.bound_for(call) if row is not None else None
         if bound is None:
             return [Kind(UNKNOWN, where=f"{name} at {record.user_line()}")] * count
-        cut = {_factor(bound, i, k) for i, k in enumerate(kinds) if k is not None and k.how == ROWS}
+        cut = {row_places.factor_of(bound, i, k) for i, k in enumerate(kinds) if k is not None and k.how == ROWS}
         place = cut.pop()
         if cut or place is None:
             return [together] * count
@@ -156,8 +158,7 @@ class Kinds:
         """A result that has the rows' factor, or that is joined over it. ``there``: the rows within the factor."""
         for dim, factors in enumerate(bound.results[r]):
             if factor in factors:
-                outer = prod(bound.sizes[f] for f in factors[: factors.index(factor)])
-                return replace(there, dim=dim, before=outer * there.before)
+                return replace(there, dim=dim, before=row_places.outer_of(bound, factors, factor) * there.before)
         where = f"{call.schema.functional} at {record.user_line()}"
         lone = any(all(factor not in _all(bound.operands[i]) for i in term) for term in bound.terms)
         # A hook masks what other ranks have: their sum is no sum over rows.
@@ -196,27 +197,9 @@ class Kinds:
         if name == "transpose" and find(call.func) is None:  # in place
             a, b = (call.values[d] % given[0].dim() for d in ("dim0", "dim1"))
             return replace(first, dim={a: b, b: a}.get(first.dim, first.dim), learns=learns)
-        if name == "index" and whole:
-            return self._picked(call, given, kinds, learns)
+        if name in row_places.USES and (kind := row_places.USES[name](call, given, kinds, self.rows)):
+            return replace(kind, learns=learns)
         return None
-
-    def _picked(self, call: Call, given: list[Tensor], kinds: list[Kind | None], learns: bool) -> Kind | None:
-        """``x[arange(rows), y]``: of each row what it says itself."""
-        (x, *_), (kind, *others) = given, kinds
-        at = call.values["indices"]
-        if kind is None or kind.how != ROWS or kind.dim or not isinstance(at[0], Tensor) or x.dim() < len(at):
-            return None
-        if (
-            others[0] is None
-            or others[0].how != PLACES
-            or any(k is not None and k.how not in (ROWS, PLACES) for k in others)
-        ):
-            return None
-        return (
-            replace(kind, learns=learns)
-            if len(call.results[0].shape) and call.results[0].shape[0] == self.rows
-            else None
-        )
 
     def _of_sums(self, call: Call, given: list[Tensor], kinds: list[Kind | None], learns: bool) -> Kind:
         """Of values that all rows have given: what is linear in them stays additive."""
@@ -339,18 +322,6 @@ def tensors_of(call: Call, args: Any, kwargs: Any) -> list[Tensor]:
         value = args[place] if isinstance(place, int) else kwargs[place]
         found.append(value if index < 0 else value[index])
     return found
-
-
-def _factor(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
-    """The factor in which the rows of an operand lie, and how many combinations are ahead of them within it."""
-    dims, outer = bound.operands[operand], 1
-    for factor in dims[kind.dim] if kind.dim < len(dims) else ():
-        size = bound.sizes[factor]
-        within, rest = divmod(kind.before, outer)
-        if not rest and size % (within * kind.size or 1) == 0 and within < size:
-            return factor, within
-        outer *= size
-    return None
 
 
 def _all(dims: Sequence[Sequence[int]]) -> Iterator[int]:

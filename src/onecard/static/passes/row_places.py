@@ -1,0 +1,110 @@
+"""The numbers of a batch's rows: where they lie once they are repeated, and what is chosen and added by them.
+
+``x[token]`` and ``total.index_add(0, token, made)`` keep rows apart where ``token`` names, for each entry, the row that it is of.
+Such are ``torch.arange(rows)``, and what only repeats and moves it: the tokens of a router's choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from onecard.rules.call import Call
+from onecard.rules.registry import find
+from onecard.rules.rule import Bound
+from onecard.static.passes.dependence import PLACES, ROWS, Kind
+
+_MOVES = (
+    "unsqueeze", "squeeze", "expand", "repeat", "clone", "contiguous", "view", "_unsafe_view", "reshape", "alias", "detach", "t",
+    "transpose", "permute", "_to_copy",
+)  # fmt: skip
+Known = Sequence[Kind | None]
+
+
+def moved(call: Call, kinds: Known) -> Kind | None:
+    """Numbers of rows that are only moved or repeated."""
+    kind = kinds[0] if len(kinds) == 1 else None
+    row = find(call.func)
+    if kind is None or kind.how != PLACES or call.schema.functional not in _MOVES or row is None:
+        return None
+    if call.schema.functional == "repeat":
+        more = len(call.repeats) - call.self.dim()
+        return replace(kind, dim=kind.dim + more, before=kind.before * call.repeats[kind.dim + more])
+    bound = row.bound_for(call)
+    place = None if bound is None or call.results[0].is_floating_point() else factor_of(bound, 0, kind)
+    if bound is None or place is None:
+        return None
+    factor, within = place
+    for dim, factors in enumerate(bound.results[0]):
+        if factor in factors:
+            return replace(kind, dim=dim, before=within * outer_of(bound, factors, factor))
+    return None
+
+
+def picked(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind | None:
+    """``x[arange(rows), y]``, ``x[token]``: of each row what it says itself."""
+    (x, *indices), (kind, *others) = given, kinds
+    by_dim = call.schema.functional == "index_select"
+    dim = call.dim % x.dim() if by_dim else 0
+    at = [call.values["index"]] if by_dim else call.values["indices"]
+    if kind is None or kind.how != ROWS or kind.dim != dim or kind.size != rows or x.shape[dim] != rows:
+        return None
+    if not isinstance(at[0], Tensor) or not others or others[0] is None or others[0].how != PLACES:
+        return None
+    places = {_from_behind(index, other) for index, other in zip(indices, others, strict=True)}
+    if len(places) > 1 or None in places:
+        return None
+    found = others[0]
+    wide = max(index.dim() for index in indices) - indices[0].dim()
+    return Kind(ROWS, dim + found.dim + wide, found.before, rows, kind.degree, "", kind.learns)
+
+
+def _from_behind(index: Tensor, kind: Kind | None) -> tuple[int, int, int] | None:
+    """Where the rows lie in an index, as it is expanded with others."""
+    if kind is None or kind.how not in (ROWS, PLACES) or index.dtype == torch.bool:
+        return None
+    return kind.dim - index.dim(), kind.before, index.shape[kind.dim]
+
+
+def added(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind | None:
+    """``total.index_add(0, token, made)``: into each row what is its own."""
+    if len(given) != 3:
+        return None
+    (total, index, source), (into, places, kind) = given, kinds
+    dim = call.dim % max(total.dim(), 1)
+    if kind is None or kind.how != ROWS or kind.dim != dim or kind.degree or total.shape[dim] != rows:
+        return None
+    of_rows = into is not None and (into.how, into.dim, into.size, into.degree) == (ROWS, dim, rows, 0)
+    if not of_rows and (into is None or not into.alike(dim)):
+        return None
+    along = dim if index.dim() == source.dim() > 1 else 0
+    same = places is not None and (places.how, places.dim, places.before) == (PLACES, along, kind.before)
+    if not same or kind.size != rows or index.shape[along] != source.shape[dim]:
+        return None
+    return Kind(ROWS, dim, 1, rows)
+
+
+USES = {"index": picked, "index_select": picked, "index_add": added, "scatter_add": added}
+
+
+def factor_of(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
+    """The factor in which the rows of an operand lie, and how many combinations are ahead of them within it."""
+    dims, outer = bound.operands[operand], 1
+    for factor in dims[kind.dim] if kind.dim < len(dims) else ():
+        size = bound.sizes[factor]
+        within, rest = divmod(kind.before, outer)
+        if not rest and size % (within * kind.size or 1) == 0 and within < size:
+            return factor, within
+        outer *= size
+    return None
+
+
+def outer_of(bound: Bound, factors: Sequence[int], factor: int) -> int:
+    """How many combinations of other factors are ahead of one in a dim."""
+    found = 1
+    for other in factors[: factors.index(factor)]:
+        found *= bound.sizes[other]
+    return found
