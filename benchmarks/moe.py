@@ -10,7 +10,8 @@
 DeepSpeed's ``MOELayer`` where it is installed (nothing dropped, no random choice), torch's grouped products between
 all-to-alls by hand, and experts cut as tensors with all tokens on each rank. All send over the same backend, start from the
 same weights, and must give one card's loss and gradients of tokens and experts (1e-5 relative); then they are timed in turn
-in the same processes. Peak memory comes from fresh processes for each variant, above what was there before its first step.
+in the same processes. Peak memory comes from fresh processes for each variant, above what was there before its first step;
+there AdamW takes a step, too, and the bytes of the experts' parameters, gradients and states on a rank are counted.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class BenchArgs:
     """which"""
     small: bool = False
     """tiny sizes, to see that all runs"""
+    cpu: bool = False
+    """seconds of each rank's processor in place of the clock's: for a machine that does other work, too"""
     memory: bool = True
     """measure peak memory too"""
     timeout: float = 600.0
@@ -115,6 +118,7 @@ class Variant:
     parts: Callable[[], tuple[list[Tensor], list[Tensor]]]
     """gradients of up and down, each as a list of what concatenates to this rank's part"""
     all: list[Tensor]
+    experts: list[Tensor]
     cut: int = 0
     """the dim of up that is cut; down's is the other one"""
     whole: Callable[[Tensor], Tensor] | None = None
@@ -155,7 +159,9 @@ def _fleet(args: BenchArgs) -> Variant:
         experts.w_up.copy_(up.chunk(args.ranks)[dist.get_rank()])
         experts.w_down.copy_(down.chunk(args.ranks)[dist.get_rank()])
     x = mine(args, tokens(args)).requires_grad_()
-    return Variant(x, layer, lambda: _grads(experts.w_up, experts.w_down), [*layer.parameters()])
+    return Variant(
+        x, layer, lambda: _grads(experts.w_up, experts.w_down), [*layer.parameters()], [*experts.parameters()]
+    )
 
 
 def _marks(args: BenchArgs) -> Variant:
@@ -173,7 +179,7 @@ def _marks(args: BenchArgs) -> Variant:
     def whole(value: Tensor) -> Tensor:
         return value.full_tensor() if value.dim() == 0 else value.to_local()
 
-    return Variant(x, lambda x: one_card(x, gate, up, down, args.k), parts, [gate, up, down], whole=whole)
+    return Variant(x, lambda x: one_card(x, gate, up, down, args.k), parts, [gate, up, down], [up, down], whole=whole)
 
 
 def _hand(args: BenchArgs) -> Variant:
@@ -182,7 +188,11 @@ def _hand(args: BenchArgs) -> Variant:
     gate.requires_grad_()
     x = mine(args, tokens(args)).requires_grad_()
     return Variant(
-        x, lambda x: by_hand(x, gate, up, down, args.k, args.experts), lambda: _grads(up, down), [gate, up, down]
+        x,
+        lambda x: by_hand(x, gate, up, down, args.k, args.experts),
+        lambda: _grads(up, down),
+        [gate, up, down],
+        [up, down],
     )
 
 
@@ -198,7 +208,7 @@ def _dtensor(args: BenchArgs) -> Variant:
     def parts() -> tuple[list[Tensor], list[Tensor]]:
         return [up.grad.to_local()], [down.grad.to_local()]
 
-    return Variant(x, lambda x: as_tensors(x, gate, up, down, args.k, mesh), parts, [gate, up, down], cut=2)
+    return Variant(x, lambda x: as_tensors(x, gate, up, down, args.k, mesh), parts, [gate, up, down], [up, down], cut=2)
 
 
 def _deepspeed(args: BenchArgs) -> Variant:
@@ -213,7 +223,7 @@ def _deepspeed(args: BenchArgs) -> Variant:
             torch.stack([e.down.weight.grad.T for e in experts])
         ]
 
-    return Variant(x, lambda x: made(x, None), parts, [*made.parameters()])
+    return Variant(x, lambda x: made(x, None), parts, [*made.parameters()], [*made.experts.parameters()])
 
 
 # -- one card ----------------------------------------------------------------------------------------------------------
@@ -248,6 +258,7 @@ def time_variants(args: BenchArgs) -> dict[str, list[float]]:
     import time
 
     torch.set_num_threads(1)
+    now = time.process_time if args.cpu else time.perf_counter
     variants = {}
     for name in args.variants:
         say(f"{name}: beside one card")
@@ -260,28 +271,41 @@ def time_variants(args: BenchArgs) -> dict[str, list[float]]:
         names = list(variants)
         for name in names[i % len(names) :] + names[: i % len(names)]:  # no variant always follows the same one
             dist.barrier()
-            start = time.perf_counter()
+            start = now()
             variants[name].step()
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
+            if not args.cpu:
+                dist.barrier()
+            seconds[name].append(now() - start)
     return seconds
 
 
-def peak_memory(args: BenchArgs, name: str) -> float:
-    """On each rank: resident MB at the peak of a few steps, above what the weights and tokens took."""
+def peak_memory(args: BenchArgs, name: str) -> tuple[float, float]:
+    """On each rank: resident MB at the peak of a few steps, above what the weights and tokens took; MB kept for experts."""
     torch.set_num_threads(1)
     say(f"{name}: peak memory")
     variant = build(args, name)
     before = peak_rss_mb()
     for _ in range(N_CHECKED):
         variant.step()
-    return peak_rss_mb() - before
+    return peak_rss_mb() - before, kept(variant)
 
 
-def table(args: BenchArgs, seconds: dict[str, list[float]], memory: dict[str, float]) -> Table:
+def kept(variant: Variant) -> float:
+    """MB of this rank's experts: parameters, gradients, and what AdamW keeps for them."""
+    optimizer = torch.optim.AdamW(variant.experts, lr=0.0)
+    optimizer.step()
+    states = [s for each in optimizer.state.values() for s in each.values() if isinstance(s, Tensor) and s.dim()]
+    every: list[Any] = [*variant.experts, *(p.grad for p in variant.experts), *states]
+    return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in every) / 1e6
+
+
+def table(
+    args: BenchArgs, seconds: dict[str, list[float]], memory: dict[str, float], experts: dict[str, float]
+) -> Table:
+    whole = 4 * sum(w.nbytes for w in weights(args)[1:]) / 1e6
     made = Table(
         "variant", "ms, median", "least", "most", *(f"{own} / it" for own in OWN), "peak MB", *(f"{own} / it" for own in OWN),
-        title=f"{args.ranks} ranks",
+        f"experts MB of {whole:.1f}", title=f"{args.ranks} ranks",
     )  # fmt: skip
 
     def ratios(known: dict[str, Any], name: str) -> list[str]:
@@ -290,7 +314,8 @@ def table(args: BenchArgs, seconds: dict[str, list[float]], memory: dict[str, fl
     for name, values in seconds.items():
         milliseconds = [f"{x * 1e3:.1f}" for x in (statistics.median(values), min(values), max(values))]
         peak = f"{memory[name]:.0f}" if name in memory else "-"
-        made.add_row(name, *milliseconds, *ratios(seconds, name), peak, *ratios(memory, name))
+        of_experts = f"{experts[name]:.1f}" if name in experts else "-"
+        made.add_row(name, *milliseconds, *ratios(seconds, name), peak, *ratios(memory, name), of_experts)
     return made
 
 
@@ -310,10 +335,11 @@ def main(args: BenchArgs) -> int:
         args = BenchArgs(**{**vars(args), "variants": tuple(v for v in args.variants if v != "deepspeed")})
     seconds = run_ranks(time_variants, args.ranks, args, timeout=args.timeout)[0]
     console.print(f"loss and gradients of {', '.join(seconds)} are those of one card to {TOLERANCE:g} relative")
-    memory = {}
+    memory, experts = {}, {}
     for name in args.variants if args.memory else ():
-        memory[name] = max(run_ranks(peak_memory, args.ranks, args, name, timeout=args.timeout))
-    console.print(table(args, seconds, memory))
+        found = run_ranks(peak_memory, args.ranks, args, name, timeout=args.timeout)
+        memory[name], experts[name] = (max(each) for each in zip(*found, strict=True))
+    console.print(table(args, seconds, memory, experts))
     return 0
 
 

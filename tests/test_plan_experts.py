@@ -13,6 +13,7 @@ from onecard.errors import PlanError
 from onecard.planning.known_models import known_model
 from onecard.planning.pieces import Pieces
 from onecard.planning.record import record_decoder, recorded
+from onecard.planning.search.find import Search
 from onecard.planning.search.rows import of_ranks_of_experts
 from onecard.planning.search.subject import subject_of
 from onecard.planning.state import TrainingState
@@ -99,12 +100,20 @@ def test_what_does_not_fit_is_told() -> None:
         oc.Plan(dp=4, ep=3)
 
 
-def test_a_search_finds_ep_where_memory_is_short() -> None:
+def test_a_search_finds_ep_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = replace(SIZES, layers=1, experts=16, expert_ffn=512)
     least = oc.price(wide, oc.Plan(dp=4, ep=4), H100).peak
     fixed = {"tp": 1, "pp": 1, "zero": 0, "microbatch": 1, "recompute": "none"}
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "onecard.planning.search.subject.record_decoder",
+        lambda *given: seen.append(given[1].ep) or record_decoder(*given),
+    )
     tight = oc.plan(wide, world=4, machine=H100, batch=4, memory=int(least * 1.05), fixed=fixed)
-    assert tight.best.ep == 4
+    assert tight.best.ep == 4 and seen and 1 not in seen, "all experts on each rank: no memory for that, by sizes alone"
+    monkeypatch.setattr(Search, "_too_large", lambda *_: False)
+    again = oc.plan(wide, world=4, machine=H100, batch=4, memory=int(least * 1.05), fixed=fixed)
+    assert again.best == tight.best and 1 in seen
 
 
 @pytest.mark.share(1)

@@ -162,6 +162,11 @@ class Pieces:
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def live(self) -> Live:
+        """What is alive when."""
+        return Live(self.recording.graph)
+
+    @cached_property
     def memory(self) -> PieceMemory:
         """What the pieces keep and need."""
         return PieceMemory(self)
@@ -172,7 +177,7 @@ class Pieces:
         """Of each piece, for one microbatch on a machine."""
         spent = [_Spent() for _ in self.names]
         before = 0.0
-        priced = cost(self.recording, machine)
+        priced = cost(self.recording, machine, self.live)
         for node, found in zip(self.nodes, priced.nodes, strict=True):
             self._spend(spent[self.at[node]], node, found, found.then - before)
             before = found.then
@@ -265,7 +270,7 @@ class PieceMemory:
         graph = pieces.recording.graph
         order = list(graph.nodes)
         place = {node: i for i, node in enumerate(order)}
-        live = Live(graph)
+        live = pieces.live
         results = {
             block
             for effect in pieces.recording.effects

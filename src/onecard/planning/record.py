@@ -49,15 +49,25 @@ class RecordedModel:
     """What was recorded of a model under a plan.
 
     Attributes:
-        pieces: the recording, by pieces.
+        made: the recording, by pieces; None: not now.
         tokens: of a row of the batch: what a model predicts there; 1 if it is no sequence.
         folded: the blocks that were taken out.
+        again: what makes the pieces, if that is quick: then they are let go once they are priced.
     """
 
-    pieces: Pieces
+    made: Pieces | None
     tokens: int
     folded: tuple[Folded, ...] = ()
+    again: Callable[[], Pieces] | None = None
     _costs: dict[int, tuple[Machine, list[PieceCost]]] = field(default_factory=dict)
+
+    @property
+    def pieces(self) -> Pieces:
+        """The recording, by pieces."""
+        if self.made is None:
+            assert self.again is not None
+            self.made = self.again()
+        return self.made
 
     def costs(self, machine: Machine) -> list[PieceCost]:
         """The pieces' costs on a machine; those of the last few machines are kept."""
@@ -65,6 +75,8 @@ class RecordedModel:
             if len(self._costs) >= KEPT:
                 self._costs.pop(next(iter(self._costs)))
             self._costs[id(machine)] = machine, self.pieces.costs(machine)
+            if self.again is not None:
+                self.made = None
         return self._costs[id(machine)][1]
 
 

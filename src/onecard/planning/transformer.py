@@ -156,6 +156,11 @@ class Transformer:
         return self._attention_matrices + biases + norms + self._mlp_parameters
 
     @property
+    def expert_parameters(self) -> int:
+        """Of all blocks' experts; what every token goes to is not among them."""
+        return (self.layers - self.dense_layers) * self.experts * self._mlp(self.expert_ffn)
+
+    @property
     def flops_per_token(self) -> int:
         """Operations of a training step for each token, forward and backward, a multiply-add being two; nothing computed again.
 

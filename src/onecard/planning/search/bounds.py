@@ -5,6 +5,7 @@ A plan whose bound is worse than a price that is known needs no price of its own
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,7 @@ class Bounds:
     def __init__(self, pieces: Sequence[PieceCost], other: Sequence[PieceCost], machine: Machine) -> None:
         self.pieces, self.other, self.machine = pieces, other, machine
         self._shapes: dict[object, tuple[list[StageCost], list[_Rank]]] = {}
+        self._even: dict[int, tuple[int, ...]] = {}
 
     def quickly(self, plan: Plan) -> tuple[float, int]:
         """Seconds and bytes that the plan takes at least; nothing is counted of what dp sends.
@@ -51,14 +53,16 @@ class Bounds:
         state = TrainingState(plan, self.machine)
         halves = plan.pp > 1 and plan.schedule not in _IN_ONE
         seconds, peak = 0.0, 0
+        known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most ranks have the same numbers of elements
         for place, rank in enumerate(self._shape(plan)[1]):
             done = rank.before + plan.microbatches * rank.busy + (0.0 if halves else rank.behind)
             seconds = max(seconds, done)
-            always = state.parameters(rank.elements + rank.frozen, rank.experts) + state.states(
-                rank.elements, rank.experts
-            )
+            sizes = rank.elements, rank.frozen, rank.experts
+            if sizes not in known:
+                known[sizes] = always_kept(state, *sizes)
+            always, gradients = known[sizes]
             held = max(rank.kept, in_flight(plan, place) * rank.least)
-            peak = max(peak, always + max(held, state.gradients(rank.elements, rank.experts)))
+            peak = max(peak, always + max(held, gradients))
         return seconds, peak
 
     def closely(self, plan: Plan) -> float:
@@ -79,6 +83,16 @@ class Bounds:
             seconds = max(seconds, rank.before + plan.microbatches * busy + (0.0 if halves else rank.behind))
             update = max(update, sum(n * state.update(piece) for i in rank.stages for piece, n in stages[i].runs))
         return seconds + update
+
+    def balanced(self, plan: Plan) -> tuple[int, ...]:
+        """Blocks of each stage such that the slowest takes least, if that is better than equal numbers; else ().
+
+        Blocks go one by one to the stage that would be the fastest with it: for blocks that are alike that is the best.
+        """
+        count = plan.pp * plan.virtual
+        if count not in self._even:
+            self._even[count] = _balanced(self.pieces, count) if len(self.pieces) >= 3 else ()
+        return self._even[count]
 
     def _shape(self, plan: Plan) -> tuple[list[StageCost], list[_Rank]]:
         key = plan.pp, plan.virtual, plan.stages, plan.recompute_blocks, plan.schedule in _FOLDED
@@ -103,6 +117,30 @@ class Bounds:
             )  # fmt: skip
             before, behind = before + forward[place], behind + backward[place]
         return found
+
+
+def always_kept(state: TrainingState, elements: int, frozen: int, experts: int) -> tuple[int, int]:
+    """Bytes of parameters and states of so many elements on a rank, and of their gradients."""
+    kept = state.parameters(elements + frozen, experts) + state.states(elements, experts)
+    return kept, state.gradients(elements, experts)
+
+
+def _balanced(pieces: Sequence[PieceCost], stages: int) -> tuple[int, ...]:
+    blocks = sum(p.alike for p in pieces[1:-1])
+    each = sum(p.alike * (p.forward + p.backward) for p in pieces[1:-1]) / blocks
+    ends = [0.0] * stages
+    ends[0] += pieces[0].forward + pieces[0].backward
+    ends[-1] += pieces[-1].forward + pieces[-1].backward
+    found, line = [0] * stages, [(ends[i] + each, i) for i in range(stages)]
+    heapq.heapify(line)
+    for _ in range(blocks):
+        load, i = heapq.heappop(line)
+        found[i] += 1
+        heapq.heappush(line, (load + each, i))
+    equal = [blocks // stages + (i < blocks % stages) for i in range(stages)]
+    # A rank with several stages waits for the sum of them.
+    slowest = [max(ends[i] + n * each for i, n in enumerate(numbers)) for numbers in (found, equal)]
+    return tuple(found) if slowest[0] < (1 - 1e-9) * slowest[1] else ()
 
 
 def _of_rank(place: int, plan: Plan) -> tuple[int, ...]:

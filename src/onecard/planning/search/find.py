@@ -14,8 +14,9 @@ from onecard.machine.cost import Machine
 from onecard.planning.job import JobCost, PieceCost
 from onecard.planning.plan import Plan
 from onecard.planning.price import composed, on_hosts
-from onecard.planning.search.bounds import Bounds, divided
+from onecard.planning.search.bounds import Bounds, always_kept, divided
 from onecard.planning.search.space import Space
+from onecard.planning.state import TrainingState
 
 ALIKE = 0.005
 """Share of a step by which two plans are no different: the one that divides less is taken."""
@@ -53,6 +54,7 @@ class Search:
         self.space, self.machine, self.limit, self.objective = space, machine, limit, objective
         self._open: dict[Plan, tuple[Bounds, int]] = {}
         self._fitting: set[Plan] = set()
+        self._guessed: dict[tuple[Plan, Plan], float] = {}
         # What this search has asked for, whether it was known before or not: so it goes the same way again.
         self._seen: set[Any] = set()
         self._again: set[Plan] = set()  # groups whose plans are looked at with recomputation, too
@@ -82,7 +84,7 @@ class Search:
             yield plan
             if plan.pp > 1 and "stages" not in self.space.fixed and not plan.recompute_blocks:
                 with suppress(PlanError):
-                    even = balanced(self.opened(group)[0], plan)
+                    even = self.opened(group)[0].balanced(plan)
                     if even:
                         yield replace(plan, stages=even)
 
@@ -107,7 +109,8 @@ class Search:
         """Price what can be the best."""
         found, queue, best = Searched(), _Queue(), float("inf")
         for group in self.space.groups():
-            queue.put(0.0, _Entry(group))
+            if not self._too_large(group):
+                queue.put(0.0, _Entry(group))
         while queue and queue.least <= best * (1 + ALIKE):
             bound, entry = queue.take()
             group, plan = entry.group, entry.plan
@@ -140,6 +143,16 @@ class Search:
     def _fits(self, nbytes: int) -> bool:
         return not self.limit or nbytes <= self.limit
 
+    def _too_large(self, group: Plan) -> bool:
+        """Whether what a rank keeps, whatever is computed again, is more than its memory: nothing is recorded then."""
+        elements, experts = self.space.subject.elements(group)
+        if not self.limit or not elements:
+            return False
+        stages = (0, 1, 2, 3) if group.dp * group.cp > 1 else (0,)
+        zeros = [self.space.fixed["zero"]] if "zero" in self.space.fixed else stages
+        states = (TrainingState(replace(group, zero=zero), self.machine) for zero in zeros if zero in stages)
+        return all(sum(always_kept(state, elements, 0, experts)) > self.limit for state in states)
+
     def _at_least(self, group: Plan) -> float:
         """What the plans of a group take at least, before it is recorded: by a group whose layers are divided less."""
         if self.objective != "time" or group in self._open or self.space.subject.is_cheap(group, self._seen):
@@ -147,11 +160,13 @@ class Search:
         of = self._alike(group)
         if of is None:
             return 0.0
-        less, _ = self.opened(of)
-        pieces = divided(less.pieces, (group.tp * group.cp) // (of.tp * of.cp))
-        guess = Bounds(pieces, pieces, less.machine)
-        return min((seconds for plan in self.space.members(group)
-                    for seconds, peak in [guess.quickly(plan)] if self._fits(peak)), default=float("inf"))  # fmt: skip
+        if (group, of) not in self._guessed:
+            less, _ = self.opened(of)
+            pieces = divided(less.pieces, (group.tp * group.cp) // (of.tp * of.cp))
+            guess = Bounds(pieces, pieces, less.machine)
+            found = (guess.quickly(plan) for plan in self.space.members(group))
+            self._guessed[group, of] = min((s for s, peak in found if self._fits(peak)), default=float("inf"))
+        return self._guessed[group, of]
 
     def _alike(self, group: Plan) -> Plan | None:
         """A group with the same rows that divides its layers less, and that is known, or need not be recorded."""
@@ -230,28 +245,3 @@ class _Queue:
     def least(self) -> float:
         """The bound of the next one."""
         return self._heap[0][0]
-
-
-def balanced(bounds: Bounds, plan: Plan) -> tuple[int, ...]:
-    """Blocks of each stage such that the slowest takes least, if that is better than equal numbers; else ().
-
-    Blocks go one by one to the stage that would be the fastest with it: for blocks that are alike that is the best.
-    """
-    pieces, stages = bounds.pieces, plan.pp * plan.virtual
-    if len(pieces) < 3:
-        return ()
-    blocks = sum(p.alike for p in pieces[1:-1])
-    each = sum(p.alike * (p.forward + p.backward) for p in pieces[1:-1]) / blocks
-    ends = [0.0] * stages
-    ends[0] += pieces[0].forward + pieces[0].backward
-    ends[-1] += pieces[-1].forward + pieces[-1].backward
-    found, line = [0] * stages, [(ends[i] + each, i) for i in range(stages)]
-    heapq.heapify(line)
-    for _ in range(blocks):
-        load, i = heapq.heappop(line)
-        found[i] += 1
-        heapq.heappush(line, (load + each, i))
-    equal = [blocks // stages + (i < blocks % stages) for i in range(stages)]
-    # A rank with several stages waits for the sum of them.
-    slowest = [max(ends[i] + n * each for i, n in enumerate(numbers)) for numbers in (found, equal)]
-    return tuple(found) if slowest[0] < (1 - 1e-9) * slowest[1] else ()

@@ -108,13 +108,12 @@ def _between(few: RecordedStep, many: RecordedStep, along: _Rows | _Experts) -> 
         for a, b in zip(first, second, strict=True):
             if (a.op, a.target) != (b.op, b.target):
                 raise NotLinear
-            copy = graph.node_copy(a, lambda node: made[node])
-            copy.args = _along(a.args, b.args, along, made)
-            copy.kwargs = _along(a.kwargs, b.kwargs, along, made)
-            copy.meta = {
-                key: _along(value, b.meta.get(key), along, {}) if key in ("tensor", "touched") else value
-                for key, value in a.meta.items()
-            }
+            args, kwargs = (_along(one, two, along, made) for one, two in ((a.args, b.args), (a.kwargs, b.kwargs)))
+            copy = graph.create_node(a.op, a.target, args, kwargs, a.name, a.type)
+            copy.meta = dict(a.meta)
+            for key in ("tensor", "touched"):
+                if key in a.meta and a.meta[key] != b.meta.get(key):
+                    copy.meta[key] = _along(a.meta[key], b.meta.get(key), along, {})
             made[a] = copy
         inputs = tuple(
             replace(a, facts=_along(a.facts, b.facts, along, {})) for a, b in zip(few.inputs, many.inputs, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -22,6 +22,7 @@ from onecard.planning.record import Loss, RecordedModel, part_of, parts_of, reco
 from onecard.planning.search.placing import placements_for
 from onecard.planning.search.rows import FROM, of_ranks_of_experts, of_rows
 from onecard.planning.transformer import Transformer
+from onecard.static.step.step import RecordedStep
 from onecard.tensor import DistTensor
 
 Placements = tuple[tuple[str, str], ...]
@@ -54,6 +55,10 @@ class PlanSubject:
     def experts(self) -> int:
         """Of a mixture; 0 if there are none, or nothing is known of them."""
         return 0
+
+    def elements(self, plan: Plan) -> tuple[int, int]:
+        """How many parameters the fullest rank has at least, and how many of them are experts'; 0 if nothing is known of them."""
+        return 0, 0
 
     def microbatches(self, dp: int, pp: int) -> list[int]:
         """Rows of a rank's microbatch: all its rows, half of them, ..., one, the largest first; none if dp does not divide them.
@@ -111,6 +116,12 @@ class OfSizes(PlanSubject):
     def experts(self) -> int:
         return self.sizes.experts
 
+    def elements(self, plan: Plan) -> tuple[int, int]:
+        """The mean over the pipeline's ranks: the fullest one has no less."""
+        of_experts = self.sizes.expert_parameters
+        experts = of_experts // (plan.pp * plan.tp * plan.ep)
+        return (self.sizes.parameters - of_experts) // (plan.pp * plan.tp) + experts, experts
+
     def microbatches(self, dp: int, pp: int) -> list[int]:
         """Of at most ``FULL`` tokens each."""
         sizes = super().microbatches(dp, pp)
@@ -129,9 +140,9 @@ class OfSizes(PlanSubject):
         """Of more than four rows not recorded, but made of the recordings of two and of four."""
         if plan.microbatch > max(FROM):
             few = [self._whole(replace(plan, microbatch=n)) for n in FROM]
-            made = of_rows(few[0].pieces.recording, few[1].pieces.recording, plan.microbatch)
-            if made is not None:
-                return RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
+            found = _on_line(few, lambda two, four: of_rows(two, four, plan.microbatch))
+            if found is not None:
+                return found
         return self._whole(plan)
 
     def is_cheap(self, plan: Plan, seen: set[Key]) -> bool:
@@ -152,8 +163,20 @@ class OfSizes(PlanSubject):
             return None
         numbers = among[0], among[1]
         few = [self._whole(replace(plan, dp=n, ep=n)) for n in numbers]
-        made = of_ranks_of_experts(few[0].pieces.recording, few[1].pieces.recording, numbers, plan.ep)
-        return None if made is None else RecordedModel(Pieces(made, few[0].folded), few[0].tokens, few[0].folded)
+        return _on_line(few, lambda one, two: of_ranks_of_experts(one, two, numbers, plan.ep))
+
+
+def _on_line(
+    few: list[RecordedModel], line: Callable[[RecordedStep, RecordedStep], RecordedStep | None]
+) -> RecordedModel | None:
+    """What lies on the line through two recordings. It is made in less time than one of them, and so it is not kept."""
+
+    def pieces() -> Pieces | None:
+        made = line(few[0].pieces.recording, few[1].pieces.recording)
+        return None if made is None else Pieces(made, few[0].folded)
+
+    found = pieces()
+    return None if found is None else RecordedModel(found, few[0].tokens, few[0].folded, cast(Any, pieces))
 
 
 @dataclass(eq=False, kw_only=True)

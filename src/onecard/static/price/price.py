@@ -34,6 +34,7 @@ from onecard.static.price.messages import (
     sent_along,
     sent_by,
 )
+from onecard.static.price.works import once
 from onecard.static.step.nodes import kernel
 from onecard.static.step.step import RecordedStep
 
@@ -156,8 +157,11 @@ class Cost:
         )
 
 
-def cost(recording: RecordedStep, machine: Machine = MACHINE) -> Cost:
+def cost(recording: RecordedStep, machine: Machine = MACHINE, live: Live | None = None) -> Cost:
     """The price of a recording. Nothing runs; shapes are those that were recorded.
+
+    Args:
+        live: what is alive in it, where that is known.
 
     Example:
         >>> import onecard, torch
@@ -166,7 +170,7 @@ def cost(recording: RecordedStep, machine: Machine = MACHINE) -> Cost:
         >>> found.flops, found.inputs, found.peak
         (1024, 640, 1152)
     """
-    live, clock = Live(recording.graph), _Clock(_before(recording, machine), machine)
+    live, clock = live or Live(recording.graph), _Clock(_before(recording, machine), machine)
     nodes = []
     for node in recording.nodes():
         sent, done = (sent_by(node), Work(0, 0)) if is_message(node) else (0, work(node))
@@ -266,6 +270,11 @@ def work(node: fx.Node) -> Work:
         return Work(0, node.meta["touched"])
     if not isinstance(node.target, OpOverload) or is_name(node):
         return Work(0, 0)
+    return _worked(node)
+
+
+@once
+def _worked(node: fx.Node) -> Work:
     call, given = call_of(node)
     operands = [size_of(n) if n not in given[:i] else 0 for i, n in enumerate(given)]
     return work_of_call(call, operands, [size_of(n) for n in _results(node)])
