@@ -339,6 +339,9 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"rank\(s\) \[1\] did not come within 0.5 s.*branch on the rank"):
             oc.save_state_dict(state(), tmp_path / "place")
         assert not (tmp_path / "place").exists()
+        (tmp_path / "told").touch()
+    while not (tmp_path / "told").exists():  # not in a message: there it would be told at once that it cannot come
+        time.sleep(0.02)
     dist.barrier()
     world.TIMEOUT = timedelta(seconds=60)
     if oc.get_rank() == 1:  # it comes late: it hears the same
@@ -346,6 +349,36 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
             oc.save_state_dict(state(), tmp_path / "place")
     dist.barrier()
     assert said(lambda: oc.save_state_dict(state(), tmp_path / "place")) == "no error"
+
+
+@multirank(2)
+def test_a_save_on_one_rank_alone_is_told_at_once(tmp_path: Path) -> None:
+    x, place = oc.from_local(torch.ones(3), MESH, [oc.Partial()]), tmp_path / "place"
+    if oc.get_rank() == 0:
+        words = (
+            r"at .*test_checkpoint_faults.*rank\(s\) \[1\] do not come: rank 1 waits in all_reduce .*out of 'if onecard"
+        )
+        with pytest.raises(CheckpointError, match=words):
+            oc.checkpoint.save({"x": 1}, place)
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr("onecard.comm.world.gone.ended", lambda ranks: [*ranks])
+            with pytest.raises(CheckpointError, match=r"rank\(s\) \[1\] do not come: rank 1 has ended.*on the rank$"):
+                oc.checkpoint.save({"x": 1}, place)
+    assert oc.unshard(x).tolist() == [2.0] * 3
+    for how in ("waits in", "has ended") if oc.get_rank() == 1 else ():  # which hears what was said of it
+        with pytest.raises(CheckpointError, match=how):
+            oc.checkpoint.save({"x": 1}, place)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("onecard.comm.agree.meeting._PATIENCE", 0.5)
+        if oc.get_rank() == 1:
+            time.sleep(2.5)
+            oc.checkpoint.save({"x": 2}, place)
+        else:
+            with pytest.warns(
+                UserWarning, match=r"rank\(s\) \[1\] have not come for \d s, and are waited for.*on the rank"
+            ):
+                oc.checkpoint.save({"x": 2}, place)
+    assert oc.checkpoint.load(place) == {"x": 2}
 
 
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:

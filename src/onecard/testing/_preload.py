@@ -11,4 +11,6 @@ for _name in ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo", "on
 
 # What has been imported stays. The collections of a rank would look at all of it, and copy its pages by looking.
 gc.freeze()
+with contextlib.suppress(Exception):
+    importlib.import_module("onecard.static.guards.frozen").settle()  # a recording need not look through it
 gc.collect()  # counts what is left, nothing: else a rank collects only when as much as a quarter of it all is new

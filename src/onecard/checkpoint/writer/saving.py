@@ -115,7 +115,7 @@ class Saving:
         except Exception as fault:
             error = in_words(fault)
         try:
-            self._meet(word, lambda words: self._commit(index, shares, words), error)
+            self._meet(word, lambda words: self._commit(index, shares, words), error, busy=True)
         except CheckpointError:
             self._undo()
             raise
@@ -156,8 +156,9 @@ class Saving:
             os.close(self._claim)
             self._claim = -1
 
-    def _meet(self, word: Any, decide: Decide, error: str = "") -> Any:
-        found, answer = meet(_CHANNEL, f"save of {self.path}", word, decide, error, f"{self.path} was not saved.")
+    def _meet(self, word: Any, decide: Decide, error: str = "", busy: bool = False) -> Any:
+        outcome = f"{self.path} was not saved."
+        found, answer = meet(_CHANNEL, f"save of {self.path}", word, decide, error, outcome, busy)
         if found:
             self._end_claim()
             raise CheckpointError(found)

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from onecard.comm.base.state import Kept
@@ -81,8 +84,8 @@ class Board:
     all_reduce #1 of ranks 0, 1
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap, path: Path) -> None:
+        self._memory, self._path = memory, path
         self._seq = 0
         self._slot = 0
         self._written: list[Sequence[int] | None] = [None, None]
@@ -97,7 +100,13 @@ class Board:
             file.truncate(_SIZE)
             memory = mmap.mmap(file.fileno(), _SIZE)
         memory[: len(_MAGIC)] = _MAGIC
-        return cls(memory)
+        return cls(memory, Path(path))
+
+    def of(self, rank: int) -> Entry | None:
+        """What another rank of this host was in last: the names of their files differ in the rank's number."""
+        with suppress(OSError, ValueError):
+            return read(self._path.with_name(re.sub(r"\d+", str(rank), self._path.name, count=1)))
+        return None
 
     def enter(self, name: str, ranks: Sequence[int], nbytes: int, group_name: str = "") -> None:
         """Notes that this rank enters collective `name` with the group `ranks` (global ranks) and `nbytes` bytes.

@@ -28,6 +28,20 @@ world.waiting.here.append(present)
 
 def words(ranks: Iterable[int]) -> str:
     """Who of some ranks has ended, on this host, as a sentence with a space before it; "" if nobody is known to have."""
+    here = _processes(ranks)
+    end = time.monotonic() + PATIENCE
+    while not (gone := [rank for rank, pid in here.items() if _ended(pid)]) and here and time.monotonic() < end:
+        time.sleep(0.05)
+    said = ", ".join(f"rank {rank} (process {here[rank]})" for rank in gone)
+    return f" Gone: {said}; its own output, or the kernel's, says why." if gone else ""
+
+
+def ended(ranks: Iterable[int]) -> list[int]:
+    """Which of some ranks have ended by now, on this host."""
+    return [rank for rank, pid in _processes(ranks).items() if _ended(pid)]
+
+
+def _processes(ranks: Iterable[int]) -> dict[int, int]:
     me, here = world.get_rank(), dict[int, int]()
     with suppress(RuntimeError, ValueError, dist.DistError):  # a store that rank 0 kept may be gone with it
         store = attempt.store()
@@ -35,11 +49,7 @@ def words(ranks: Iterable[int]) -> str:
             if store.check([f"{_KEY}/{rank}"]):
                 host, pid = store.get(f"{_KEY}/{rank}").decode().rsplit(" ", 1)
                 here |= {rank: int(pid)} if host == hosts.name() else {}
-    end = time.monotonic() + PATIENCE
-    while not (gone := [rank for rank, pid in here.items() if _ended(pid)]) and here and time.monotonic() < end:
-        time.sleep(0.05)
-    said = ", ".join(f"rank {rank} (process {here[rank]})" for rank in gone)
-    return f" Gone: {said}; its own output, or the kernel's, says why." if gone else ""
+    return here
 
 
 def _ended(pid: int) -> bool:

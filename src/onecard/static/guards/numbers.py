@@ -19,6 +19,8 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from onecard.static.guards import frozen
+
 # What C code reads in place of the value: not a number, with a mark that arithmetic hands on. So a number that went through a
 # function that nobody can follow is found where it comes out, and is not baked in.
 _MARK = 0x0C0FFEE
@@ -197,19 +199,32 @@ def _followed(function: Callable[..., float]) -> Callable[..., float]:
 
 def given_back(numbers: list[Number]) -> None:
     """What the program has kept of these numbers (in a log, a scheduler, an attribute) becomes the floats that they are."""
-    ours = max(sys.getrefcount(n) for n in [Number(0.0, None, None)])  # of a number that nobody else has
-    kept = [n for n in numbers if sys.getrefcount(n) > ours]
+    kept = _still_held(numbers, 1)
     for holder in gc.get_referrers(*kept) if kept else ():
-        if holder is numbers or holder is kept:
-            continue
-        if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if isinstance(value, Number)]:
-                holder[key] = holder[key].value
-        elif isinstance(holder, list):
+        if holder is not numbers and holder is not kept:
+            _give_back(holder)
+    if kept and _still_held(kept, 2) and frozen.is_any(listed := gc.get_objects()):
+        for holder in frozen.objects(listed):
+            if Number in map(type, gc.get_referents(holder)):
+                _give_back(holder)
+
+
+def _still_held(numbers: list[Number], ours: int) -> list[Number]:
+    """Those that somebody else has than so many lists of ours."""
+    fewest = ours + max(sys.getrefcount(n) for n in [Number(0.0, None, None)]) - 1
+    return [n for n in numbers if sys.getrefcount(n) > fewest]
+
+
+def _give_back(holder: Any) -> None:
+    if isinstance(holder, dict):
+        for key in [key for key, value in holder.items() if isinstance(value, Number)]:
+            holder[key] = holder[key].value
+    elif isinstance(holder, list):
+        if any(isinstance(x, Number) for x in holder):
             holder[:] = [x.value if isinstance(x, Number) else x for x in holder]
-        elif hasattr(holder, "__dict__") and not isinstance(holder, Number | type):
-            for key in [key for key, value in vars(holder).items() if isinstance(value, Number)]:
-                setattr(holder, key, vars(holder)[key].value)
+    elif hasattr(holder, "__dict__") and not isinstance(holder, Number | type):
+        for key in [key for key, value in vars(holder).items() if isinstance(value, Number)]:
+            setattr(holder, key, vars(holder)[key].value)
 
 
 def plain(value: Any) -> Any:

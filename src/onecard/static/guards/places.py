@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from onecard._torch import names as _torch
+from onecard.static.guards import frozen
 from onecard.static.guards.hooked import own_parameters
 from onecard.static.step import refusals
 from onecard.static.step.facts import takes_gradients
@@ -111,7 +112,9 @@ class _Asked(dict[type, bool]):
 def alive(*wanted: Callable[[type], bool]) -> list[list[Any]]:
     """For each question what is alive of the types that it wants. There are hundreds of thousands of objects: it is one look, and
     each type is asked once."""
-    there = _those(gc.get_objects(), lambda kind: any(wants(kind) for wants in wanted))
+    listed = gc.get_objects()
+    everything = listed + frozen.objects(listed) if frozen.is_any(listed) else listed
+    there = _those(everything, lambda kind: any(wants(kind) for wants in wanted))
     return [_those(there, wants) for wants in wanted]
 
 

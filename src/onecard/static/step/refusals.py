@@ -52,8 +52,8 @@ def made_outside(x: Tensor) -> RecordingError:
     """The error for a tensor that came into the step by another way than torch."""
     return RecordingError(
         f"a tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')} used at {record.user_line()} was made inside the step, "
-        "but not by torch's operators (a DataLoader, NumPy, a file): the recording would use this step's values for ever. "
-        "Make it before the step and pass it as an argument"
+        "but not by torch's operators (a DataLoader, NumPy, a file, gc.freeze() within it): the recording would use this step's "
+        "values for ever. Make it before the step and pass it as an argument"
     )
 
 
