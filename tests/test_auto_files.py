@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from amounts import amount
 from launching import python
 
+from onecard.auto import rank
 from onecard.auto.calls import over
 from onecard.auto.files import Noted, Overlay
 
@@ -187,3 +190,22 @@ def test_workers_of_a_loader_and_temporary_files(tmp_path):
     )
     done = python(tmp_path, script, tmp_path / "mine")
     assert done.stdout == "28.0\n", done.stderr
+
+
+def test_what_is_said_at_the_end_of_a_program_that_failed(tmp_path, monkeypatch, capsys):
+    """The launcher's own note is no file of the program, and that nothing has trained is not the news."""
+    notes, theirs = tmp_path / "notes", tmp_path / "best.pt"
+    notes.mkdir()
+    launcher = ModuleType("_onecard_launcher")
+    launcher.__dict__["board"] = str(notes / "rank0.board")
+    monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
+    monkeypatch.setattr("onecard.comm.world.world.get_world_size", lambda: 2)
+    overlay, watch = Noted(), SimpleNamespace(roots=[])
+    overlay.written = {str(notes / "rank0.json"): None, str(theirs): None}
+    theirs.touch()
+    rank._tell(overlay, watch)
+    assert "no module has trained" in capsys.readouterr().err
+    (notes / "rank0.json").touch()
+    rank._tell(overlay, watch)
+    said = capsys.readouterr().err
+    assert "has trained" not in said and "best.pt" in said and "rank0.json" not in said

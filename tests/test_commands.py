@@ -101,7 +101,7 @@ def test_each_command_has_a_module_and_no_other_is_one():
         (["plan", "x.py", "--batch", "4"], "a script has its own batch"),
         *(
             ([name, "x.py", "--world", "0"], "--world 0: want a number from 1")
-            for name in ("explain", "draw", "plan", "prove")
+            for name in ("explain", "draw", "plan", "prove", "estimate")
         ),
         (["plan", "x.py", "--objective", "speed"], "--objective speed: want one of time, memory"),
         (["plan", "gpt2", "--memory", "-1"], "--memory -1: want a number above 0"),
@@ -119,6 +119,14 @@ def test_what_cannot_be_is_said_in_a_line(words, said, tmp_path, monkeypatch):
     assert status == 2
     assert said in err and "Traceback" not in err
     assert out == "" or not words
+
+
+def test_auto_of_what_is_no_python_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "import torch\ndef f(:\n", "x.py")
+    status, _, err = called("run", "--auto", "--nproc_per_node", "2", "x.py")
+    assert status == 2 and "onecard: x.py:2: no Python: invalid syntax; nothing was started" in err
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])

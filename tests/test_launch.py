@@ -264,6 +264,16 @@ def test_wrong_command_lines(argv, says, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "logs").exists()
 
 
+def test_ranks_that_are_asked_for_behind_the_script_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "")
+    monkeypatch.setattr("onecard.launch._main.run", lambda *_: 0)
+    assert launch.main(["program.py", "--lr", "1", "--nproc_per_node", "2"]) == 0
+    assert "1 rank starts: onecard run --nproc_per_node 2 program.py" in capsys.readouterr().err
+    assert launch.main(["--nproc_per_node", "1", "program.py", "--nproc_per_node=2"]) == 0  # the script's, surely
+    assert capsys.readouterr().err == ""
+
+
 def test_names_of_options(tmp_path):
     program = str(tmp_path / write(tmp_path, ""))
     for name in ("--gpus", "--devices", "--device"):

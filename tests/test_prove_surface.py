@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import prove_programs as programs
 import pytest
@@ -311,3 +313,30 @@ def test_configs_are_made_small():
     assert oc.prove(of_a_config, Config(), world=4, rounding=False, wide=True) and SEEN[-1] == (96, 65)
     kept = oc.prove(of_a_config, Config(), 50, world=4, rounding=False)
     assert kept and SEEN[-1] == (96, 65) and "widths as they are" in str(kept) and "too narrow" in str(kept)
+
+
+def test_a_proof_writes_no_files_and_its_runs_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one card's run left a checkpoint, the ranks' run went on from it, and nothing was left to compare."""
+    monkeypatch.chdir(tmp_path)
+    begun = []
+
+    def train() -> None:
+        torch.manual_seed(0)
+        mesh = oc.ProcessMesh(range(oc.get_world_size()), dim_names=["dp"])
+        state = {"model": oc.shard_layer(torch.nn.Linear(4, 2), mesh), "step": 0}
+        optimizer = oc.shard_optimizer(torch.optim.SGD(state["model"].parameters(), lr=0.1))
+        if oc.checkpoint.latest("steps") is not None:
+            oc.checkpoint.load("steps", state)
+        begun.append((state["step"], os.path.exists("best.pt")))
+        for step in range(state["step"], 2):
+            state["model"](oc.shard_tensor(torch.randn(6, 4), mesh, [oc.Shard(0)])).square().mean().backward()
+            optimizer.step()
+            state["step"] = step + 1
+            oc.checkpoint.save(state, "steps", step=step)
+            if oc.get_rank() == 0:
+                torch.save(step, "best.pt")
+                assert torch.load("best.pt") == step  # its own file is there
+
+    proof = oc.prove(train, world=2, steps=0)
+    assert proof and len(begun) >= 6 and {*begun} == {(0, False)}, begun
+    assert [*tmp_path.iterdir()] == []

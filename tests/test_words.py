@@ -60,6 +60,23 @@ def test_meshes_say_what_works() -> None:
     assert oc.ProcessMesh(range(oc.get_world_size())) is oc.ProcessMesh([0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int8])
+def test_what_torch_refuses_gets_the_operator_its_tensors_and_the_line(dtype: torch.dtype) -> None:
+    x = oc.shard_tensor(torch.randn(6, 3), ONE, [oc.Shard(0)])
+    labels = oc.shard_tensor(torch.zeros(6, dtype=dtype), ONE, [oc.Shard(0)])
+    loss = nn.functional.cross_entropy
+    for step in (loss, oc.to_static(lambda x, target: loss(x, target))):
+        with pytest.raises(RuntimeError, match="dtype") as caught:
+            step(x, labels)
+        (note,) = caught.value.__notes__
+        words = rf"in aten.nll_loss_forward\(self \[6, 3\] float32 x=Shard\(0\), target \[6\] {str(dtype)[6:]} x=Shard\(0\)\) at "
+        assert re.search(rf"{words}.*test_words.py:\d+. Labels and indices are int64: target.long\(\)$", note), note
+    loss(x, labels.long())
+    with pytest.raises(IndexError, match="out of bounds") as caught:  # a program that is known already
+        loss(x, labels.long() + 7)
+    assert "int64:" not in caught.value.__notes__[0] and "target [6] int64 x=Shard(0)" in caught.value.__notes__[0]
+
+
 def compiled() -> list[Any]:
     layer = oc.shard_layer(nn.Linear(4, 4), ONE)
     function = torch.compile(lambda x: x.relu() + 1, backend="eager")

@@ -100,9 +100,13 @@ def files(since: float, stack: ExitStack) -> Overlay:
 
 def _tell(overlay: Overlay, watch: ProgramWatch) -> None:
     overlay.flush()
-    if not watch.roots and world.get_rank() == 0:
+    board = getattr(sys.modules.get("_onecard_launcher"), "board", "")  # beside it is the note of how this rank failed
+    failed = bool(board) and os.path.exists(f"{os.path.splitext(board)[0]}.json")
+    if not watch.roots and world.get_rank() == 0 and not failed:
         print("onecard run --auto: no module has trained: every rank has done all of it", file=sys.stderr)
-    names = [os.path.relpath(path) for path in overlay.written if os.path.isfile(path)]
+    notes = os.path.dirname(os.path.realpath(board)) if board else None
+    theirs = [path for path in overlay.written if os.path.dirname(path) != notes and os.path.isfile(path)]
+    names = [os.path.relpath(path) for path in theirs]
     if names and world.get_rank() == 0 and world.get_world_size() > 1:
         shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
         print(f"onecard run --auto: written once, by rank 0: {shown}", file=sys.stderr)

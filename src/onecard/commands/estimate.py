@@ -35,7 +35,7 @@ class Asked:
 
     script: tyro.conf.Positional[Path]
     """the program, unchanged"""
-    world: Annotated[int, tyro.conf.arg(metavar="RANKS", help_behavior_hint="(default: 1)")] = 0
+    world: Annotated[int | None, tyro.conf.arg(metavar="RANKS", help_behavior_hint="(default: 1)")] = None
     """ranks that it is told of"""
     rank: int = 0
     """which of them it is"""
@@ -79,7 +79,7 @@ def _run(asked: Asked, script: list[str]) -> int:
 
 def _check(asked: Asked) -> None:
     check_script(asked.script)
-    check_rank(asked.world or 1, asked.rank)
+    check_rank(1 if asked.world is None else asked.world, asked.rank)
     if asked.per_host < 0:
         raise PlanError(f"--per_host {asked.per_host}; ranks on a host, 0 if all are on one")
     if asked.plan is None and asked.output.html is not None:
@@ -104,7 +104,7 @@ def _as_it_is(asked: Asked, machine: Machine, script: list[str]) -> tuple[RankSt
 
 def _planned(asked: Asked, plan: Plan, machine: Machine, script: list[str]) -> tuple[JobCost, list[str]]:
     """A program for one card, under a plan."""
-    if asked.world not in (0, plan.world):
+    if asked.world not in (None, plan.world):
         raise PlanError(f"--world {asked.world}, but {asked.plan} is for {plan.world} ranks: leave --world out")
     if plan.tp * plan.cp > 1 and not plan.placements:
         raise PlanError(

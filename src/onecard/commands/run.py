@@ -21,7 +21,7 @@ from onecard.errors import OnecardError
 from onecard.launch._explain import say
 from onecard.launch._main import main as launch
 from onecard.launch._main import plan as ranks_of
-from onecard.launch._options import LaunchError, Options, parse
+from onecard.launch._options import LaunchError, Options, Target, parse
 from onecard.launch._torchrun import LONE
 
 
@@ -133,10 +133,25 @@ def main(argv: Sequence[str]) -> int:
         return launch(asked.rest if told else argv)
 
 
+def _compiled(target: Target) -> None:
+    """
+    Raises:
+        LaunchError: the script is no Python; said before anything is looked for, or started.
+    """
+    if target.is_module:
+        return
+    try:
+        compile(Path(target.name).read_bytes(), target.name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as fault:
+        where = f"{target.name}:{getattr(fault, 'lineno', None) or 1}"
+        raise LaunchError(f"{where}: no Python: {getattr(fault, 'msg', fault)}; nothing was started") from None
+
+
 def _job(asked: Asked) -> Job | None:
     """What the ranks are told; None if the plan was asked for alone."""
     options, target = parse(asked.rest)
     ranks = ranks_of(options)[0] * options.nnodes
+    _compiled(target)
     if asked.plan:
         job = Job.read(asked.plan)
     else:

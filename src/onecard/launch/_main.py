@@ -22,7 +22,7 @@ from onecard.launch._guard import SessionGuard
 from onecard.launch._logs import job_folder, set_aside
 from onecard.launch._machines import MachineLost
 from onecard.launch._memory import MemoryKills
-from onecard.launch._options import LaunchError, Options, Target, endpoint, gpu_list, parse
+from onecard.launch._options import LaunchError, Options, Target, endpoint, gpu_list, parse, ranks_behind
 from onecard.launch._say import say
 
 
@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, target = parse(sys.argv[1:] if argv is None else argv)
         nproc, environment = plan(options)
+        if options.nproc_per_node is None and (behind := ranks_behind(target)):
+            works = f"onecard run {behind} {target.name}"
+            say(
+                f"{behind} stands behind {target.name}, so that it is the script's own and {nproc} rank starts: {works}"
+            )
         with job_folder(options.log_dir, shared=options.nnodes > 1) as folder:
             if folder != options.log_dir:
                 say(f"a job that runs has its logs in {options.log_dir}; those of this one are in {folder}")

@@ -107,6 +107,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at:])
 
 
+def ranks_behind(target: Target) -> str:
+    """How many ranks were asked for behind the script, where the launcher does not look; "" if they were not.
+
+    >>> ranks_behind(Target("train.py", False, ("--lr", "1", "--nproc-per-node", "2")))
+    '--nproc-per-node 2'
+    """
+    for i, word in enumerate(target.arguments):
+        if word.partition("=")[0].replace("-", "_") == "__nproc_per_node":
+            return word if "=" in word else " ".join(target.arguments[i : i + 2])
+    return ""
+
+
 def _range(ours: Sequence[str]) -> tuple[list[str], int | None]:
     """Options with the MAX of ``--nproc_per_node MIN:MAX`` alone, and the MIN.
 

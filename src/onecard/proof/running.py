@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
-from onecard.auto import one_card, rank, taken
+from onecard.auto import calls, one_card, rank, taken
+from onecard.auto.files import Overlay
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import unrecorded
 from onecard.comm.joined.hub import Arrived, Told
@@ -164,6 +166,15 @@ def failed(fault: BaseException, where: str, more: str = "") -> ProofError:
     return ProofError(f"the program fails on {where}: {type(fault).__name__}: {fault}{notes}{more}")
 
 
+@contextmanager
+def _own_files() -> Iterator[None]:
+    """Inside, what is written (checkpoints, files of best weights) goes to a folder that is gone afterwards: the next run must
+    begin with the disk that this one found, and nobody's files are changed."""
+    with tempfile.TemporaryDirectory(prefix="onecard-proof-") as folder, ExitStack() as stack:
+        calls.over(Overlay(folder), stack)
+        yield
+
+
 def _watched(case: Case, world: int | None, in_float64: bool, keep: bool) -> list[Watched]:
     """Run a case on all ranks of a world, None: on one card, and see what each computes."""
     size = world or 1
@@ -179,7 +190,7 @@ def _watched(case: Case, world: int | None, in_float64: bool, keep: bool) -> lis
         return watches[number].told(told, given)
 
     try:
-        with torch.random.fork_rng(devices=[]), instead(program):
+        with torch.random.fork_rng(devices=[]), instead(program), _own_files():
             together(size, call, listener, around=getattr(program, "around", lambda _: nullcontext()))
     except Exception as fault:
         where = "one card" if world is None else f"{size} ranks"

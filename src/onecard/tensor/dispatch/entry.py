@@ -18,6 +18,7 @@ from onecard.recorded import unrecorded
 from onecard.rules.call import schema_of
 from onecard.rules.register import changed, unproved
 from onecard.rules.registry import find, row_name
+from onecard.tensor.dispatch import failed
 from onecard.tensor.dispatch.build import build
 from onecard.tensor.dispatch.entries import builders
 from onecard.tensor.dispatch.first_calls import FirstCalls, believed
@@ -57,11 +58,19 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     if program is not None and program.simple:
         for position, value in program.swaps:
             local[position] = value
-        result = program.call(*local, **kwargs) if kwargs else program.call(*local)
+        try:
+            result = program.call(*local, **kwargs) if kwargs else program.call(*local)
+        except (RuntimeError, IndexError) as fault:
+            failed.note(fault, func, args, kwargs or {})
+            raise
         return program.wrap(result, program.spec)
-    if program is None:
-        program = _miss(tuple(key), func, args, kwargs or {})
-    return program(args, kwargs or {})
+    try:
+        if program is None:
+            program = _miss(tuple(key), func, args, kwargs or {})
+        return program(args, kwargs or {})
+    except (RuntimeError, IndexError) as fault:
+        failed.note(fault, func, args, kwargs or {})
+        raise
 
 
 def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
