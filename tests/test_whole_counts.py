@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import counts
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot, smooth_l1_loss
+from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 
 import onecard as oc
 from onecard.testing import run_ranks
@@ -69,6 +69,18 @@ def twice(o: Tensor, y: Tensor) -> Tensor:
     return loss + 0.1 * cross_entropy(o, y, ignore_index=0)
 
 
+def shifted(o: Tensor, y: Tensor) -> Tensor:
+    """As language models shift their labels: padded at the end of a row, which is then cut off at its beginning."""
+    labels = pad(torch.stack([y, (y + 1) % CLASSES, y], 1), (0, 1), value=PAD)[:, 1:].contiguous()
+    return cross_entropy(o[:, None].expand(-1, 3, -1).reshape(-1, CLASSES), labels.view(-1), ignore_index=PAD)
+
+
+def of_each_row(o: Tensor, y: Tensor) -> Tensor:
+    """Counts of each row, bent in each row, and then added."""
+    wanted = one_hot(y, CLASSES).cumsum(1).roll(1, 1).sum(1).clamp(max=3)
+    return (cross_entropy(o, y, reduction="none") * wanted).sum() / wanted.sum()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ignored": lambda o, y: cross_entropy(o, y, ignore_index=PAD),
     "weights": lambda o, y: cross_entropy(o, y, weight=torch.arange(1.0, CLASSES + 1), ignore_index=PAD),
@@ -81,6 +93,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "normalized": normalized,
     "boxes": boxes,
     "twice": twice,
+    "shifted": shifted,
+    "of each row": of_each_row,
 }
 
 

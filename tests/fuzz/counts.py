@@ -27,6 +27,9 @@ EACH = (
 WEIGHTS = (
     "(y != 4)", "(y != 4).float()", "(y < 2)", "table[y]", "(x[:, 0] > 0).float()", "x[:, 1].abs()",
     "torch.where(y == 1, 2.0, 0.5)", "((y != 4) * (y != 0))", "y.float()", "(x.abs().sum(1) / len(x))",
+    "(x > 0).sum(1).clamp(max=3)", "x.cumsum(1)[:, 2].abs()", "F.pad(x, (0, 2))[:, 3:].abs().sum(1)", "x.roll(1, 1)[:, 0].abs()",
+    "x.softmax(1).amax(1)", "hot(y).mean(0)[y]", "x.abs().cumsum(0)[:, 0]", "x.roll(1, 0)[:, 0].abs()", "x.softmax(0)[:, 1]",
+    "F.pad(x.abs(), (0, 0, 0, 1))[1:, 0]",
 )  # fmt: skip
 SUMS = (
     "({e} * {w}).sum()", "({e} * {w}).mean()", "{e}.sum()", "{e}.masked_fill({w} == 0, 0.0).sum()",

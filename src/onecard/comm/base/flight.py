@@ -102,7 +102,7 @@ class Board:
         memory[: len(_MAGIC)] = _MAGIC
         return cls(memory, Path(path))
 
-    def of(self, rank: int) -> Entry | None:
+    def of(self, rank: int) -> FlightEntry | None:
         """What another rank of this host was in last: the names of their files differ in the rank's number."""
         with suppress(OSError, ValueError):
             return read(self._path.with_name(re.sub(r"\d+", str(rank), self._path.name, count=1)))
@@ -187,7 +187,7 @@ def overtaken(entry: FlightEntry, finished: Mapping[int, Mapping[tuple[tuple[int
     `finished` maps each rank that has ended to its `Board.counts`: a rank that ended after fewer collectives on the
     group than the one waited for will not come any more, so the wait is a certain deadlock.
 
-    >>> waits = Entry(5, 3, "all_reduce", (0, 1), 4, True)
+    >>> waits = FlightEntry(5, 3, "all_reduce", (0, 1), 4, True)
     >>> overtaken(waits, {1: {waits.key: 2}})
     [1]
     >>> overtaken(waits, {1: {waits.key: 3}})
@@ -207,7 +207,7 @@ def out_of_step(boards: Mapping[int, FlightEntry], inside: bool = True) -> list[
     Their counts are equal, so they mean the same message: they will never understand each other. Not `inside`: also ranks
     that have left it since, by an error.
 
-    >>> both = Entry(5, 3, "all_reduce", (0, 1), 4, True), Entry(9, 3, "all_gather", (0, 1), 4, True)
+    >>> both = FlightEntry(5, 3, "all_reduce", (0, 1), 4, True), FlightEntry(9, 3, "all_gather", (0, 1), 4, True)
     >>> out_of_step(dict(enumerate(both)))
     [0, 1]
     >>> out_of_step({0: both[0], 1: both[0]})
@@ -225,7 +225,8 @@ def out_of_step(boards: Mapping[int, FlightEntry], inside: bool = True) -> list[
 def last_words(boards: Mapping[int, FlightEntry], ranks: Sequence[int]) -> str:
     """Says which collective each of some ranks was last in, and with how many bytes.
 
-    >>> print(last_words({0: Entry(3, 3, "all_reduce", (0, 1), 64), 1: Entry(3, 3, "all_reduce", (0, 1), 48)}, [0, 1]))
+    >>> boards = {rank: FlightEntry(3, 3, "all_reduce", (0, 1), nbytes) for rank, nbytes in enumerate((64, 48))}
+    >>> print(last_words(boards, [0, 1]))
       rank 0: all_reduce #3 of ranks 0, 1, 64 bytes
       rank 1: all_reduce #3 of ranks 0, 1, 48 bytes
     """
@@ -237,8 +238,8 @@ def describe(boards: Mapping[int, FlightEntry], now: float | None = None) -> str
 
     `boards` maps each global rank of this host to its entry; `now` (`time.monotonic()`) adds how long ago.
 
-    >>> waits = Entry(7, 7, "all_reduce", (0, 1), 64, True)
-    >>> print(describe({0: waits, 1: Entry(6, 6, "all_gather", (0, 1), 64, False)}))
+    >>> waits = FlightEntry(7, 7, "all_reduce", (0, 1), 64, True)
+    >>> print(describe({0: waits, 1: FlightEntry(6, 6, "all_gather", (0, 1), 64, False)}))
     rank 0 waits in all_reduce #7 of ranks 0, 1 (64 bytes)
       missing: rank 1, which is in no collective; it last left all_gather #6 of ranks 0, 1
     """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from onecard.comm.issue import again
+from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.once import Once, cut
-from onecard.static.passes.whole_counts import NLL
 from onecard.static.step.memory import effects
 from onecard.tensor.dist_tensor import DistTensor
 

@@ -13,9 +13,10 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
 from onecard.rules.call import schema_of
+from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.once import Once, phase_of, words
-from onecard.static.passes.whole_counts import DIVISIONS, MEAN, NLL, is_number, is_whole, scales
+from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
 
 aten = torch.ops.aten
 

@@ -16,8 +16,9 @@ from torch import fx
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
 from onecard.static.passes.adding import added
+from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, SUM
 from onecard.static.passes.once import Once, cut, phase_of, words
-from onecard.static.passes.whole_counts import AFTER, AVERAGE, EACH, SUM, is_whole
+from onecard.static.passes.whole_counts import is_whole
 from onecard.static.step.nodes import copied_to
 from onecard.static.step.order import only_names
 

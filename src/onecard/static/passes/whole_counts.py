@@ -16,27 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from onecard._torch.names import OpOverload
-from onecard.comm.issue import again
-from onecard.rules.call import schema_of
 from onecard.static.passes.adding import added
-from onecard.static.passes.dependence import degree_of, may_count
-from onecard.static.passes.once import Once, cut, phase_of
-from onecard.static.step.memory import GraphMemory, effects
-from onecard.static.step.nodes import copied_to, traits
+from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, NLL, SUM, Chain, counting
+from onecard.static.passes.once import Once, phase_of
+from onecard.static.step.memory import GraphMemory
+from onecard.static.step.nodes import copied_to
 
 aten = torch.ops.aten
-NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
 MEAN = 1  # torch's number for reduction="mean"
 _SUM = 2
 _NLL_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 _TOTAL = 6  # the argument of nll_loss_backward that says by what the loss was divided
-_BY_ELEMENT = ("masked_fill",)  # which torch does not say of them
-_TABLES = ("gather", "index_select", "index", "embedding")
-
-EACH, SUM, AVERAGE, AFTER = "each", "sum", "average", "after"
-"""What a node of a count is for: each microbatch; each, then added up; each, then averaged; once, with what came of these."""
 
 
 @dataclass
@@ -69,118 +60,6 @@ def scales(node: fx.Node) -> tuple[int, ...]:
 def is_whole(node: Any) -> bool:
     """Whether a node is a count of the whole batch, as this pass makes it."""
     return isinstance(node, fx.Node) and "count" in node.meta
-
-
-# -- what a count depends on ---------------------------------------------------------------------------------------------------
-
-
-class _Chain:
-    """What a node depends on, and what of it is for what, if it is a count of the batch; ``known`` says so."""
-
-    def __init__(self, node: fx.Node, once: Once, order: dict[fx.Node, int], until: int, learns: set[fx.Node]) -> None:
-        self.once, self.order, self.learns = once, order, learns
-        self.does: dict[fx.Node, str] = {}
-        self.degrees: dict[fx.Node, int] = {}
-        self.rows: set[fx.Node] = set()  # in which each row may still have its own
-        self.lengths: set[fx.Node] = set()  # in which a number may be the microbatch's length
-        self.length = next((n.meta["tensor"][0][0] for n in once.own if cut(n)), 1)
-        self.fixed: set[fx.Node] = set()  # in which there is nothing of the batch
-        self.known = all(self._sort(n) for n in self._needed(node, until))
-
-    def _needed(self, node: fx.Node, until: int) -> list[fx.Node]:
-        """All that a node depends on as it is at a place, through memory too, in order, but for inputs."""
-        writes, roots = self.once.memory.writes, self.once.memory.roots
-        found, wanted = set[fx.Node](), [node]
-        while wanted:
-            if (one := wanted.pop()) not in found:
-                found.add(one)
-                wanted += _operands(one)
-                wanted += [n for n, written in writes.items() if self.order[n] < until and written & roots[one]]
-        return sorted((n for n in found if n.op == "call_function"), key=self.order.__getitem__)
-
-    def _sort(self, node: fx.Node) -> bool:
-        """Note what a node is for; False of one that no count has."""
-        given = [n for n in _operands(node) if "tensor" in n.meta]
-        self.rows.update(n for n in given if cut(n))
-        self.fixed.update(n for n in given if n.op == "placeholder" and not cut(n))
-        written = self.once.memory.writes.get(node, frozenset())
-        if (
-            node in self.once.head
-            or any(root.op == "placeholder" for root in written)
-            or not self.learns.isdisjoint(given)
-        ):
-            return False
-        if not self.fixed.issuperset(given) and any(written & self.once.memory.roots[n] for n in self.fixed):
-            return False  # what was the same for all is no longer
-        if self._bends(node, given):
-            return False
-        if late := [n for n in given if self.does.get(n) in (SUM, AVERAGE, AFTER)]:
-            alone = not any(n in self.rows or (self.does.get(n) == EACH and n not in self.fixed) for n in given)
-            return alone and self._is(node, AFTER if _runs(node) else "", self._degree(node, late))
-        if _counting(node):
-            return self._is(node, SUM, 1)
-        if not isinstance(node.target, OpOverload) or effects(node):
-            return False
-        return self._is(node, *self._early(node, given))
-
-    def _is(self, node: fx.Node, what: str, degree: int) -> bool:
-        self.does[node], self.degrees[node] = what, degree
-        return bool(what)
-
-    def _early(self, node: fx.Node, given: list[fx.Node]) -> tuple[str, int]:
-        """Of a node whose operands are rows, sums of some of them, or the same for all."""
-        known, name = traits(node), schema_of(node.target).functional
-        whole = "tensor" in node.meta and not node.meta["tensor"][0]
-        rows = [n for n in given if n in self.rows]
-        if self.fixed.issuperset(given):
-            self.fixed.add(node)
-            return EACH, 0
-        if name in ("sum", "count_nonzero", "mean") and whole:
-            return (AVERAGE, 0) if name == "mean" else (SUM, 1)
-        by_element = known.pointwise or name in _BY_ELEMENT
-        linear = name == "sum" or known.views or known.may_view or known.copies
-        picks = name in _TABLES and given[0] in self.fixed
-        if rows and name != "sum" and (linear or by_element or picks):
-            self.rows.add(node)
-        elif not (linear or (by_element and not any(self.does.get(n) == EACH and n not in self.fixed for n in given))):
-            return "", 0
-        return EACH, 0
-
-    def _degree(self, node: fx.Node, late: list[fx.Node]) -> int:
-        name = schema_of(node.target).functional if isinstance(node.target, OpOverload) else ""
-        places = {n: i for i, n in enumerate(node.args)} if name in ("div", "reciprocal") else {}
-        return degree_of(name, {places.get(n, i): self.degrees[n] for i, n in enumerate(late)})
-
-    def _bends(self, node: fx.Node, given: list[fx.Node]) -> bool:
-        """Whether a node adds to, or bends, what was scaled by a number that may be a microbatch's length, not the batch's."""
-        name = schema_of(node.target).functional if isinstance(node.target, OpOverload) else ""
-        scales = name in ("mul", "div") and isinstance(node.args[1], int | float)
-        if scales and may_count(abs(float(node.args[1])), self.length):  # type: ignore[arg-type]
-            self.lengths.add(node)
-        if self.lengths.isdisjoint(given):
-            return False
-        self.lengths.add(node)
-        known = traits(node)
-        return not (name in ("mul", "div", "sum", "neg") or known.views or known.may_view or known.copies)
-
-
-def _runs(node: fx.Node) -> bool:
-    """Whether a node gives the same whenever it runs: an operator, or a message between ranks."""
-    if node.target in (again.message, operator.getitem):
-        return True
-    return isinstance(node.target, OpOverload) and not effects(node)
-
-
-def _counting(node: fx.Node) -> Any:
-    """The loss of torch's of which a node is the count; None of any other node."""
-    loss: Any = node.args[0] if node.target is operator.getitem else None
-    return loss if loss is not None and loss.target in NLL and node.args[1] == 1 else None
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """What a node needs; the count of a loss: labels and weights."""
-    loss = _counting(node)
-    return node.all_input_nodes if loss is None else [n for n in loss.args[1:3] if isinstance(n, fx.Node)]
 
 
 # -- the graph with them -------------------------------------------------------------------------------------------------------
@@ -219,7 +98,7 @@ class _Rewrite:
         roots, until = self.once.memory.roots[node], self.order[at]
         if any(self.order[n] > until and roots & places for n, places in self.once.memory.writes.items()):
             return None
-        chain = _Chain(node, self.once, self.order, until, self.learns)
+        chain = Chain(node, self.once, self.order, until, self.learns)
         late = chain.known and chain.does[node] in (SUM, AVERAGE, AFTER)
         return _Count(node, chain.does, chain.degrees[node]) if late else None
 
@@ -288,7 +167,7 @@ class _Rewrite:
         """The nodes of a count."""
         copies: dict[fx.Node, fx.Node] = {}
         for node, what in count.does.items():
-            if (loss := _counting(node)) is not None:
+            if (loss := counting(node)) is not None:
                 copies[node] = self._of_loss(loss, node, copies)
             else:
                 copies[node] = copied_to(self.new, node, lambda n: copies.get(n, self.names[n]))
