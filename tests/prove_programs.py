@@ -168,3 +168,65 @@ def broken(name: str) -> list[float]:
         return recorded()
     finally:
         passes.PASSES[name] = whole
+
+
+# -- plain torch.distributed, by hand ----------------------------------------------------------------------------------------
+
+
+def summed(x: torch.Tensor, twice: bool) -> torch.Tensor:
+    for _ in range(1 + twice):
+        dist.all_reduce(x)
+    return x
+
+
+def summed_functionally(x: torch.Tensor, twice: bool) -> torch.Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    for _ in range(1 + twice):
+        x = funcol.all_reduce(x, "sum", dist.group.WORLD)
+    return x
+
+
+NAMES = (("reduce_scatter", "reduce_scatter_tensor"), ("all_gather", "all_gather_into_tensor"))
+
+
+def gathered(x: torch.Tensor, wrong: bool) -> torch.Tensor:
+    """Each rank's rows of the sum, then all rows; wrong: rank 1 gives what it had before the sum."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    mine, whole = torch.empty(len(x) // n, x.shape[1]), torch.empty_like(x)
+    scatter, gather = (getattr(dist, f"{name}_single", None) or getattr(dist, old) for name, old in NAMES)
+    scatter(mine, x)
+    work = gather(whole, x.chunk(n)[me] if wrong and me else mine, async_op=True)
+    work.wait()
+    return whole
+
+
+def passed_on(x: torch.Tensor, wrong: bool) -> torch.Tensor:
+    """Two ranks exchange their summands; wrong: rank 1 sends the memory into which it receives."""
+    other = 1 - dist.get_rank()
+    came = torch.zeros_like(x)
+    ops = [
+        dist.P2POp(dist.irecv, came, other),
+        dist.P2POp(dist.isend, came.clone() if wrong and not other else x, other),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return x + came
+
+
+SUMS = {"all_reduce": summed, "functional": summed_functionally, "all_gather": gathered, "recv": passed_on}
+
+
+def tensor_parallel(how: str = "all_reduce", wrong: bool = False) -> torch.Tensor:
+    """A product whose inner dim is cut over the ranks, and what comes after its sum."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    n, me = dist.get_world_size(), dist.get_rank()
+    y = SUMS[how](x.chunk(n, 1)[me] @ w.chunk(n)[me], wrong)
+    return torch.tanh(y * 0.1)
+
+
+def tensor_parallel_one_card(*_: object) -> torch.Tensor:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    return torch.tanh(x @ w * 0.1)

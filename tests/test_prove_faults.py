@@ -93,6 +93,7 @@ def _ahead_of_a_norm(normed):
     ("no sum of x's gradient", "mm", "their sum is missing"), ("the gradient of a sum is doubled", "mul", ""),
     ("data: copies count", "_foreach_norm", "a norm in which each of ranks [0, 1] counts the same"),
     ("FThenB: a microbatch is lost", "mse_loss", ""),
+    ("fleet's data parallelism: message 2 mean", "all_gather", ""),
 ])  # fmt: skip
 def test_faults_of_layers_clipping_and_schedules_are_named_where_they_are(fault, operator, why):
     (found,) = [f for f in ALL if f.name == fault]
@@ -108,4 +109,4 @@ AGAIN = [("cuts", 1), ("mixtures", 0)]
 @pytest.mark.parametrize(("kind", "seed"), [*AGAIN, *share([*prove.cases(0, 500)], 2)])
 def test_random_right_programs_raise_no_alarm(kind, seed):
     verdict = prove.judge(kind, seed)
-    assert verdict.kind in ("right", "void", "refused"), verdict.why
+    assert verdict.kind != "wrong", verdict.why

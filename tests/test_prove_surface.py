@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import prove_programs as programs
@@ -114,6 +115,24 @@ def test_real_ranks_give_the_same_report():
     assert not proof and proof.wrong[0].what.endswith("2.weight in step 1"), str(proof)
     with pytest.raises(ProofError, match="defined inside a function"):
         oc.prove(lambda: 0, world=2, processes=True)
+
+
+@pytest.mark.parametrize("how", share(programs.SUMS, 2))
+def test_messages_of_real_ranks_are_values(how):
+    """A sum that is made twice, a stale part that is gathered or sent: named as by ranks of one process."""
+    prove = partial(oc.prove, programs.tensor_parallel, how, world=2, rounding=False)
+    found = [
+        prove(wrong, against=programs.tensor_parallel_one_card, processes=processes)
+        for wrong, processes in ((False, True), (True, True), (True, False))
+    ]
+    right, real, joined = found
+    assert right and right.share == 1, str(right)
+    assert not real and real.first is not None and joined.first is not None
+    assert real.first.operator == {"functional": "all_reduce", "recv": "send"}.get(how, how), str(real)
+    words = [
+        (one.operator, one.line, one.ranks, one.why, [*map(str, one.messages)]) for one in (real.first, joined.first)
+    ]
+    assert words[0] == words[1]
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------------

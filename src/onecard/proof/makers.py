@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from onecard._torch import fakes
+from onecard.comm.base import own
 from onecard.tensor.dist_tensor import DistTensor
 
 Source = tuple[int, int]
@@ -69,7 +70,14 @@ class Makers:
 
 
 def _local(x: Tensor) -> Tensor:
+    if own.is_under_way(type(x)):
+        return x.elem  # type: ignore[attr-defined]
     return x._local if isinstance(x, DistTensor) else fakes.local_of(x) if isinstance(x, DTensor) else x
+
+
+def storage_of(x: Tensor) -> int:
+    """What tells the memory of a tensor's part from others that are there."""
+    return _storage(_local(x))
 
 
 def _storage(local: Tensor) -> int:

@@ -63,10 +63,21 @@ class _Ways:
         self._ones = {(node.entries[0].number, node.position): node for node in found.one}
         self._healed = set() if last is None else _of_which_right_comes(found.nodes, {id(node) for node in last})
         self._read: dict[int, bool] = {}
+        spoilt = [node for node in found.nodes if node.equal is False and _reads_a_message(node)]
+        self._spoils = {id(x) for node in spoilt for x in (node, *read(node))}
 
     def right(self, node: Node) -> bool:
-        """Whether a value is right, or harmless. What ranks still have to add up after a message among them is not."""
-        return (node.equal is True and not _left_apart(node) and not self._strays(node)) or id(node) in self._healed
+        """Whether a value is right, or harmless. What ranks still have to add up after a message among them is not.
+
+        Nor is a message of right values of which alone a wrong one is made, though what is made of that may be right again: of
+        numbers that are divided by the largest of them a factor is gone.
+        """
+        if node.equal is True and not _left_apart(node) and not self._strays(node):
+            return True
+        if id(node) not in self._healed:
+            return False
+        given = read(node if node.message or not read(node) else read(node)[0])
+        return id(node) not in self._spoils or not given or not all(map(self.right, given))
 
     def backwards(self, last: Iterable[Node]) -> list[Node]:
         """All values from which others come without one between that is right."""
@@ -190,6 +201,11 @@ class _Ways:
 def read(node: Node) -> list[Node]:
     """What a value was made of: of a copy what was copied, not what was there before."""
     return node.inputs[-1:] if node.name == "copy" else node.inputs
+
+
+def _reads_a_message(node: Node) -> bool:
+    """Whether a value is made of what a message has brought, and of nothing else."""
+    return len(read(node)) == 1 and bool(read(node)[0].message) and read(node)[0].equal is None
 
 
 def comes_of(node: Node, source: Node) -> bool:

@@ -7,12 +7,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from onecard.comm.base import record
-from onecard.comm.issue.groups import group
-from onecard.comm.joined.hub import Told
+from onecard.comm.base import own
 from onecard.comm.world import world
+from onecard.proof.real import RealWatch
 from onecard.proof.running import Case, failed, play, room, watch_of
 from onecard.proof.script import Script, instead
 from onecard.proof.seen import Watched
@@ -29,8 +26,8 @@ def on_processes(case: Case, in_float64: bool, keep: bool) -> list[Watched]:
     Raises:
         ProofError: one of them fails, or the program cannot be found by another process.
     """
-    program = case.program if isinstance(case.program, Script) else _job.locate(case.program)
     try:
+        program = case.program if isinstance(case.program, Script) else _job.locate(case.program)
         return _run.run_ranks(
             _one_of_them, case.world, program, replace(case, program=_nobody), in_float64, keep, timeout=PATIENCE
         )
@@ -41,21 +38,13 @@ def on_processes(case: Case, in_float64: bool, keep: bool) -> list[Watched]:
 def _one_of_them(program: Any, case: Case, in_float64: bool, keep: bool) -> Watched:
     warnings.simplefilter("default")  # the program's own are no errors
     found = program if isinstance(program, Script) else _job.find(program)
-    watch = watch_of(case, keep)
-    record.observers.here.append(lambda message: watch.heard(_told(message)))
+    watch = watch_of(case, keep, RealWatch)
+    assert isinstance(watch, RealWatch)
+    own.around.here = watch.by_python
     around = found.around(world.get_rank()) if isinstance(found, Script) else nullcontext()
     with room(case, in_float64), instead(found), around:
         play(case, found, watch, True, in_float64)
     return watch.seen
-
-
-def _told(message: record.Notice) -> Told:
-    """A message in the words of those that share a process."""
-    step = message.step
-    ranks = group(step.source.mesh, step.axis).ranks
-    return Told(
-        step.kind, ranks, step.op, message.operator, message.operand, message.source, message.shape, torch.float32, 0
-    )
 
 
 def _nobody() -> None:

@@ -154,10 +154,10 @@ def play(case: Case, program: Program, watch: Watch, on_ranks: bool, in_float64:
     recorded.watcher = None
 
 
-def watch_of(case: Case, keep: bool) -> Watch:
+def watch_of(case: Case, keep: bool, kind: type[NodeWatch] = NodeWatch) -> NodeWatch:
     """Who looks on while one rank runs."""
     begun = Begun(case.start) if case.start else None
-    return NodeWatch(keep, case.steps, not case.recorded, begun if case.nudged is None else case.nudged(begun))
+    return kind(keep, case.steps, not case.recorded, begun if case.nudged is None else case.nudged(begun))
 
 
 def failed(fault: BaseException, where: str, more: str = "") -> ProofError:

@@ -73,6 +73,7 @@ class Watch(recorded.Listener, DispatchMode):
         self._made = Makers()
         self._read: dict[float, Source] = {}  # numbers that Python has read, by their value
         self._stepping = 0
+        self._given: list[Tensor] = []  # to the call of torch.distributed that runs
         self.serving: list[str] = []  # operators that run now, the innermost last
 
     def told(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None] | None:
@@ -86,12 +87,6 @@ class Watch(recorded.Listener, DispatchMode):
         with self.paused():
             return self._message(message, given)
 
-    def heard(self, message: Told) -> None:
-        """A message begins that another process serves, and whose tensors are not seen."""
-        if not self._off:
-            self.seen.messages.append(message)
-            self._told.append(message)
-
     def _message(self, message: Told, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """A message as an entry of its own: its values are those that come."""
         module, line = self._place()
@@ -100,7 +95,7 @@ class Watch(recorded.Listener, DispatchMode):
             (message,), False, [], message, {}, library_line(),
         )  # fmt: skip
         self.seen.entries.append(entry)
-        inputs = self._sources(given)
+        inputs = self._sources(self._given or given)
 
         def arrived(into: Sequence[Tensor]) -> None:
             watch = recorded.watcher  # of the rank that runs, which need not be this one
@@ -117,7 +112,11 @@ class Watch(recorded.Listener, DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _SKIPPED:
-            return func(*args, **kwargs)
+            self._given = tensors(args)  # functional collectives send a copy, which nobody has seen made
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._given = []
         schema = schema_of(func)
         self.serving.append(schema.functional)
         try:
@@ -140,13 +139,13 @@ class Watch(recorded.Listener, DispatchMode):
     def note(self, name: str, written: Sequence[Any], args: Any, kwargs: Any, result: Any, draws: bool) -> None:
         """What an operator has made, or ``written`` to, is an entry."""
         if name in _ROOM:
-            for x in _tensors((result,)):
+            for x in tensors((result,)):
                 self._made.forget(x)
             return
         if isinstance(result, float):
             self._read |= dict.fromkeys([result], self._sources(args)[0]) if self._sources(args) else {}
             return
-        made = _tensors(written or (result,))
+        made = tensors(written or (result,))
         if not made:
             return
         values = [Value.of(x) for x in made]
@@ -220,7 +219,7 @@ class Watch(recorded.Listener, DispatchMode):
 
     def _sources(self, given: Any) -> tuple[Source, ...]:
         """What some tensors were made by."""
-        found = [self._lies(x, self._made.of(x)) for x in _tensors(given)]
+        found = [self._lies(x, self._made.of(x)) for x in tensors(given)]
         return tuple(dict.fromkeys([source for source in found if source is not None]))
 
     def _inputs(self, args: Any, kwargs: Any, count: int) -> list[tuple[Source, ...]]:
@@ -312,7 +311,7 @@ class Watch(recorded.Listener, DispatchMode):
                     self.seen.held.append(Held(name, kind, self.seen.steps, value))
 
 
-def _tensors(given: Iterable[Any]) -> list[Tensor]:
+def tensors(given: Iterable[Any]) -> list[Tensor]:
     """Those with data among an operator's arguments or results, in order; lists of them are one deep."""
     found: list[Tensor] = []
     for x in given:
@@ -320,7 +319,7 @@ def _tensors(given: Iterable[Any]) -> list[Tensor]:
             if not fakes.is_fake(x):
                 found.append(x)
         elif isinstance(x, list | tuple):
-            found += _tensors(x)
+            found += tensors(x)
     return found
 
 

@@ -40,6 +40,10 @@ listeners: Kept[list[Callable[[OwnSent], None]]] = Kept(list)
 """Who is told of each, before it runs."""
 
 
+around: Kept[Callable[[Callable[..., Any], Any, Any], Any] | None] = Kept(lambda: None)
+"""Who does the calls of groups in Python and looks on (``onecard.prove`` on real ranks); None: nobody."""
+
+
 def tell(call: str, args: Any, kwargs: Any) -> None:
     """Tell who listens of a message that is about to run."""
     if listeners.here:
@@ -206,7 +210,8 @@ def _shown(call: Callable[..., Any]) -> Callable[..., Any]:
         if listeners.here and record.asked_by_user():
             tell(call.__name__, args[1:], kwargs)
         if recorder is None or not recorder.listens:
-            return call(*args, **kwargs)
+            looks_on = around.here
+            return call(*args, **kwargs) if looks_on is None else looks_on(call, args, kwargs)
         return recorder.own(call, args, kwargs)
 
     return run

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from onecard._torch.names import Work
+from onecard._torch.names import Work, no_dispatch
 from onecard.errors import CommunicationError
 
 LAG = 1e-4
@@ -106,7 +106,8 @@ class ShmWork(Work):
         body, self._body = self._body, None
         try:
             if body is not None:
-                body(time.monotonic() + self.limit)
+                with no_dispatch():  # what a message does inside is no work of the program's, for who looks on
+                    body(time.monotonic() + self.limit)
             body = None  # who is told that it has ended may give up the tensors, and count on their memory
         except CommunicationError as error:
             self.end(error)
