@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from onecard._torch import names as _torch
-from onecard.comm.base import record
+from onecard.comm.base import own, record
 from onecard.comm.joined.hub import Arrived, Told
 from onecard.comm.world import world
 from onecard.proof.interpreted import NodeWatch
@@ -75,13 +72,18 @@ class RealWatch(NodeWatch):
         self.arrive(given)
         self._within = True
         try:
-            arrived = self.told(self._told_of(kind, _ranks(args), given, (*what, *kwargs.values())), given)
+            arrived = self.told(
+                self._told_of(
+                    kind, own.ranks_of(args) or tuple(range(world.get_world_size())), given, (*what, *kwargs.values())
+                ),
+                given,
+            )
             with self.paused():
                 result = call(*args, **kwargs)
                 for x in (
                     tensors((result,)) if functional else ()
                 ):  # torch waits as they are used, which is out of sight
-                    torch.ops._c10d_functional.wait_tensor.default(x)
+                    own.functional("wait_tensor", x)
         finally:
             self._within = False
         if arrived is not None and kind != "send":
@@ -132,16 +134,3 @@ class _Read(Makers):
         """What has made a tensor."""
         self._watch.arrive([x])
         return super().of(x)
-
-
-def _ranks(args: Sequence[Any]) -> tuple[int, ...]:
-    """Those of the process group among a call's arguments."""
-    for x in args:
-        with suppress(RuntimeError, ValueError, KeyError):
-            if isinstance(x, torch.ScriptObject):
-                x = dist.ProcessGroup.unbox(x)
-            elif isinstance(x, str) and _torch.resolve_group is not None:
-                x = _torch.resolve_group(x)
-            if isinstance(x, dist.ProcessGroup):
-                return tuple(dist.get_process_group_ranks(x))
-    return tuple(range(world.get_world_size()))

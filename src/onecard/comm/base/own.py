@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecard import recorded
-from onecard._torch.names import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from onecard._torch.names import TorchDispatchMode, resolve_group, tree_flatten, tree_leaves, tree_unflatten
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 
@@ -128,6 +128,19 @@ def _word(x: Any) -> Any:
             return None
     said = [getattr(x, name) for name in _SAID if hasattr(x, name)]
     return tuple(str(getattr(value, "op", value)).rpartition(".")[2] for value in said) or None
+
+
+def ranks_of(args: Sequence[Any]) -> tuple[int, ...] | None:
+    """The ranks of the process group that is among a call's arguments, or is named there; None: there is none."""
+    for x in args:
+        with suppress(RuntimeError, ValueError, KeyError):
+            if isinstance(x, torch.ScriptObject):
+                x = dist.ProcessGroup.unbox(x)
+            elif isinstance(x, str) and resolve_group is not None:
+                x = resolve_group(x)
+            if isinstance(x, dist.ProcessGroup):
+                return tuple(dist.get_process_group_ranks(x))
+    return None
 
 
 def is_under_way(kind: type) -> bool:
