@@ -71,6 +71,7 @@ def test_help_ends_with_0_and_says_every_option():
         assert (options_of(name).__doc__ or "").strip(), name
     status, out, _ = called("--help")
     assert status == 0 and all(name in out for name in COMMANDS)
+    assert called()[:2] == (2, out)  # nothing was asked for
 
 
 def test_each_command_has_a_module_and_no_other_is_one():

@@ -16,6 +16,7 @@ import pytest
 from onecard import _needed
 from onecard.cli import main
 from onecard.commands import doctor
+from onecard.doctor import facts as looked
 from onecard.doctor import network
 from onecard.doctor.facts import Facts, look
 from onecard.doctor.judge import STATES, judge
@@ -194,3 +195,22 @@ def test_the_table_of_the_page_is_true():
         changes, subject, *_ = TABLE[name]
         found = on(**changes)[subject]
         assert (text, state) == (f"{found.text}. Repair: {found.repair}", found.state)
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, 0.0),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_cores_that_the_control_group_gives(files, cores, tmp_path, monkeypatch):
+    """Both versions of control groups, with a quota and without."""
+    monkeypatch.setattr(looked, "Path", lambda name: tmp_path / name.removeprefix("/sys/fs/cgroup").lstrip("/"))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert looked._quota() == cores
