@@ -42,6 +42,7 @@ def data_of(text: str) -> dict:
 def test_figures_are_jobcosts(job):
     data = data_of(page(job))["job"]
     assert data == json.loads(json.dumps(job_data(job)))
+    assert "Tokens a second" in page(job) and "sequences a step" in page(job)
     assert (data["seconds"], data["tokens_per_second"], data["mfu"]) == (job.seconds, job.tokens_per_second, job.mfu)
     for found, rank in zip(data["ranks"], job.ranks, strict=True):
         assert (found["terms"], found["memory"], found["peak"]) == (dict(rank.terms), dict(rank.memory), rank.peak)
