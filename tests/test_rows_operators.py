@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import onecard as oc
-from onecard.tensor.rows import ways
 from onecard.testing import run_ranks
 
 DRAWN = ("dropout", "rand_like", "bernoulli", "randn_like", "normal_", "uniform", "multinomial", "gumbel")
@@ -187,7 +184,7 @@ def _like(a: list[Tensor] | str, b: list[Tensor] | str) -> bool:
 def wrong_operators() -> list[str]:
     warnings.simplefilter("ignore")
     mesh, alone = oc.ProcessMesh([0, 1], ["dp"]), oc.ProcessMesh([oc.get_rank()], ["one"])
-    return _of_negative_numbers(mesh) + [
+    return [
         f"{name} of rows {rows}"
         for rows in ([0, 1, 2, 3, 4, 5, 6], [6, 0, 3, 3, 1])
         for name in OPERATORS
@@ -195,23 +192,6 @@ def wrong_operators() -> list[str]:
     ]
 
 
-def _of_negative_numbers(mesh):
-    """Brackets count from behind, ``index_select`` does not, also where the same numbers were chosen before."""
-    x, numbers = oc.shard_tensor(torch.arange(12.0).view(6, 2), mesh, [oc.Shard(0)]), torch.tensor([5, -1, 0])
-    wrong = [] if oc.unshard(x[numbers]).tolist() == [[10, 11], [10, 11], [0, 1]] else ["x[-1]"]
-    with pytest.raises((IndexError, RuntimeError), match="out of range"):
-        x.index_select(0, numbers)
-    return wrong
-
-
 def test_operators_on_chosen_rows_are_those_of_one_card():
     for wrong in run_ranks(wrong_operators, 2):
         assert wrong == []
-
-
-def test_stretches_say_where_rows_lie():
-    line = SimpleNamespace(order=None, size=2)
-    order = torch.cat([torch.arange(32), torch.arange(64, 96), torch.arange(32, 64)])
-    assert ways._stretches(order, [64, 32], line) == (((0, 32), (64, 32)), ((32, 32),))
-    assert ways._stretches(None, [3, 0], line) == (((0, 3),), ((3, 0),))
-    assert ways._stretches(torch.arange(96).view(6, 16).t().flatten(), [64, 32], line) is None

@@ -16,7 +16,6 @@ from torch import Tensor
 from onecard.comm.agree import check
 from onecard.comm.issue import collectives, plain, trace
 from onecard.comm.issue.forms import NATIVE, dense
-from onecard.comm.issue.groups import Group
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.message import issue, message, recording
 from onecard.comm.issue.ranks import Ranks
@@ -72,7 +71,7 @@ def exchange(x: Tensor, group: Ranks, come: Blocks, leave: Blocks, call: str, la
         return Handle.complete(x)
     leaves = plain.exchanges(x, group, 0, leave.of_ranks(), call)
     width, comes = math.prod(x.shape[1:]), come.of_ranks()
-    if not width or not puts(x, group):
+    if not width or not _puts(x, group):
         return _in_order(x, group, come, leave, leaves, comes, later)
     x = dense(x)
     spans = [tuple(each[place] for place in _places(group)) for each in (come.spans(width), leave.spans(width))]
@@ -80,19 +79,7 @@ def exchange(x: Tensor, group: Ranks, come: Blocks, leave: Blocks, call: str, la
     return issue(message(group, "all_to_all_pieces", *spans), into, x, later)
 
 
-Spans = Sequence[tuple[tuple[int, int], ...]]
-
-
-def put(x: Tensor, rows: int, come: Spans, leave: Spans, group: Group, later: bool = False) -> Handle:
-    """Rows to the ranks and from them, where ``puts``: for each rank of the process group where its rows begin, and how many
-    follow, of what leaves and of the result's ``rows``."""
-    x, width = dense(x), math.prod(x.shape[1:])
-    spans = [tuple(tuple((begin * width, n * width) for begin, n in of) for of in each) for each in (come, leave)]
-    return issue(message(group, "all_to_all_pieces", *spans), x.new_empty([rows, *x.shape[1:]]), x, later)
-
-
-def puts(x: Tensor, group: Group) -> bool:
-    """Whether the backend puts what comes where it belongs."""
+def _puts(x: Tensor, group: Ranks) -> bool:
     apart = x.is_meta or trace.tracing() or trace.faking() or check.on or recording()
     return x.device.type == "cpu" and x.dtype in NATIVE and not apart and getattr(group.process_group, "puts", False)
 

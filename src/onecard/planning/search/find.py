@@ -151,7 +151,8 @@ class Search:
         stages = (0, 1, 2, 3) if group.dp * group.cp > 1 else (0,)
         zeros = [self.space.fixed["zero"]] if "zero" in self.space.fixed else stages
         states = (TrainingState(replace(group, zero=zero), self.machine) for zero in zeros if zero in stages)
-        return all(sum(always_kept(state, elements, 0, experts)) > self.limit for state in states)
+        least = min((sum(always_kept(state, elements, 0, experts)) for state in states), default=0)
+        return least > self.limit
 
     def _at_least(self, group: Plan) -> float:
         """What the plans of a group take at least, before it is recorded: by a group whose layers are divided less."""

@@ -18,8 +18,7 @@ from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.rows.owners import ChosenRows, Owners, of_dim
-from onecard.tensor.rows.rows import Rows, as_they_come, made, nothing, spread, unknown, without
-from onecard.tensor.rows.sums import sums
+from onecard.tensor.rows.rows import Rows, as_rows, made, nothing, spread, unknown, without
 from onecard.tensor.spec import Spec, contiguous_stride
 
 aten = torch.ops.aten
@@ -28,11 +27,11 @@ aten = torch.ops.aten
 @whole(aten.index.Tensor)
 def _index(keyset: DispatchKeySet, x: Tensor, indices: list[Tensor | None]) -> Tensor:
     if len(indices) == 1 and indices[0] is not None and _chooses(x, indices[0]):
-        return _Choose.apply(x, indices[0], True)
+        return _Choose.apply(x, _positive(indices[0], x.shape[0]))
     if _chooses_elements(x, indices):
-        token, place = indices
-        column = _positive(place, x.shape[1]).view(-1, *[1] * (x.dim() - 1))  # type: ignore[arg-type]
-        return _Choose.apply(x, token, True).gather(1, column.expand(-1, 1, *x.shape[2:])).squeeze(1)
+        token, place = (_positive(i, n) for i, n in zip(indices, x.shape, strict=False))  # type: ignore[arg-type]
+        column = place.view(-1, *[1] * (x.dim() - 1))
+        return _Choose.apply(x, token).gather(1, column.expand(-1, 1, *x.shape[2:])).squeeze(1)
     return onward(aten.index.Tensor, keyset, x, indices)
 
 
@@ -48,7 +47,7 @@ def _chooses_elements(x: Tensor, indices: list[Tensor | None]) -> bool:
 @whole(aten.index_select.default)
 def _index_select(keyset: DispatchKeySet, x: Tensor, dim: int, index: Tensor) -> Tensor:
     if x.dim() and dim % x.dim() == 0 and _chooses(x, index):
-        return _Choose.apply(x, index, False)
+        return _Choose.apply(x, index)
     return onward(aten.index_select.default, keyset, x, dim, index)
 
 
@@ -78,7 +77,7 @@ def _rows_added(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) 
     if not alike or dim % max(x.dim(), 1) or not _chooses(x, index):
         return None
     scaled = source if alpha == 1 else source * alpha
-    return _Add.apply(scaled, index, _choice(x, index, False), x._spec, False)
+    return _Add.apply(scaled, index, _choice(x, index), x._spec, False)
 
 
 def _chooses(x: Tensor, index: Tensor) -> bool:
@@ -103,18 +102,18 @@ def _positive(index: Tensor, size: int) -> Tensor:
 
 
 class _Choose(torch.autograd.Function):
-    """``x[index]``. Its gradient is ``_Add``, of which it is the gradient. ``negative``: numbers may count from behind."""
+    """``x[index]``. Its gradient is ``_Add``, of which it is the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, index: Tensor, negative: bool) -> Tensor:
-        choice = _choice(x, index, negative)
+    def forward(ctx: Any, x: Any, index: Tensor) -> Tensor:
+        choice = _choice(x, index)
         ctx.save_for_backward(index)
         ctx.given = (choice, x._spec, isinstance(x, Rows))
         return _chosen(x, choice, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Add.apply(grads[0], *ctx.saved_tensors, *ctx.given), None, None
+        return _Add.apply(grads[0], *ctx.saved_tensors, *ctx.given), None
 
 
 class _Add(torch.autograd.Function):
@@ -129,16 +128,13 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (index,) = ctx.saved_tensors
-        return grads[0][index], None, None, None, None
+        return grads[0].index_select(0, index), None, None, None, None
 
 
-def _choice(x: Any, index: Tensor, negative: bool) -> ChosenRows:
+def _choice(x: Any, index: Tensor) -> ChosenRows:
     """Who has the rows of these numbers."""
     source, numbers = _source(x), _numbers(index)
-    found = source.chosen(numbers)
-    if found is not None and (negative or not found.negative):
-        return found
-    return source.choose(numbers, _checked(numbers, x.shape[0], negative))
+    return source.chosen(numbers) or source.choose(_checked(numbers, x.shape[0]))
 
 
 def _source(x: Any) -> Owners:
@@ -159,16 +155,10 @@ def _numbers(index: Tensor) -> Tensor:
     return index._become(target, "index", "index", "which rows go where", explicit=False).long()
 
 
-def _checked(numbers: Tensor, size: int, negative: bool) -> Tensor:
-    """Numbers from the front: the same tensor, where they are."""
-    least = -size if negative else 0
-    if numbers.device.type == "cpu":
-        low, high = numbers.aminmax()
-        if least <= int(low) and int(high) < size:
-            return numbers if int(low) >= 0 else _positive(numbers, size)
-    inside = ((numbers >= least) & (numbers < size)).all()
+def _checked(numbers: Tensor, size: int) -> Tensor:
+    inside = ((numbers >= 0) & (numbers < size)).all()
     aten._assert_async.msg(inside, f"index: an index is out of range for a dim of size {size}")
-    return _positive(numbers, size) if negative else numbers
+    return numbers
 
 
 def _chosen(x: Any, choice: ChosenRows, index: Tensor) -> Rows:
@@ -206,15 +196,15 @@ def _added(grad: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
         extra = {a: p for a, p in block.places.items() if a not in owners.places}
     if extra:
         owners, into = _also(choice, extra)
-    found = as_they_come(grad, 0, owners, "index_backward", "grad")
+    found = as_rows(grad, 0, owners, "index_backward", "grad")
     if found is None:
         spread(grad)
-        found = as_they_come(grad, 0, owners, "index_backward", "grad")
+        found = as_rows(grad, 0, owners, "index_backward", "grad")
     assert found is not None
-    values, back, layout = found
+    values, layout = found
     mesh, total = owners.mesh, values
     if owners.here:
-        total = sums(values, into, len(source.mine), back)
+        total = values.new_zeros(len(source.mine), *values.shape[1:]).index_add_(0, into, values)
     bare = layout if layout is not None else Layout.replicated(mesh, len(spec.shape))
     summed = tuple((a, "sum") for a in extra)
     if rows:

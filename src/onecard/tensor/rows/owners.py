@@ -29,14 +29,13 @@ class ChosenRows:
     Attributes:
         source: who has what they were chosen of; ``owners``: who has the chosen ones.
         into: where the chosen rows that this rank has stand among those that it has of ``source``.
-        negative: whether any of the numbers counts from behind.
     """
 
-    __slots__ = ("__weakref__", "into", "negative", "numbers", "owners", "source", "version")
+    __slots__ = ("__weakref__", "into", "numbers", "owners", "source", "version")
 
-    def __init__(self, source: Owners, numbers: Tensor, chosen: Tensor, owners: Owners) -> None:
+    def __init__(self, source: Owners, numbers: Tensor, owners: Owners) -> None:
         self.source, self.numbers, self.owners, self.version = source, numbers, owners, _version(numbers)
-        self.into, self.negative = source.local(chosen[owners.mine]), chosen is not numbers
+        self.into = source.local(numbers[owners.mine])
 
 
 class Owners:
@@ -110,12 +109,12 @@ class Owners:
         found = self._choices.get(id(numbers))
         return found if found is not None and found.numbers is numbers and found.version == _version(numbers) else None
 
-    def choose(self, numbers: Tensor, chosen: Tensor) -> ChosenRows:
-        """Rows by number: of row ``i`` the owner is that of ``chosen[i]``, which is ``numbers[i]`` from the front."""
-        places = {axis: places[chosen] for axis, places in self.places.items()}
+    def choose(self, numbers: Tensor) -> ChosenRows:
+        """Rows by number: of row ``i`` the owner is that of ``numbers[i]``."""
+        places = {axis: places[numbers] for axis, places in self.places.items()}
         owners = Owners(self.mesh, len(numbers), places, self.home, self.experts)
         owners.used, owners.place = self.used, self.place
-        made = ChosenRows(self, numbers, chosen, owners)
+        made = ChosenRows(self, numbers, owners)
         if made.version is not None:
             self._choices[id(numbers)] = made
         return made

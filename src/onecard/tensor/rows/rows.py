@@ -31,7 +31,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
 from onecard.tensor.rows.owners import Owners, can_move, of_dim
-from onecard.tensor.rows.ways import MessageWords, arrived, move, placed
+from onecard.tensor.rows.ways import MessageWords, move
 from onecard.tensor.spec import Spec
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -232,33 +232,20 @@ def as_rows(x: Any, dim: int, owners: Owners, operator: str, operand: str) -> tu
 
     Plain tensors count as whole on every rank: their layout is None.
     """
-    found = as_they_come(x, dim, owners, operator, operand)
-    if found is None:
-        return None
-    values, back, layout = found
-    return values if back is None else placed(values, dim, back), layout
-
-
-def as_they_come(
-    x: Any, dim: int, owners: Owners, operator: str, operand: str
-) -> tuple[Tensor, Tensor | None, Layout | None] | None:
-    """``as_rows``, but as they come from other ranks, and beside them where each belongs; None: there."""
     if isinstance(x, Rows):
         if x._along != dim:
             return None
-        if x._owners is owners:
-            return x._held, None, without(x._spec.layout, owners.axes)
-        if not can_move(x._owners, owners) or _busy_along(x, owners.axes):
-            return None
-        told = MessageWords(operator, operand, x._spec.layout, tuple(x._spec.shape))
-        values, back = arrived(x._held, dim, x._owners, owners, told)
-        if owners.moved:
-            # The backward pass, which may need it too, finds it there.
-            values, back = values if back is None else placed(values, dim, back), None
-            _moved(x, values, owners)
-        return values, back, without(x._spec.layout, owners.axes)
+        if x._owners is not owners:
+            if not can_move(x._owners, owners) or _busy_along(x, owners.axes):
+                return None
+            told = MessageWords(operator, operand, x._spec.layout, tuple(x._spec.shape))
+            values = move(x._held, dim, x._owners, owners, told)
+            if not owners.moved:
+                return values, without(x._spec.layout, owners.axes)
+            _moved(x, values, owners)  # the backward pass, which may need it too, finds it there
+        return x._held, without(x._spec.layout, owners.axes)
     if not isinstance(x, DistTensor):
-        return x.index_select(dim, owners.mine), None, None
+        return x.index_select(dim, owners.mine), None
     layout = x._spec.layout
     rest = tuple(a for a in owners.axes if a not in layout.axes(dim))
     bare = Layout.make(
@@ -271,7 +258,7 @@ def as_they_come(
     local = x._become(bare, operator, operand, "rows go where they are used", explicit=False)
     source = of_dim(layout.mesh, x.shape[dim], layout.dims[dim], local.device)
     told = MessageWords(operator, operand, bare, tuple(x.shape))
-    return *arrived(local, dim, source, owners, told), without(bare, owners.axes)
+    return move(local, dim, source, owners, told), without(bare, owners.axes)
 
 
 def _busy_along(x: Rows, axes: tuple[int, ...]) -> bool:

@@ -6,7 +6,6 @@ way round. All of these go one way, or its reverse.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
-from onecard.comm.issue import blocks, collectives
+from onecard.comm.issue import collectives
 from onecard.comm.issue.groups import Group, group
 from onecard.moves.resharding import Step
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor.rows.owners import Owners
-from onecard.tensor.rows.sums import after, inverse
 
 
 class MessageWords(NamedTuple):
@@ -32,9 +30,6 @@ class MessageWords(NamedTuple):
     shape: tuple[int, ...]
 
 
-Stretches = tuple[tuple[tuple[int, int], ...], ...]
-
-
 class Leg(NamedTuple):
     """An all-to-all along an axis, in rows.
 
@@ -42,7 +37,6 @@ class Leg(NamedTuple):
         leave, arrive: how many rows go to each rank of the axis, and come from it.
         order: this rank's rows in the order of the ranks that they go to; None: they lie so.
         back: where each row that comes belongs, in the order in which they come; None: there.
-        leaving, coming: the same as stretches of rows (where one begins, how many follow) for each rank; None: of too many.
         anything: whether any rank of the line has a row.
     """
 
@@ -52,11 +46,9 @@ class Leg(NamedTuple):
     order: Tensor | None
     back: Tensor | None
     anything: bool
-    leaving: Stretches | None
-    coming: Stretches | None
 
     def reversed(self) -> Leg:
-        return Leg(self.axis, self.arrive, self.leave, self.back, self.order, self.anything, self.coming, self.leaving)
+        return Leg(self.axis, self.arrive, self.leave, self.back, self.order, self.anything)
 
 
 class Way(NamedTuple):
@@ -66,39 +58,21 @@ class Way(NamedTuple):
     legs: tuple[Leg, ...]
 
 
-def move(
-    values: Tensor, dim: int, source: Owners, target: Owners, told: MessageWords, first: Tensor | None = None
-) -> Tensor:
+def move(values: Tensor, dim: int, source: Owners, target: Owners, told: MessageWords) -> Tensor:
     """This rank's rows after they have gone from the ranks of ``source`` to those of ``target``.
 
     Args:
         values: the rows of ``source`` that this rank has, along ``dim``.
         told: for those who watch.
-        first: which of ``values`` each of these rows is; None: they lie in their order.
     """
-    values, back = arrived(values, dim, source, target, told, first)
-    return values if back is None else placed(values, dim, back)
-
-
-def placed(values: Tensor, dim: int, back: Tensor) -> Tensor:
-    """Rows that lie as they came, where they belong."""
-    return torch.empty_like(values).index_copy_(dim, back, values)
-
-
-def arrived(
-    values: Tensor, dim: int, source: Owners, target: Owners, told: MessageWords, first: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """``move``, but rows lie as they come, and beside them is where each belongs; None: there."""
-    back: Tensor | None = None
-    if source is not target and source.here:
-        way = source.ways.get(target) or _known(source, target) or _found(source, target)
-        first = after(first, way.kept)
-        for leg in way.legs:
-            values, back = _exchange(values, dim, leg, source.mesh, told, first)
-            first = None if back is None else inverse(back)
-        if way.legs:
-            return values, back
-    return (values if first is None else values.index_select(dim, first)), None
+    if source is target or not source.here:
+        return values
+    way = source.ways.get(target) or _known(source, target) or _found(source, target)
+    if way.kept is not None:
+        values = values.index_select(dim, way.kept)
+    for leg in way.legs:
+        values = _exchange(values, dim, leg, source.mesh, told)
+    return values
 
 
 def _known(source: Owners, target: Owners) -> Way | None:
@@ -144,33 +118,7 @@ def _leg(source: Owners, target: Owners, axis: int) -> Leg:
     if anything and len(source.places) > 1:  # only ranks of this line count
         anything = bool(source.held(source.mesh.coordinate() or (), but=axis).any())
     leave, arrive = (torch.bincount(p, minlength=line.size).tolist() for p in (to, came_from))
-    order, back = _order(to, line), _order(came_from, line)
-    return Leg(
-        axis, leave, arrive, order, back, anything, _stretches(order, leave, line), _stretches(back, arrive, line)
-    )
-
-
-SHORT = 16
-"""Rows of a stretch, on average, below which they are brought in order by one copy."""
-
-
-def _stretches(order: Tensor | None, counts: list[int], line: Group) -> Stretches | None:
-    """An order as stretches of rows that follow each other, for each rank of the message."""
-    ends = [*accumulate(_by_rank(counts, line))]
-    begins = [0, *ends[:-1]]
-    if order is None:
-        return tuple(((begin, end - begin),) for begin, end in zip(begins, ends, strict=True))
-    if order.device.type != "cpu":
-        return None  # to read where they begin, the host would wait
-    jumps = ((order[1:] - order[:-1]) != 1).nonzero().flatten().add_(1).tolist()
-    if len(jumps) * SHORT > len(order):
-        return None
-    cuts = sorted({*jumps, *begins, *ends} - {len(order)})
-    pieces = [*zip(cuts, [*cuts[1:], len(order)], order[cuts].tolist(), strict=True)]
-    return tuple(
-        tuple((there, b - a) for a, b, there in pieces if begin <= a < end) or ((0, 0),)
-        for begin, end in zip(begins, ends, strict=True)
-    )
+    return Leg(axis, leave, arrive, _order(to, line), _order(came_from, line), anything)
 
 
 def _order(places: Tensor, line: Group) -> Tensor | None:
@@ -183,36 +131,19 @@ def _order(places: Tensor, line: Group) -> Tensor | None:
     return torch.argsort(places, stable=True)
 
 
-def _exchange(
-    values: Tensor, dim: int, leg: Leg, mesh: ProcessMesh, told: MessageWords, first: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Rows after they have gone along an axis, as they come, and where each belongs; None: there."""
+def _exchange(values: Tensor, dim: int, leg: Leg, mesh: ProcessMesh, told: MessageWords) -> Tensor:
     line = group(mesh, leg.axis)
     given = values.movedim(dim, 0) if dim else values
-    row, count = given.shape[1:], sum(leg.leave)
+    row = given.shape[1:]
     width = row.numel()
-    _tell(told, leg.axis, dim, (count - leg.leave[line.index]) * width * values.element_size(), mesh)
-    if leg.anything and width and blocks.puts(given, line):
-        made, back = _put(given, leg, line, first)
-        return (made.movedim(0, dim) if dim else made), back
-    order = after(first, leg.order)
-    given = given.contiguous() if order is None else given.index_select(0, order)
+    _tell(told, leg.axis, dim, (len(given) - leg.leave[line.index]) * width * values.element_size(), mesh)
+    given = given.contiguous() if leg.order is None else given.index_select(0, leg.order)
     sent, came = ([n * width for n in _by_rank(counts, line)] for counts in (leg.leave, leg.arrive))
     flat = collectives.exchanged(given.view(-1), came, sent, line, leg.anything and bool(width)).wait()
     made = flat.view(sum(leg.arrive), *row)
-    return (made.movedim(0, dim) if dim else made), leg.back
-
-
-def _put(given: Tensor, leg: Leg, line: Group, first: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """``_exchange`` where a backend takes stretches of rows, and puts them where they belong."""
-    leaving, coming, back = leg.leaving, leg.coming, None
-    if leaving is None or first is not None:
-        order = after(first, leg.order)
-        given = given if order is None else given.index_select(0, order)
-        leaving = _stretches(None, leg.leave, line)
-    if coming is None:
-        coming, back = _stretches(None, leg.arrive, line), leg.back
-    return blocks.put(given, sum(leg.arrive), coming or (), leaving or (), line).wait(), back
+    if leg.back is not None:  # what came lies by sender; rows lie by number
+        made = torch.empty_like(made).index_copy_(0, leg.back, made)
+    return made.movedim(0, dim) if dim else made
 
 
 def _by_rank(counts: list[int], line: Group) -> list[int]:
