@@ -107,8 +107,9 @@ REFUSED = {
         r"program\.py:4: (weight|bias) is another one on rank",
     ),
     "another model": (
-        "import torch\ntorch.nn.Linear(3, 2)(torch.ones(4, 3)).sum().backward()\n",
-        r"program\.py:2: the plan was made for another program: weight",
+        "import torch\nmodel = torch.nn.Linear(3, 2)\nopt = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.ones(4, 3)).sum().backward()\nopt.step()\n",
+        r"program\.py:5: the plan was made for another program: weight",
     ),
 }
 """Programs that cannot be kept, and what is said."""

@@ -110,7 +110,9 @@ def other_nnodes(hosts: list[Host]) -> list[End]:
     return _ends(hosts)
 
 
-_GONE = "gives no sign of life any more. Its launcher was killed, the machine is down, or the network between is cut"
+_GONE = (
+    "has given no sign for"  # said where ranks have lost connections, and where it is silent for as long as --lost says
+)
 FAULTS: dict[str, tuple[Callable[[list[Host]], list[End]], list[tuple[Any, str]], float]] = {
     # what is done: (the scene, for each host its exit status and a part of what it says, seconds within which both end)
     "the launcher of host 1 is killed": (kill_launcher, [(1, f"machine 1 (beta) {_GONE}"), (-9, "")], 20),

@@ -166,6 +166,22 @@ def test_habits(plan):
         assert found == wanted
 
 
+def _adversaries(ranks: bool) -> str:
+    if (
+        ranks
+    ):  # a plan is made of what comes ahead of the first optimizer's step: here of the discriminator, which runs second
+        critic = {"0.weight": [8, 2], "0.bias": [8], "2.weight": [1, 8], "2.bias": [1]}
+        begin(Job(oc.Plan(dp=2, zero=1, per_host=0), critic).to_json())
+    with redirect_stdout(io.StringIO()) as out:
+        exec(compile(HABITS["gan"], "gan.py", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def test_a_model_that_runs_ahead_of_the_plans():
+    (wanted,) = run_ranks(_adversaries, 1, False)
+    assert run_ranks(_adversaries, 2, True) == [wanted] * 2
+
+
 def _printed() -> list[Any]:
     begin(Job(oc.Plan(dp=2, per_host=0), seed=3).to_json())
     model = nn.Linear(2, 1)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from launching import alive, launch_here, launched, pids_in, start, survivors, write
 
 from onecard.errors import CommunicationError
-from onecard.launch import _explain
+from onecard.launch import _explain, _machines
 from onecard.launch._logs import job_folder, set_aside
 from onecard.launch._memory import MemoryKills
 from onecard.launch._worker import _Recorder
@@ -151,6 +152,34 @@ def test_the_logs_of_an_earlier_job_are_set_aside(tmp_path):
 
 
 # Who was to blame.
+
+
+@pytest.mark.parametrize(("signs", "words", "said"), [
+    (1, "", "machine 1 (beta) has given no sign for 0 s. Its launcher was killed"),  # read late
+    (99, "", ""),
+    (2, "failed: rank 3 was killed", "machine 1 (beta) says: rank 3 was killed"),
+    (2, "done", ""),
+])  # fmt: skip
+def test_who_is_to_blame_for_lost_connections(signs, words, said, monkeypatch):
+    monkeypatch.setattr(_machines, "_LAST_WORD", 0.3)
+    machines = _machines.Machines(0, 2, "alpha", 1, 1.0, print)
+    machines.names[1], machines._heard[1] = "beta", time.monotonic()
+
+    def listen() -> None:
+        for _ in range(signs):
+            if not ended.wait(0.05):
+                machines._heard[1] = time.monotonic()
+        machines._words[1] = words.replace("failed: ", _machines._FAILED)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=listen)
+    thread.start()
+    begin = time.monotonic()
+    found = machines.blame()
+    ended.set()
+    thread.join()
+    assert found.startswith(said) and bool(found) == bool(said) and time.monotonic() - begin < 5
+
 
 UNEQUAL = """
     import os, torch

@@ -68,6 +68,7 @@ def test_nothing_is_done():
     parts = parts_of_step(step, small()["mlp"].batch())
     batch_drawn = torch.get_rng_state()  # by the batch alone
     assert parts.model is model and parts.optimizers == (optimizer,)
+    assert not torch.nn.modules.module._has_any_global_hook()  # torch.compile would warn of it
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not optimizer.state and all(p.grad is None for p in model.parameters())
     torch.set_rng_state(random)

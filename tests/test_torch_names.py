@@ -17,7 +17,19 @@ from onecard.testing import run_ranks
 PACKAGE = Path(__file__).parents[1] / "src" / "onecard"
 THE_FILES = [
     PACKAGE / "_torch" / f"{name}.py"
-    for name in ("names", "groups", "scaling", "patches", "threads", "fakes", "leaves", "nests", "graphs", "modes")
+    for name in (
+        "names",
+        "groups",
+        "scaling",
+        "patches",
+        "threads",
+        "fakes",
+        "leaves",
+        "nests",
+        "graphs",
+        "modes",
+        "hooks",
+    )
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in THE_FILES)
 OPERATORS = ("ops.aten.", "ops._c10d_functional.")  # of which there are as many as rules know

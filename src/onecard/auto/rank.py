@@ -119,7 +119,7 @@ class ProgramWatch:
         job: the plan; label: of what ranks compare, another one for each ``Watch`` of a process.
 
     Attributes:
-        roots: the modules that are laid out, the first is the plan's.
+        roots: the modules that are laid out; the first like the plan's is the plan's (a GAN's generator may run ahead of it).
     """
 
     def __init__(self, job: Job, label: str = "auto") -> None:
@@ -128,6 +128,7 @@ class ProgramWatch:
         self._optimizers: list[Optimizer] = []
         self._done: set[int] = set()  # modules that are laid out
         self.roots: list[nn.Module] = []
+        self._placed = False
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
@@ -145,9 +146,8 @@ class ProgramWatch:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters or all(isinstance(p, DistTensor) for p in parameters):
             return None
-        first = not self.roots
-        if first:
-            self._compare(module)
+        first = not self._placed and not self._unlike(module)
+        self._placed |= first
         self._same_on_all(module)
         entrance = self.applied.model(module, placed=first)
         self.roots.append(module)
@@ -156,18 +156,18 @@ class ProgramWatch:
             self._lay_out(optimizer)
         return entrance(module, args, {})[0]  # torch has listed this call's hooks already
 
-    def _compare(self, module: nn.Module) -> None:
-        """The plan is for this model."""
+    def _unlike(self, module: nn.Module) -> str:
+        """In what the plan's model is another one; "" if it is this one."""
         now = {name: list(p.shape) for name, p in module.named_parameters()}
         known = self.job.program
         wrong = [name for name in {**known, **now} if known.get(name) != now.get(name)] if known else []
-        if wrong:
-            name = wrong[0]
-            raise AutoError(
-                f"{user_line()}: the plan was made for another program: {name} is {now.get(name, 'not there')} in "
-                f"{type(module).__name__}, and {known.get(name, 'not there')} in the plan ({len(wrong)} of {len(now)} parameters "
-                "differ). Make it again: onecard run --auto --dry_run plan.json"
-            )
+        if not wrong:
+            return ""
+        name = wrong[0]
+        return (
+            f"{name} is {now.get(name, 'not there')} in {type(module).__name__}, and {known.get(name, 'not there')} in the plan "
+            f"({len(wrong)} of {len(now)} parameters differ)"
+        )
 
     def _same_on_all(self, module: nn.Module) -> None:
         """Every rank has built the same model."""
@@ -193,7 +193,12 @@ class ProgramWatch:
         self.applied.optimizer(optimizer, self.roots[0] if len(self.roots) == 1 else None)
 
     def step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step: the plan's model has run, for what is looked at for a plan ends here."""
+        if self.roots and not self._placed:
+            raise AutoError(
+                f"{user_line()}: the plan was made for another program: {self._unlike(self.roots[0])}. Make it again: "
+                "onecard run --auto --dry_run plan.json"
+            )
         self._lay_out(optimizer)
 
 

@@ -235,14 +235,18 @@ class Machines:
     def blame(self) -> str:
         """Whose fault it is that ranks here lost others, if it is not theirs; "" if that is not known."""
         began = time.monotonic()
-        while time.monotonic() - began < _LAST_WORD:
+        while True:
             for number, words in self._words.items():
                 if words.startswith(_FAILED):
                     return f"{self._whose(number)} says: {words.removeprefix(_FAILED)}"
+            # The last sign of one that is dead may be read only now: silence counts from there, not from the failure.
+            now, heard = time.monotonic(), dict(self._heard)
+            if all(now - at >= _LAST_WORD or at - began >= _LAST_WORD for at in heard.values()):
+                break
             time.sleep(0.05)
-        silent = [number for number, heard in self._heard.items() if heard < began and not self._words.get(number)]
+        silent = [number for number, at in heard.items() if now - at >= _LAST_WORD and not self._words.get(number)]
         if silent:
-            return "\n".join(f"{self._whose(number)} gives no sign of life any more. {_GONE}" for number in silent)
+            return "\n".join(f"{self._whose(n)} has given no sign for {now - heard[n]:.0f} s. {_GONE}" for n in silent)
         return ""
 
     def _whose(self, number: int) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from onecard import recorded
+from onecard._torch.hooks import after_all_modules
 from onecard._torch.names import in_backward, tree_flatten, tree_leaves, tree_map
 from onecard.errors import PlanError
 
@@ -55,7 +56,7 @@ class HeardProgram:
     def __enter__(self) -> HeardProgram:
         self._hooks = ExitStack()
         self._hooks.callback(register_module_forward_pre_hook(self._begin).remove)
-        self._hooks.callback(register_module_forward_hook(self._end, with_kwargs=True, always_call=True).remove)
+        self._hooks.callback(after_all_modules(self._end))
         return self
 
     def __exit__(self, *fault: Any) -> None:
