@@ -33,6 +33,12 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, _kind())
 
 
+def values_needed() -> tuple[type[Exception], ...]:
+    """What torch raises where an operator's result cannot be told without values."""
+    module = import_module("torch._subclasses.fake_tensor")
+    return module.DataDependentOutputException, module.DynamicOutputShapeException
+
+
 def is_of(x: Any, mode: Any) -> bool:
     """Whether a tensor has data, or is one of this mode's that has none."""
     return not is_fake(x) or x.fake_mode is mode
@@ -169,6 +175,8 @@ def _seen(func: Any, args: Any, kwargs: Any, result: Any, fake: type) -> tuple[A
     )
     given = [x for x in names.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not results or not all(type(x) is fake for x in results):
+        return never
+    if not all(x.layout is torch.strided for x in (*given, *results)):
         return never
     blocks, parts, own = {x.untyped_storage()._cdata for x in given}, list[Any](), set[int]()
     alone = len(given) == 1 and given[0] is args[0]

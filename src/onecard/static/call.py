@@ -149,7 +149,7 @@ def recorded(
         recording.backend = options.backend
         recording.arguments, recording.call = tuple(zip(names, kinds, strict=True)), tree
         roots = [root for _, root in capture.places.roots]
-        if said := capture.seen.left_behind():
+        if said := capture.left_behind():
             warnings.warn(f"{name}: {said}", stacklevel=5)
         capture.seen.settle(capture.places.roots)
         once_more = sketched and again and not faked.here and _sets_up(capture)
@@ -191,13 +191,15 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
             looker or nullcontext(),
         ):
             result = capture.run(fn, tree)
+        if looker is not None:
+            capture.recorder.note_rows(looker.passes.rows)
         recording = Recording.of(capture.step(name_of(fn), result))
     except Exception as why:
         fault = why
     finally:
         capture.settle()
         if undo is not None:
-            undo.back()
+            undo.back(counts=fault is None)
     if fault is not None:
         if batch is not None and batch.parts.sketched:
             _said_of_the_batch(batch)

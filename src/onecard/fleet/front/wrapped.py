@@ -63,9 +63,12 @@ class DistributedModel(nn.Module):
         self._members = Members(self.module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # As on one card: model.head = nn.Linear(...) exchanges the model's head.
+        # As on one card: model.head = nn.Linear(...) exchanges the model's head, model.scale = 0.5 is what its forward reads.
+        # What is read of the model (__getattr__) is written there, too: all but what the wrapper has itself.
         inner = self.__dict__.get("_modules", {}).get("module")
-        if isinstance(value, nn.Module | nn.Parameter) and inner is not None and hasattr(inner, name):
+        own = name in self.__dict__ or hasattr(type(self), name) or "_compared" not in self.__dict__
+        own |= name.startswith("_") and type(self) is not DistributedModel
+        if inner is not None and not own and hasattr(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)

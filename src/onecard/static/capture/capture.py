@@ -26,6 +26,7 @@ from onecard.static.capture.undo import Undo
 from onecard.static.guards.arguments import modes
 from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
+from onecard.static.guards.held import NOTHING, Held
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
 from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
@@ -58,6 +59,7 @@ class Capture:
         self.recorder = Recorder(self.before, self.phases, ask)
         self._replayed = replayed
         self.recorder.guesses = not replayed
+        self.left: list[Any] = []  # keys under which the step has put tensors where there was nothing
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
         self._tagged: dict[tuple[Any, ...], Any] = {}
         self._outer: list[tuple[dict[str, Any], str, Any, Any]] = []  # numbers of optimizers that the step reads itself
@@ -84,6 +86,8 @@ class Capture:
         if self._replayed:
             made_before, self.before.others = self.before.others, []
             self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
+        sketched = recorder.sketch is not None
+        held = Held([fn, *self.leaves, *(root for _, root in self.given_roots)]) if sketched else None
         recorded.recorder = recorder
         try:
             for _, root in self.given_roots:
@@ -102,12 +106,17 @@ class Capture:
         finally:
             recorded.recorder = None
             self._restore()
-            sketched = recorder.sketch is not None
             replaced = put_back(self.seen, self.phases.optimizers) if sketched else None
+            lost = held.back() if held is not None else []
             if sketched and not self._replayed:  # nobody will say what the step leaves
                 self.phases.put_buffers_back()
         if replaced is not None:
             raise refusals.replaces(replaced.name, replaced.line)
+        read = {id(x) for x in recorder.outside.values()} if self._replayed else set()
+        self.left = [key for key, was in lost if was is NOTHING]
+        for key, was in lost:
+            if id(was) in read:
+                raise refusals.replaces(f"entry {key!r} of a dict, list or object")
         return result
 
     def _argument(self, i: int, x: Any) -> Any:
@@ -120,6 +129,16 @@ class Capture:
             recorder.numbers.append(made := Number(x, node, recorder))
             return made
         return x
+
+    def left_behind(self) -> str:
+        """What the step leaves in the program that a replay does not, in words."""
+        keys = ", ".join(map(repr, self.left[:3]))
+        said = (
+            f"the step puts tensors into a dict, list or object of the program ({keys}), in Python, which a replay does not "
+            "repeat: it finds there what was there before. Put a tensor there before the first step, and write into it: "
+            "kept[key].copy_(new); or return what it makes"
+        )
+        return self.seen.left_behind() or (said if self.left else "")
 
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from onecard.static.step import refusals
 from onecard.static.step.facts import as_the_kernel_gives, facts, takes_gradients
 from onecard.static.step.nodes import called
 from onecard.static.step.phases import Phases
-from onecard.static.step.writes import arguments_written, written_by
+from onecard.static.step.writes import changed_by, written_by
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -95,7 +95,7 @@ class Recorder(recorded.Listener):
             return function(*args, **kwargs)
         with self.paused():
             self.random.check()
-            self._about_to_write(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
+            self._about_to_write(changed_by(function, args, kwargs))
             result = function(*args, **kwargs)
             self.random.note()
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -161,7 +161,7 @@ class Recorder(recorded.Listener):
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
         with self.paused():
-            self._about_to_write(arguments_written(func, args, kwargs))
+            self._about_to_write(changed_by(func, args, kwargs))
         result = self.run(func, args, kwargs)
         for x in (*given, *tensors_in(result)):
             if x.layout is not torch.strided:
@@ -257,6 +257,13 @@ class Recorder(recorded.Listener):
                     got = self._put(operator.getitem, (node, i), {})
                     got.meta["data"] = node.meta["data"]
                     self._name(part, got)
+
+    def note_rows(self, gradients: Sequence[Tensor]) -> None:
+        """These have a row for each row of the batch: each microbatch has its own, where parameters' are added up."""
+        for x in gradients:
+            found = self._nodes.get(id(x._local if isinstance(x, DistTensor) else x))
+            if found is not None:
+                found[1].meta["of rows"] = True
 
     def _name(self, x: Tensor, node: fx.Node) -> None:
         node.meta["tensor"] = facts(x)

@@ -74,7 +74,7 @@ class Sketch:
         return self.of(x) if self.without_data(x) else x
 
     def writes(self, tensors: Sequence[Any]) -> None:
-        """Tensors are about to be written to: those with data are."""
+        """Tensors are about to be written to: those with data are. Generators are drawn from."""
         if not any(map(self.without_data, tensors)):
             self._about_to_write(tensors)
 
@@ -83,7 +83,10 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator on tensors without data: as its row says, where torch's own function refuses what kernels do."""
     row = find(func)
     if row is None or row.results is None or len(func._schema.returns) != 1:
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except fakes.values_needed() as why:
+            raise refusals.reads_data(f"{func._schema.name} looks at its values") from why
     return row.results(Call(func, args, kwargs))[0]
 
 

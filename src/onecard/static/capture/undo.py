@@ -16,7 +16,8 @@ from onecard.tensor.dist_tensor import DistTensor
 class Undo:
     """Copies of what is about to be written to, made at the first write.
 
-    Gradients, states and places of distributed tensors are noted when the step begins, the generator's state too.
+    Gradients, states and places of distributed tensors are noted when the step begins, the states of torch's own generators
+    too; those of the program's when they are first drawn from.
     """
 
     def __init__(self, before: Before) -> None:
@@ -34,15 +35,26 @@ class Undo:
         self._random = _generators()
 
     def note(self, written: Iterable[Any]) -> None:
-        """These are about to be written to."""
+        """These are about to be written to; a generator is by who draws from it."""
         for x in written:
-            if isinstance(x, Tensor) and _has_memory(x) and _memory(x) in self._known:
+            if isinstance(x, torch.Generator):
+                self._drawn_from(x)
+            elif isinstance(x, Tensor) and _has_memory(x) and _memory(x) in self._known:
                 storage = x.untyped_storage()
                 self._known.discard(storage._cdata)
                 self._copies[storage._cdata] = (storage, storage.clone())
 
-    def back(self) -> None:
-        """Everything as it was."""
+    def _drawn_from(self, x: torch.Generator) -> None:
+        if all(x is not known for known, _ in self._random):
+            self._random.append((x, x.get_state()))
+
+    def back(self, counts: bool = False) -> None:
+        """Everything as it was.
+
+        Args:
+            counts: numbers of Python that an optimizer has put into a state for the first time stay: they are no part of a
+                recording, and the next one finds whether the optimizer counts in them.
+        """
         for storage, copy in self._copies.values():
             storage.copy_(copy)
         for x, local, spec, memory in self._places:
@@ -51,15 +63,24 @@ class Undo:
             if _torch.gradient(x) is not grad:
                 x.grad = grad
         for optimizer, states in self._states:
+            made = _numbers_of_states(optimizer) if counts else {}
             optimizer.state.clear()
             for p, held, values in states:
                 held.clear()
                 held.update(values)
                 optimizer.state[p] = held
+            for p, numbers in made.items():
+                optimizer.state[p].update({key: n for key, n in numbers.items() if key not in optimizer.state[p]})
         for group, values in self._groups:
             group.update(values)
         for generator, state in self._random:
             generator.set_state(state)
+
+
+def _numbers_of_states(optimizer: Any) -> dict[Any, dict[Any, Any]]:
+    """What an optimizer keeps of each parameter as a number of Python."""
+    found = {p: {k: v for k, v in held.items() if type(v) in (int, float)} for p, held in optimizer.state.items()}
+    return {p: numbers for p, numbers in found.items() if numbers}
 
 
 def _has_memory(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict
+from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import SCALES, Kinds, is_real, makes_alike, tensors_of, told
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
@@ -35,8 +36,18 @@ class Additive(DispatchMode):
         self.rows = batch[0].shape[0] if batch else 0
         self.kinds = Kinds(self.rows, before, k)
         self.verdict, self.first = self.kinds.verdict, before is None
+        self.passes = Passes(self._kind_of, self._keep, lambda: iter([*self.known]))
         for x in batch:
             self._keep(x, Kind(ROWS, size=self.rows))
+
+    def __enter__(self) -> Additive:
+        self.passes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)
+        self.passes.__exit__(*fault)
 
     @property
     def unsure(self) -> bool:
@@ -90,7 +101,8 @@ class Additive(DispatchMode):
         self.kinds.look(call, given, kinds)
         if self.rows == 1:
             return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
-        if call.schema.name == "ones_like" and given and given[0].numel() == 1 and kinds[0] is not None:
+        begins = call.schema.name == "ones_like" and given and given[0].numel() == 1 and not self.passes.aside
+        if begins and kinds[0] is not None:
             self.verdict.losses.append(kinds[0])  # what backward() begins with
         call.results = [meta_of(x) for x in made]
         return self.kinds.found(call, given, kinds, made)
@@ -186,6 +198,12 @@ def _why(kind: Kind) -> str:
     if kind.how == ADDS and kind.degree not in (0, 1):
         return f"{kind.where} gives a sum over rows that is multiplied or divided by their number more than once"
     return ""
+
+
+def in_rows(verdict: Verdict) -> dict[int, int]:
+    """The results that have a row for each row of the batch, with their degrees."""
+    kinds = [(i, kind) for i, kind in enumerate(verdict.results) if kind is not None and kind.how == ROWS]
+    return {i: kind.degree for i, kind in kinds if kind.dim == 0 and kind.before == 1}
 
 
 def averaged(verdict: Verdict) -> bool:

@@ -34,6 +34,7 @@ def merged(
     training: bool = True,
     sums: Collection[int] | None = None,
     once: Once | None = None,
+    rows: Mapping[int, int] | None = None,
 ) -> fx.Graph:
     """The graph of ``k`` microbatches: arguments are ``k`` times as long in their first dim.
 
@@ -42,6 +43,8 @@ def merged(
         sums: positions of those results that are sums, whatever gradients are; None: all, or none, as gradients.
         results: the positions of outputs that are given back, with their specs (None of a plain tensor); without it all are.
             Others stay in the program: but for gradients, they may not differ between microbatches.
+        rows: positions of results that have a row for each row of the batch, with the degree in which the batch's length is in
+            them (``dependence.Kind``).
         late, training: see ``Once``; ``once``: that of the graph, if the caller has it already.
 
     Each node that is there once for each microbatch has its number in its meta: "microbatch".
@@ -51,7 +54,7 @@ def merged(
     Raises:
         RecordingError: something needs both the gradients of all microbatches and a value of one of them. Names its line.
     """
-    return _Merge(graph, k, average, results, once or Once(graph, late, training), sums).made
+    return _Merge(graph, k, average, results, once or Once(graph, late, training), sums, rows or {}).made
 
 
 class _Merge:
@@ -65,9 +68,10 @@ class _Merge:
         results: Mapping[int, Any] | None,
         once: Once,
         sums: Collection[int] | None,
+        rows: Mapping[int, int],
     ) -> None:
         self.graph, self.k, self.average = graph, k, average
-        self.summed = sums
+        self.summed, self.degrees = sums, rows
         self.once, self.memory = once, once.memory
         self.made, self.sums = fx.Graph(), dict[fx.Node, fx.Node]()
         self.names: dict[fx.Node, fx.Node] = {}  # of what runs once
@@ -133,6 +137,7 @@ class _Merge:
             node in self.once.tail
             or node in self.once.same
             or phase_of(node) != "backward"
+            or node.meta.get("of rows")
             or node.op != "call_function"
         ):
             return None
@@ -235,7 +240,8 @@ class _Merge:
                 mean = self.average if self.summed is None else i not in self.summed
                 return self._together(node, parts, mean and (dtype.is_floating_point or dtype.is_complex))
             if shape and (ranks := self._interleaved(shape[0], self.results[i])):
-                return self._rows(node, parts, ranks)
+                made, degree = self._rows(node, parts, ranks), self.degrees.get(i, 0)
+                return added(self.made, node, aten.mul.Tensor, made, float(self.k) ** degree) if degree else made
         raise RecordingError(
             f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
             "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"

@@ -65,13 +65,17 @@ class Microbatches:
         inputs = recording.inputs
         return [local[k.where[1]] if k.kind == "argument" else x for k, x in zip(inputs, given, strict=True)]
 
-    def _as_seen(self, recording: RecordedStep, seen: Verdict | None) -> tuple[bool, frozenset[int] | None]:
-        """Whether gradients are averaged; and which results are sums, where they need not be what gradients are."""
+    def _as_seen(
+        self, recording: RecordedStep, seen: Verdict | None
+    ) -> tuple[bool, frozenset[int] | None, dict[int, int] | None]:
+        """Whether gradients are averaged; which results are sums, where they need not be what gradients are; which have rows."""
         if self.avg is not None or seen is None:
-            return self.avg is not False, None
+            return self.avg is not False, None, None
         leaves = [r.position for r in recording.results if isinstance(r, Output)]
-        known = len(leaves) == len(seen.results)
-        return additive.averaged(seen), frozenset(leaves[i] for i in additive.summed(seen)) if known else None
+        if len(leaves) != len(seen.results):
+            return additive.averaged(seen), None, None
+        rows = {leaves[i]: degree for i, degree in additive.in_rows(seen).items()}
+        return additive.averaged(seen), frozenset(leaves[i] for i in additive.summed(seen)), rows
 
     def _check_alike(self, given: list[tuple[str, Tensor]]) -> None:
         """Of all arguments a microbatch has to be the same rows."""
@@ -153,10 +157,18 @@ class Microbatches:
         for said in told:
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
-        average, sums = self._as_seen(recording, seen)
+        average, sums, rows = self._as_seen(recording, seen)
         made = recording.with_graph(
             merged(
-                recording.graph, self.k_steps, average, results, late, not self.sketched, sums, None if late else once
+                recording.graph,
+                self.k_steps,
+                average,
+                results,
+                late,
+                not self.sketched,
+                sums,
+                None if late else once,
+                rows,
             )
         )
         made.inputs = tuple(

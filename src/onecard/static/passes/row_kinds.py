@@ -104,6 +104,8 @@ class Kinds:
             if first.dim != 1 and not {name, call.values.get("training")} & {False, "_batch_norm_no_update"}:
                 self.verdict.normalized.append(record.user_line())
             return [replace(first, learns=True), *[None] * (count - 1)]
+        if call.values.get("scale_grad_by_freq"):
+            return [self._mixed(call, "divides gradients by how often a microbatch has an entry", learns)] * count
         if name in _ORDERS and not given[0].is_floating_point():
             return [Kind(UNKNOWN)] * count  # rows in groups, as tokens by their experts: put back later on, or not
         if name in _RECURRENT and kinds[0] is first:
@@ -142,8 +144,10 @@ class Kinds:
 
     def _degree_of_rows(self, call: Call, bound: Bound, degrees: dict[int, int]) -> int | None:
         """Of what comes of rows, from theirs; None if it is no multiple of them."""
-        if not any(degrees.values()):
+        if not any(degrees.values()) or call.schema.functional in _SIGNS:
             return 0
+        if call.schema.functional in _SIZES:
+            return degrees.get(0, 0)
         if call.schema.functional == "div":
             return degrees.get(0, 0) - degrees.get(1, 0)
         if not bound.terms and not bound.moves:
@@ -293,6 +297,7 @@ class Kinds:
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 _ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
+_SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")

@@ -12,7 +12,7 @@ from torch import Tensor
 from onecard import recorded
 from onecard._torch import names as _torch
 from onecard._torch.modes import DispatchMode
-from onecard._torch.names import OpOverload, tree_flatten, tree_leaves
+from onecard._torch.names import OpOverload, tree_flatten
 from onecard.comm.base import own, record
 from onecard.comm.issue import again
 from onecard.comm.issue.groups import line_of
@@ -25,7 +25,7 @@ from onecard.static.guards.places import at
 from onecard.static.guards.results import apart_as
 from onecard.static.run.difference import Difference, same
 from onecard.static.step.step import Output
-from onecard.static.step.writes import arguments_written
+from onecard.static.step.writes import changed_by
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.train.modules.recordable import recordable
 
@@ -99,7 +99,7 @@ class Follower(recorded.Listener):
         self._off += 1
         try:
             if self.note is not None:
-                self.note(tree_leaves([args[i] for i in recorded.writes.get(function, ())]))
+                self.note(changed_by(function, args, kwargs))
             result = function(*args, **kwargs)
         finally:
             self._off -= 1
@@ -325,7 +325,7 @@ class _Mode(DispatchMode):
         follower = self.follower
         if follower.note is not None and not follower._off:
             with follower.paused():
-                follower.note(arguments_written(func, args, kwargs or {}))
+                follower.note(changed_by(func, args, kwargs or {}))
         if not follower._off and func.namespace == "c10d":
             return follower.own(func, args, kwargs or {})
         if not follower._off and own.is_functional(func):

@@ -57,12 +57,13 @@ def made_outside(x: Tensor) -> RecordingError:
     )
 
 
-def replaces(name: str, line: str) -> RecordingError:
+def replaces(name: str, line: str = "") -> RecordingError:
     """The error for a tensor in whose place a step that is written down without being done puts another one."""
+    place, read = (name, f"{name} at {line}") if line else ("kept[key]", name)
     return RecordingError(
-        f"the step reads {name} at {line} and puts another tensor in its place, which it would go on with: a step that is cut "
-        "into stages has no values while it is recorded, and a replay writes to the tensor that was there. Write into it: "
-        f"{name}.copy_(new) in place of {name} = new"
+        f"the step reads {read} and puts another tensor in its place, which it would go on with: a step that is cut into stages "
+        "has no values while it is recorded, and a replay writes to the tensor that was there. Write into it: "
+        f"{place}.copy_(new) in place of {place} = new"
     )
 
 

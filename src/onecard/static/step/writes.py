@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from onecard import recorded
@@ -30,6 +31,15 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         values = tree_leaves([node.args[i] for i in recorded.writes[node.target]])
     return [n for n in values if isinstance(n, fx.Node)]
+
+
+def changed_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a call of an operator, or of a function of ours, changes: what it writes to, and generators that it draws from."""
+    if isinstance(func, OpOverload):
+        found = arguments_written(func, args, kwargs)
+    else:
+        found = tree_leaves([args[i] for i in recorded.writes.get(func, ())])
+    return [*found, *(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))]
 
 
 def arguments_written(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:

@@ -1,0 +1,311 @@
+"""Habits of other libraries' users times levels: each cell is one card's numbers, refused or told?
+
+Rows are `crossed_habits.HABITS` and those of `habits_levels`; columns the levels here: steps under a plan (microbatches,
+pipelines, other axes beside), scripts of ``run --auto``, models laid out in place, fleet, marks on two axes.
+
+``python -m fuzz.crossed --seed 3 --count 100``: cells by chance; ``--habit NAME --level NAME``: those.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import random
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import crossed_habits
+import habits_levels as old
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from habits_levels import At, Copies, Level, Maker, Marks, Planned, Seen
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard import fleet
+from onecard.auto.rank import Job, begin
+from onecard.errors import OnecardError, StageError
+from onecard.testing import RankError, RankTimeout, run_ranks
+
+
+class Step(At):
+    """``oc.to_static(step, plan=...)``."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.plan = oc.Plan(per_host=0, parameters="float32", compute="float32", **fields)
+
+    def step(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        return oc.to_static(one, plan=self.plan)
+
+    def whole(self, x: Tensor) -> Tensor:
+        try:
+            return super().whole(x)
+        except StageError:  # another stage's
+            return None
+
+    def joined(self, seen: Seen) -> Seen:
+        every: list[Any] = [None] * oc.get_world_size()
+        dist.all_gather_object(every, {k: v for k, v in seen.items() if v is not None})
+        for name in {name for each in every for name in each}:
+            have = [each[name] for each in every if name in each]
+            if any(
+                not torch.allclose(have[0].double(), v.double(), rtol=1e-5, atol=1e-7, equal_nan=True) for v in have
+            ):
+                return {f"{name} differs between ranks": have[0]}
+        return {k: v for each in every for k, v in each.items()}
+
+
+class Auto(At):
+    """A rank of ``run --auto``: the program is one card's."""
+
+    def __init__(self, **fields: Any) -> None:
+        begin(Job(oc.Plan(per_host=0, parameters="float32", compute="float32", **fields)).to_json())
+
+
+class Grid(Marks):
+    """Marks on two axes: parameters cut along ``tp`` by name, a stage of ZeRO along ``dp``, rows along ``dp``."""
+
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+        self.mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+
+    def wrap(self, net: nn.Module, *makers: Maker, given: int | None = None) -> list[Any]:
+        def place(name: str, layer: nn.Module, mesh: Any) -> None:
+            for kept, as_ in ((layer._parameters, nn.Parameter), (layer._buffers, lambda t, **_: t)):
+                for short, p in list(kept.items()):
+                    if p is not None and not isinstance(p, oc.DistTensor):
+                        full = f"{name}.{short}".lstrip(".")
+                        dim = next((d for mark, d in old.CUT if fnmatch.fnmatch(full, mark)), None)
+                        where = oc.Replicate() if dim is None or not p.dim() else oc.Shard(int(dim[-2]))
+                        kept[short] = as_(
+                            oc.shard_tensor(p.detach(), mesh, [oc.Replicate(), where]), requires_grad=p.requires_grad
+                        )
+
+        oc.shard_layer(net, self.mesh, place)
+        made = [make(net) for make in makers]
+        for each in made[:given]:
+            oc.shard_optimizer(each, self.stage("dp", self.mesh)) if self.stage else oc.shard_optimizer(each)
+        return [net, *made]
+
+    def data(self, x: Tensor) -> Tensor:
+        return oc.shard_tensor(x, self.mesh, [oc.Shard(0), oc.Replicate()])
+
+
+COLUMN, ROW = "tp: Shard(0)", "tp: Shard(1)"
+TP = {"tp": 2, "placements": old.CUT}
+LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
+    "micro": (1, lambda: Step(microbatches=2)),
+    "recorded dp": (2, lambda: Step(dp=2)),
+    "recorded ZeRO 3": (2, lambda: Step(dp=2, zero=3)),
+    "recorded tp": (2, lambda: Step(**TP)),
+    "dp micro": (2, lambda: Step(dp=2, microbatches=2)),
+    "1F1B": (2, lambda: Step(pp=2, microbatches=2)),
+    "VPP": (2, lambda: Step(pp=2, microbatches=4, virtual=2, schedule="VPP")),
+    "ZBV": (2, lambda: Step(pp=2, microbatches=2, virtual=2, schedule="ZBV")),
+    "ZBH1": (2, lambda: Step(pp=2, microbatches=4, schedule="ZBH1")),
+    "dp x pp": (4, lambda: Step(pp=2, dp=2, microbatches=2)),
+    "ZeRO 1 x pp": (4, lambda: Step(pp=2, dp=2, zero=1, microbatches=2)),
+    "ZeRO 3 x pp": (4, lambda: Step(pp=2, dp=2, zero=3, microbatches=2, schedule="ZBH1")),
+    "tp x pp": (4, lambda: Step(pp=2, microbatches=2, **TP)),
+    "auto dp": (2, lambda: Auto(dp=2)),
+    "auto ZeRO 1": (2, lambda: Auto(dp=2, zero=1)),
+    "auto ZeRO 3": (2, lambda: Auto(dp=2, zero=3)),
+    "auto tp": (2, lambda: Auto(**TP)),
+    "auto dp x tp": (4, lambda: Auto(dp=2, zero=2, **TP)),
+    "plan dp": (2, lambda: Planned(dp=2)),
+    "plan ZeRO 1": (2, lambda: Planned(dp=2, zero=1)),
+    "plan ZeRO 2": (2, lambda: Planned(dp=2, zero=2)),
+    "plan ZeRO 3": (2, lambda: Planned(dp=2, zero=3)),
+    "plan tp": (2, lambda: Planned(**TP)),
+    "plan dp x tp": (4, lambda: Planned(dp=2, zero=1, **TP)),
+    "fleet dp": (2, Copies),
+    "os": (2, lambda: Level("os")),
+    "os_g": (2, lambda: Level("os_g")),
+    "p_g_os": (2, lambda: Level("p_g_os")),
+    "marks ZeRO 1": (2, lambda: Marks(oc.ShardingStage1)),
+    "marks ZeRO 2": (2, lambda: Marks(oc.ShardingStage2)),
+    "marks ZeRO 3": (2, lambda: Marks(oc.ShardingStage3)),
+    "grid": (4, lambda: Grid(None)),
+    "grid ZeRO 2": (4, lambda: Grid(oc.ShardingStage2)),
+    "grid ZeRO 3": (4, lambda: Grid(oc.ShardingStage3)),
+}  # fmt: skip
+PLAIN = tuple(n for n in LEVELS if n.startswith(("auto", "plan", "recorded")))
+CUT = ("micro", "dp micro", "1F1B", "VPP", "ZBV", "ZBH1", "dp x pp", "ZeRO 1 x pp", "ZeRO 3 x pp", "tp x pp")
+CLOSE = crossed_habits.CLOSE
+HABITS = crossed_habits.HABITS | {f"old {k}": v for k, v in old.HABITS.items()}
+PATIENCE = 40.0
+Outcome = tuple[str, str]
+
+
+def fits(habit: str, level: str) -> bool:
+    """Whether there is such a cell: what compares rows is another program where a rank has its own rows."""
+    if habit.startswith("old "):
+        return level in PLAIN or level in CUT or level.startswith("grid")
+    by_hand = level in ("fleet dp", "os", "os_g", "p_g_os")
+    return not (by_hand and habit in crossed_habits.WHOLE) and not (
+        habit in crossed_habits.CALLS and not (level in PLAIN or level in CUT)
+    )
+
+
+def _far(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    a, b = found.to(torch.complex128), expected.to(torch.complex128)
+    both = torch.isnan(a.abs()) & torch.isnan(b.abs())
+    if not a.numel():
+        return 0.0
+    gap = torch.where(both, 0.0, (a - b).abs()).max().item() / max(b.abs().nan_to_num().max().item(), 1e-2)
+    return gap if gap == gap else float("inf")
+
+
+def _seeded() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def one_card(habit: str) -> Seen:
+    """The reference."""
+    _seeded()
+    with warnings.catch_warnings(), oc.one_card_random():
+        warnings.simplefilter("ignore")
+        return HABITS[habit](old.ONE_CARD)
+
+
+def cell(habit: str, level: str) -> Outcome:
+    """How one cell ends on this rank: right, refused, told, void (one card's fails); in capitals what is a fault."""
+    try:
+        expected = one_card(habit)
+    except Exception as error:
+        return "void", f"{type(error).__name__}: {error}"
+    _seeded()
+    with warnings.catch_warnings(record=True) as caught, oc.one_card_random():
+        warnings.simplefilter("always")
+        try:
+            at = LEVELS[level][1]()
+            found = at.joined(HABITS[habit](at))
+        except Exception as error:
+            where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            words = f"{type(error).__name__}: {' '.join(str(error).split())[:700]} @ {' '.join(where[-5:])}"
+            # torch puts the words of what fails within load_state_dict into an error of its own.
+            return ("refused" if isinstance(error, OnecardError) or "which stage" in words else "ERROR"), words
+    words = [" ".join(str(w.message).split())[:240] for w in caught]
+    told = " || ".join([w for w in words if not re.search(IGNORED, w)][:3])
+    wrong = _difference(found, expected, CLOSE.get(habit, 1e-4))
+    return (("told" if told else "SILENT") if wrong else "right"), f"{wrong} {told}".strip()
+
+
+def _difference(found: Seen, expected: Seen, close: float) -> str:
+    if {*found} != {*expected}:
+        return f"other names: {sorted({*found} ^ {*expected})[:4]}"
+    far = {k: _far(found[k], v) for k, v in expected.items()}
+    bad = [k for k in far if not far[k] <= close]
+    most = max(far, key=far.__getitem__)
+    return f"{len(bad)} of {len(far)} off: {bad[0]}, most {most} by {far[most]:.1e}" if bad else ""
+
+
+IGNORED = "lr_scheduler.step|is recorded anew|no rule|operator .* gathered"
+
+
+def work(cells: Sequence[tuple[str, str]], folder: str) -> None:
+    """One rank's cells, to the first one that is not right."""
+    fleet.init(is_collective=True)
+    store, rank = dist.distributed_c10d._get_default_store(), oc.get_rank()
+    with open(Path(folder, str(rank)), "w", buffering=1) as file:
+        for number, (habit, level) in enumerate(cells):
+            kind, words = cell(habit, level)
+            file.write(json.dumps([kind, words]) + "\n")
+            store.set(f"crossed/{number}/{rank}", kind)
+            names = [f"crossed/{number}/{r}" for r in range(oc.get_world_size())]
+            try:
+                store.wait(names, timedelta(seconds=PATIENCE))
+            except RuntimeError:
+                return
+            if any(store.get(n) not in (b"right",) for n in names):
+                return
+
+
+def run(cells: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Outcome]]:
+    """Cells of one number of ranks."""
+    waiting = [*cells]
+    while waiting:
+        portion = waiting[:12]
+        if portion[0][1].startswith("auto"):  # begins once in a process
+            portion = portion[:1]
+        nproc = LEVELS[portion[0][1]][0]
+        fault = ""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_ranks(work, nproc, portion, folder, timeout=60 + 15.0 * len(portion))
+            except (RankError, RankTimeout) as error:
+                fault = str(error)
+            said = [
+                [json.loads(line) for line in Path(folder, str(r)).read_text().splitlines()]
+                if Path(folder, str(r)).exists()
+                else []
+                for r in range(nproc)
+            ]
+        most = max(map(len, said), default=0)
+        done = 0
+        for number in range(min(most, len(portion))):
+            have = [s[number] if number < len(s) else ["HANG", fault[-1500:]] for s in said]
+            kinds = {h[0] for h in have}
+            done += 1
+            if len(kinds) == 1:
+                yield portion[number], (have[0][0], have[0][1])
+            elif kinds <= {"refused", "right", "told"} and "refused" in kinds:
+                yield portion[number], ("UNEQUAL", " | ".join(f"{h[0]}: {h[1][:300]}" for h in have))
+            else:
+                worst = next(k for k in ("HANG", "SILENT", "ERROR", "void", "told", "refused", "right") if k in kinds)
+                yield portion[number], (worst, " | ".join(f"{h[0]}: {h[1][:400]}" for h in have))
+        if done == 0:
+            yield portion[0], ("HANG", fault[-1500:])
+            done = 1
+        waiting = waiting[done:]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Habits times levels; exit status 1 if any cell is silently wrong, an error of another library's, or hangs."""
+
+    seed: int = 0
+    """draws the cells"""
+    count: int = 100
+    """how many; 0: all"""
+    habit: str = "*"
+    """a pattern of names"""
+    level: str = "*"
+    """a pattern of names"""
+    right: bool = False
+    """print cells that are right, too"""
+
+
+def main(options: Options) -> int:
+    """Runs the cells and prints those that are not right; returns the exit status."""
+    every = [(h, at) for at in LEVELS for h in HABITS if fits(h, at)]
+    chosen = [c for c in every if fnmatch.fnmatch(c[0], options.habit) and fnmatch.fnmatch(c[1], options.level)]
+    if options.count and options.count < len(chosen):
+        chosen = sorted(random.Random(options.seed).sample(chosen, options.count), key=every.index)
+    count: Counter[str] = Counter()
+    for level in LEVELS:
+        for (habit, at), (kind, words) in run([c for c in chosen if c[1] == level]):
+            count[kind] += 1
+            if kind != "right" or options.right:
+                print(f"{kind}: {habit} at {at}: {words}", flush=True)
+    print(f"{len(chosen)} cells: " + ", ".join(f"{n} {k}" for k, n in count.items()))
+    return 1 if any(k.isupper() for k in count) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

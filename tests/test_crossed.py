@@ -1,0 +1,83 @@
+"""Habits of other libraries' users times levels: cells that were wrong without a word, and a small draw."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import crossed_habits
+import pytest
+import torch
+from amounts import PROOF, patience
+from fuzz.crossed import HABITS, LEVELS, Outcome, cell, fits, run
+
+from onecard import fleet
+from onecard._torch.names import fake_tensors
+from onecard.static.guards.held import Held
+from onecard.testing import run_ranks
+
+ENDS: dict[str, dict[str, str]] = {
+    "micro": {
+        "noise_by_a_generator": "right",
+        "input_gradient_returned": "right",
+        "input_penalty": "right",
+        "r1_penalty": "told .* is not linear in rows that are scaled by their number",
+        "embedding_by_frequency": "told .* divides gradients by how often a microbatch has an entry",
+        "momentum_in_a_dict": "refused .*kept.n., which the step reads, is another tensor",
+        "sparse_embedding": "refused .*sparse tensors cannot be recorded",
+    },
+    "1F1B": {
+        "input_gradient_returned": "right",
+        "momentum_by_get": "told .*the step puts tensors into a dict, list or object of the program",
+        "own_optimizer_class": "refused .*keeps its state 'step' as a number of Python",
+    },
+    "fleet dp": {"gradient_reversal": "right"},
+}
+"""How cells end; each was another number than one card's, or an error of torch's own."""
+
+
+def _cells(level: str, habits: list[str]) -> list[Outcome]:
+    fleet.init(is_collective=True)
+    crossed_habits.STEPS = 3
+    return [cell(habit, level) for habit in habits]
+
+
+@pytest.mark.parametrize("level", ENDS)
+def test_cells_that_were_wrong(level: str) -> None:
+    for found in run_ranks(_cells, LEVELS[level][0], level, [*ENDS[level]], timeout=patience(120.0)):
+        ended = dict(zip(ENDS[level], found, strict=True))
+        for habit, wanted in ENDS[level].items():
+            kind, words = ended[habit]
+            assert re.match(wanted, f"{kind} {words}"), f"{habit} at {level}: {kind} {words}"
+
+
+def test_a_draw_of_all_cells() -> None:
+    every = [(h, at) for at, (ranks, _) in LEVELS.items() for h in HABITS if fits(h, at) and (PROOF or ranks <= 2)]
+    drawn = random.Random(1).sample([c for c in every if not c[1].startswith("auto")], 200 if PROOF else 4)
+    for level in LEVELS:
+        for (habit, at), (kind, words) in run([c for c in drawn if c[1] == level]):
+            assert not kind.isupper(), f"{kind}: {habit} at {at}: {words}"
+
+
+def test_what_a_look_leaves_is_taken_out_again() -> None:
+    there, kept = torch.ones(2), {"a": torch.ones(2)}
+    holder, late = SimpleNamespace(mean=there, made=[1, there], queue=deque([there], maxlen=1)), there
+
+    def step(fake: Any) -> None:
+        nonlocal late
+        kept["a"] = kept["b"] = holder.mean = late = fake
+        holder.made.append(fake)
+        holder.queue.append(fake)
+        kept["count"] = 1
+
+    before = kept["a"]
+    held = Held([step])
+    with fake_tensors():
+        step(torch.zeros(2))
+    lost = held.back()
+    assert kept == {"a": before, "count": 1}
+    assert (holder.mean, late, holder.made, [*holder.queue]) == (there, there, [1, there], [there])
+    assert {"a", "b", "mean", "a variable of an enclosing function", 0, 2} == {key for key, _ in lost}
