@@ -68,7 +68,14 @@ def of_changed_places(o: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(o[rows], y)
 
 
+def by_rows_and_columns(o: Tensor, y: Tensor, shift: int = 0) -> Tensor:
+    """As masks of attention are looked up: rows along one dim, columns along another."""
+    rows, columns = torch.arange(len(o))[:, None, None], torch.arange(CLASSES)[None, None, :]
+    return F.cross_entropy(o.softmax(1)[(rows + shift) % len(o) if shift else rows, columns].squeeze(1), y)
+
+
 RIGHT: dict[str, Loss] = {
+    "rows and columns": by_rows_and_columns,
     "pooled": pooled,
     "mean": nn.CrossEntropyLoss(),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
@@ -93,6 +100,8 @@ RIGHT: dict[str, Loss] = {
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
 TOLD: dict[str, tuple[Loss, str]] = {
+    "columns of other rows": (lambda o, y: by_rows_and_columns(o, y, 1), "index"),
+    "a column for each row": (lambda o, y: o[torch.arange(len(o)), torch.arange(len(o)) % 2].square().mean(), "index"),
     "deviation": (lambda o, y: F.cross_entropy(o, y) + o.std(), "std"),
     "hardest": (lambda o, y: F.cross_entropy(o, y, reduction="none").topk(3).values.mean(), "topk"),
     "largest": (lambda o, y: F.cross_entropy(o, y, reduction="none").max(), "max"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from onecard.rules.call import Call
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
-from onecard.static.passes.dependence import PLACES, ROWS, Kind
+from onecard.static.passes.dependence import ALIKE, PLACES, ROWS, Kind
 
 _MOVES = (
     "unsqueeze", "squeeze", "expand", "repeat", "clone", "contiguous", "view", "_unsafe_view", "reshape", "alias", "detach", "t",
@@ -54,9 +54,12 @@ def picked(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind
         return None
     if not isinstance(at[0], Tensor) or not others or others[0] is None or others[0].how != PLACES:
         return None
-    places = {_from_behind(index, other) for index, other in zip(indices, others, strict=True)}
-    if len(places) > 1 or None in places:
+    place = _from_behind(indices[0], others[0])
+    if place is None:
         return None
+    for index, other in zip(indices, others, strict=True):
+        if _from_behind(index, other) != place and not _alike_at(index, other, place[0]):
+            return None
     found = others[0]
     wide = max(index.dim() for index in indices) - indices[0].dim()
     return Kind(ROWS, dim + found.dim + wide, found.before, rows, kind.degree, "", kind.learns)
@@ -67,6 +70,12 @@ def _from_behind(index: Tensor, kind: Kind | None) -> tuple[int, int, int] | Non
     if kind is None or kind.how not in (ROWS, PLACES) or index.dtype == torch.bool:
         return None
     return kind.dim - index.dim(), kind.before, index.shape[kind.dim]
+
+
+def _alike_at(index: Tensor, kind: Kind | None, dim: int) -> bool:
+    """Whether an index says the same for all rows: columns, as masks name them beside rows (``mask[rows, columns]``)."""
+    apart = kind is None or kind.how == ALIKE
+    return apart and index.dtype != torch.bool and (index.dim() < -dim or index.shape[dim] == 1)
 
 
 def added(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind | None:
