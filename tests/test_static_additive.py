@@ -75,6 +75,7 @@ def by_rows_and_columns(o: Tensor, y: Tensor, shift: int = 0) -> Tensor:
 
 
 RIGHT: dict[str, Loss] = {
+    "to their number": lambda o, y: F.cross_entropy(o[: len(o)], y[: len(y)]),
     "rows and columns": by_rows_and_columns,
     "pooled": pooled,
     "mean": nn.CrossEntropyLoss(),
@@ -100,6 +101,8 @@ RIGHT: dict[str, Loss] = {
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
 TOLD: dict[str, tuple[Loss, str]] = {
+    "as many as a microbatch": (lambda o, y: F.cross_entropy(o[: ROWS // 2], y[: ROWS // 2]), "slice"),
+    "their numbers": (lambda o, y: o[torch.arange(ROWS // 2)].square().mean(), "index"),
     "columns of other rows": (lambda o, y: by_rows_and_columns(o, y, 1), "index"),
     "a column for each row": (lambda o, y: o[torch.arange(len(o)), torch.arange(len(o)) % 2].square().mean(), "index"),
     "deviation": (lambda o, y: F.cross_entropy(o, y) + o.std(), "std"),

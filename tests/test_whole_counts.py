@@ -113,7 +113,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
-    """Gives back the loss, a share of a count, and a count that is no sum."""
+    """Gives back the loss, a share of a count, a count that is no sum, and one by the number of rows."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -126,7 +126,7 @@ def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor]
         optimizer.zero_grad()
         keep = y != PAD
         right = ((out.argmax(1) == y) & keep).sum() / keep.sum().clamp(min=1)
-        return found.detach(), right, keep.sum().clamp(min=10)
+        return found.detach(), right, keep.sum().clamp(min=10), keep.sum() / len(y)
 
     return step
 

@@ -40,6 +40,7 @@ COUNTS = (
     "{w}.sum()", "{w}.sum().clamp(min=1)", "({w}.sum() + 1e-6)", "{w}.float().mean()", "torch.count_nonzero({w})",
     "{w}.sum().float().sqrt()", "{w}.sum(dim=0)", "torch.maximum({w}.sum(), torch.ones(()))", "{w}.cumsum(0)[-1]",
     "(torch.sum({w}) * 2)", "({w}.float().mean() * len(x))", "({w}.float().max() + 1)",
+    "{w}[:4].sum().clamp(min=1)", "{w}[1:].sum().clamp(min=1)", "({w} * torch.arange(len(x))).sum().clamp(min=1)",
     "({w}.float().mean() * len(x) + 1)", "({w}.sum() / len(x) + 1)",
 )  # fmt: skip
 WHOLE = (

@@ -23,7 +23,7 @@ _MOST = 200_000  # containers; a program that reaches more is followed so far
 NOTHING = object()
 
 
-class Held:
+class HeldTensors:
     """Containers that can be reached from some values, with what they hold now.
 
     Args:

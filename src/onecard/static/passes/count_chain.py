@@ -28,6 +28,7 @@ from onecard.static.step.nodes import traits
 aten = torch.ops.aten
 NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _BY_ELEMENT = ("masked_fill",)  # which torch does not say of them
+_WINDOWS = ("slice", "select", "as_strided", "unfold", "diagonal")  # some of what there is
 _TABLES = ("gather", "index_select", "index", "embedding")
 
 EACH, SUM, AVERAGE, AFTER = "each", "sum", "average", "after"
@@ -100,13 +101,18 @@ class Chain:
             return EACH, 0
         if name in ("sum", "count_nonzero", "mean") and whole:
             return (AVERAGE, 0) if name == "mean" else (SUM, 1)
-        if makes_alike(schema_of(node.target)):
+        if "tensor" in node.meta and makes_alike(schema_of(node.target)):
             self._fill(node)
             return EACH, 0
         by_element = known.pointwise or name in _BY_ELEMENT
         linear = name == "sum" or known.views or known.may_view or known.copies
         picks = name in _TABLES and given[0] in self.fixed
-        if rows and (self._apart(node) or (name != "sum" and (linear or by_element or picks))):
+        lost = any(n not in self.lie for n in rows) or (name == "cat" and not self._apart(node))
+        if rows and (self._apart(node) or (picks and name != "embedding")):
+            self.rows.add(node)
+        elif rows and name != "sum" and not lost and (known.views or by_element):
+            return "", 0  # some of the rows, or what has a value of its own for each
+        elif rows and name != "sum" and name not in _WINDOWS and (linear or by_element or picks):
             self.rows.add(node)
         elif not (linear or (by_element and not any(self.does.get(n) == EACH and n not in self.fixed for n in given))):
             return "", 0

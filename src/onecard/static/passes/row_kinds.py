@@ -7,6 +7,7 @@ is neither.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -202,6 +203,9 @@ class Kinds:
             a, b = (call.values[d] % given[0].dim() for d in ("dim0", "dim1"))
             return replace(first, dim={a: b, b: a}.get(first.dim, first.dim), learns=learns)
         if name in row_places.USES and (kind := row_places.USES[name](call, given, kinds, self.rows)):
+            self.verdict.unsure |= (
+                self.before is None
+            )  # arange(4) are all rows here, and may be some of the whole batch's
             return replace(kind, learns=learns)
         return None
 
@@ -263,6 +267,8 @@ class Kinds:
     def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None]) -> None:
         """A call begins: by which number it multiplies or divides."""
         self.number = None
+        if call.schema.functional == "slice" and self.before is None:
+            self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
         if call.schema.functional not in SCALES:
             return
         number: Any = call.values.get("other")
@@ -272,6 +278,12 @@ class Kinds:
         if isinstance(number, int | float) and not isinstance(number, bool):
             self.number = abs(float(number))
             self.verdict.numbers.append(self.number)
+
+    def _ends_with_rows(self, call: Call, kind: Kind | None) -> bool:
+        """Whether ``x[:n]`` takes all rows here, and may take some of the whole batch's: by a number, not to the end."""
+        dim, end = call.values.get("dim", 0) % max(call.self.dim(), 1), call.values.get("end")
+        mine = kind is not None and kind.how == ROWS and kind.dim == dim
+        return mine and end is not None and call.self.shape[dim] <= end < sys.maxsize
 
     def _degree(self, call: Call, x: Tensor | None = None) -> int:
         """1 or -1 if the call multiplies by a number that follows the rows, or divides by it. ``x``: rows, if it is of them."""

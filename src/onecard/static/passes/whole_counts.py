@@ -32,11 +32,15 @@ _TOTAL = 6  # the argument of nll_loss_backward that says by what the loss was d
 
 @dataclass
 class _Count:
-    """A count: its node, what each of the nodes that make it is for, in order, and how often the number of rows is a factor."""
+    """A count: its node, what each of the nodes that make it is for, in order, and how often the number of rows is a factor.
+
+    ``by_length``: whether a number in it may be the microbatch's length.
+    """
 
     node: fx.Node
     does: dict[fx.Node, str]
     degree: int
+    by_length: bool
 
 
 def with_whole_counts(
@@ -100,7 +104,7 @@ class _Rewrite:
             return None
         chain = Chain(node, self.once, self.order, until, self.learns)
         late = chain.known and chain.does[node] in (SUM, AVERAGE, AFTER)
-        return _Count(node, chain.does, chain.degrees[node]) if late else None
+        return _Count(node, chain.does, chain.degrees[node], node in chain.lengths) if late else None
 
     def _only_scales(self, count: fx.Node) -> bool:
         """Whether backward takes a count as a factor alone, as it does if forward does so."""
@@ -117,7 +121,7 @@ class _Rewrite:
         if node not in self.once.own or phase_of(node) != "forward" or node in self.once.tail or not is_number(node):
             return None
         known = self._known(node, self.out)
-        return known if known is not None and known.does[node] == AFTER else None
+        return known if known is not None and known.does[node] == AFTER and not known.by_length else None
 
     def made(self) -> fx.Graph:
         self.new, self.names = fx.Graph(), dict[fx.Node, fx.Node]()
