@@ -33,6 +33,7 @@ ENDS: dict[str, dict[str, str]] = {
         "sparse_embedding": "refused .*sparse tensors cannot be recorded",
     },
     "1F1B": {
+        "averaged_model_inside": "right",
         "momentum_by_get": "told .*the step puts tensors into a dict, list or object of the program",
         "input_gradient_returned": "right",
         "own_optimizer_class": "refused .*keeps its state 'step' as a number of Python",

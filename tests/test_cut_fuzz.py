@@ -44,6 +44,11 @@ def _first_holder_only(m: pytest.MonkeyPatch) -> None:
     m.setattr(places.NodeRanks, "_runs_on", runs_on)
 
 
+def _first_holder_unseen(m: pytest.MonkeyPatch) -> None:
+    _first_holder_only(m)
+    m.setattr(places.NodeRanks, "_check_written", lambda self, root, writers: None)
+
+
 def _in_graph(change: Callable[[Any], bool]) -> Callable[[pytest.MonkeyPatch], None]:
     """A fault in the first rank's graph that has a place for it."""
 
@@ -121,7 +126,7 @@ def _other_message(node: Any) -> bool:
 PLANTS = {
     "sent before its last write": (_in_graph(_sent_early), 30),
     "a chain of writes is cut": (_no_check, 20),
-    "one of two copies of a weight is stepped": (_first_holder_only, 30),
+    "one of two copies of a weight is stepped": (_first_holder_unseen, 30),
     "a microbatch's gradient is left out": (_in_graph(_gradient_left_out), 10),
     "divided by another count": (_in_graph(_another_count), 10),
     "a shared weight's gradient of one stage twice": (_in_graph(_summed_twice), 30),
@@ -129,6 +134,13 @@ PLANTS = {
     "two messages exchanged": (_in_graph(_other_message), 10),
 }
 """Each fault, and among how many programs it is found."""
+
+
+def test_who_uses_what_others_write_is_refused(monkeypatch):
+    _first_holder_only(monkeypatch)
+    said = [tried(seed) for seed in range(4)]
+    assert any("is used on places [0, 1] of the pipeline, and" in what for what in said), said
+    assert not any(what.startswith("wrong") for what in said), said
 
 
 @pytest.mark.parametrize("name", PLANTS if PROOF else [n for n, (_, many) in PLANTS.items() if many <= 30])

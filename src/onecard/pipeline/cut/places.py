@@ -54,12 +54,16 @@ class NodeRanks:
         for node in self.nodes:
             self.near[node] = self._body(node)
         self._read_by_stages()
-        once = [n for n in self.nodes if n.op == "call_function" and part_of(n) is None and not is_free(n)]
+        self._of: dict[fx.Node, Ranks | None] = {}  # of what is made wherever it is wanted, where it is made of
+        outside = [n for n in self.nodes if n.op == "call_function" and part_of(n) is None]
         learning = True
         while learning:
-            self.near.update((node, None) for node in once)
-            for node in once:
-                self.near[node] = self._once(node)
+            self.near.update((node, None) for node in outside)
+            for node in outside:
+                if is_free(node):
+                    self._of[node] = self._together(node.all_input_nodes)
+                else:
+                    self.near[node] = self._once(node)
             learning = self._learn()
         self.at = self._wanted(effects_at)
 
@@ -78,7 +82,7 @@ class NodeRanks:
                     if part_of(given) is None:
                         reads.setdefault(given, set()).update(here)
         for node in self.nodes:
-            if node.op == "placeholder" and node in reads and not _is_everywhere(node):
+            if node.op == "placeholder" and reads.get(node) and not _is_everywhere(node):
                 self.stages[node] = tuple(sorted(reads[node]))
                 self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
 
@@ -141,7 +145,7 @@ class NodeRanks:
         return frozenset[int]().union(*(self.near[r] or () for r in roots)) or self._together(operands)
 
     def _together(self, operands: Iterable[fx.Node]) -> Ranks | None:
-        known = [near for n in operands if (near := self.near[n]) is not None]
+        known = [near for n in operands if (near := self.near[n] or self._of.get(n)) is not None]
         if not known:
             return None
         return frozenset.intersection(*known) or frozenset.union(*known)
@@ -205,6 +209,8 @@ class NodeRanks:
         """
         for root, nodes in self._accesses().items():
             self._check_memory(root, nodes)
+        for root, writers in self.writers.items():
+            self._check_written(root, [node for node in writers if part_of(node) is None])
         for node in self.graph.find_nodes(op="placeholder"):
             had = {self.homes[stage] for stage in node.meta.get("stages", ())}
             if had and not self.holders(node) <= had:
@@ -242,6 +248,16 @@ class NodeRanks:
                 if maker != {rank} and root.op != "placeholder" and aliased:
                     raise self._inside(root, node)
                 fresh = {rank}
+
+    def _check_written(self, root: fx.Node, writers: list[fx.Node]) -> None:
+        """Whether each rank that uses a tensor of the program writes to it, too: others would go on with an old one."""
+        missed = next((n for n in writers if root.op == "placeholder" and not self.holders(root) <= self.at[n]), None)
+        if missed is not None:
+            raise RecordingError(
+                f"stages: {root.meta['input'].name} is used on places {sorted(self.holders(root))} of the pipeline, and "
+                f"{words(missed)} writes to it on {sorted(self.at[missed])} alone: the others would go on with what it was. "
+                "Use it where it is written (in the update of the parameter that it belongs to), or write a copy of it"
+            )
 
     def _given(self) -> set[fx.Node]:
         return {n for n in self.nodes if n.op == "placeholder" and _is_everywhere(n)}
