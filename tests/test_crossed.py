@@ -39,6 +39,7 @@ ENDS: dict[str, dict[str, str]] = {
         "own_optimizer_class": "refused .*keeps its state 'step' as a number of Python",
     },
     "fleet dp": {"gradient_reversal": "right"},
+    "plan ZeRO 3": {"per_sample_clipped": "right"},
 }
 """How cells end; each was another number than one card's, or an error of torch's own."""
 

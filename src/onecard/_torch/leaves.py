@@ -13,3 +13,8 @@ _data: Any = vars(torch._C.TensorBase)["data"]
 gradient: Callable[[Any], Any] = _grad.__get__  # whatever ``Tensor.grad`` is (fleet/gradients/hooks.py)
 set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
 set_data: Callable[[Any, Tensor], None] = _data.__set__  # whatever ``Tensor.data`` is (tensor/become.py)
+
+
+def outside_transforms() -> Any:
+    """Within ``torch.func.grad``, ``vmap``: what is done here is none of theirs."""
+    return torch._C._DisableFuncTorch()

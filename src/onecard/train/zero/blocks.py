@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch import names as _torch
+from onecard._torch.leaves import outside_transforms
 from onecard._torch.names import tree_leaves
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
@@ -133,7 +134,7 @@ class Unit:
         """Start gathering, if nobody has."""
         if self.shown or self._end is not None:
             return
-        with torch.no_grad():
+        with torch.no_grad(), outside_transforms():
             for piece in self.pieces:
                 piece.allocate()
             self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later, f"block {self.name}")
@@ -144,7 +145,7 @@ class Unit:
             return
         self.start(later=False)
         end, self._end = self._end, None
-        with torch.no_grad():
+        with torch.no_grad(), outside_transforms():
             end()  # type: ignore[misc]
         for piece in self.pieces:
             piece.show()
@@ -162,7 +163,7 @@ class Unit:
         if self._end is not None:
             self._end()  # what is under way writes to the memory
             self._end = None
-        with torch.no_grad():
+        with torch.no_grad(), outside_transforms():
             for piece in self.pieces:
                 piece.forget(self.shown, self.shown and (self.seen_outside or recorded.recorder is None))
         self.shown = self.seen_outside = False
