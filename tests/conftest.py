@@ -11,6 +11,7 @@ import cpu
 import pytest
 from hypothesis import settings
 
+from onecard.static.guards import frozen
 from onecard.testing import _run, multirank, preload, run_ranks
 
 # A time-out ends what hangs, and nothing else: on a machine with much to do a second's work takes a minute.
@@ -74,6 +75,7 @@ def what_is_there_stays() -> None:
     """Modules and tests are a million objects; each collection, and each recording, would look at all of them again."""
     gc.collect()
     gc.freeze()
+    frozen.settle()  # recordings need not look through it
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from fuzz.crossed import HABITS, LEVELS, Outcome, cell, fits, run
 from onecard import fleet
 from onecard._torch.names import fake_tensors
 from onecard.static.capture.undo import Undo
-from onecard.static.guards.held import Held
+from onecard.static.guards.held import HeldTensors
 from onecard.static.guards.places import Before
 from onecard.static.step.writes import changed_by
 from onecard.testing import run_ranks
@@ -39,6 +39,7 @@ ENDS: dict[str, dict[str, str]] = {
         "own_optimizer_class": "refused .*keeps its state 'step' as a number of Python",
     },
     "fleet dp": {"gradient_reversal": "right"},
+    "recorded dp": {"manual_adam": "right"},
     "plan ZeRO 3": {"per_sample_clipped": "right"},
 }
 """How cells end; each was another number than one card's, or an error of torch's own."""
@@ -89,7 +90,7 @@ def test_what_a_look_leaves_is_taken_out_again() -> None:
         kept["count"] = 1
 
     before = kept["a"]
-    held = Held([step])
+    held = HeldTensors([step])
     with fake_tensors():
         step(torch.zeros(2))
     lost = held.back()

@@ -108,8 +108,9 @@ class Capture:
             self._restore()
             replaced = put_back(self.seen, self.phases.optimizers) if sketched else None
             lost = held.back() if held is not None else []
-            if sketched and not self._replayed:  # nobody will say what the step leaves
+            if held is not None and not self._replayed:  # a look, of which nobody will say what it leaves
                 self.phases.put_buffers_back()
+                held.all_back()
         if replaced is not None:
             raise refusals.replaces(replaced.name, replaced.line)
         read = {id(x) for x in recorder.outside.values()} if self._replayed else set()

@@ -71,6 +71,22 @@ class HeldTensors:
         self._kept.append((container, held))
         return held
 
+    def all_back(self) -> None:
+        """Everything that a step has put in, or in the place of something, is out again: numbers and texts, too."""
+        for container, held in reversed(self._kept):
+            if isinstance(container, dict):
+                for key in [key for key, was in held.items() if container.get(key, NOTHING) is not was]:
+                    _put(container, key, held[key])
+                if not _is_namespace(container):
+                    for key in [key for key in container if key not in held]:
+                        del container[key]
+            elif isinstance(container, types.CellType):
+                if _in_cell(container) is not held:
+                    _put_in_cell(container, held)
+            elif len(container) != len(held) or any(a is not b for a, b in zip(container, held, strict=True)):
+                container.clear()
+                container.extend(held)
+
     def back(self) -> list[tuple[Any, Any]]:
         """Take tensors without data out again; their keys, and what had been there before, or ``NOTHING``."""
         found: list[tuple[Any, Any]] = []
@@ -98,9 +114,14 @@ def _is_lost(x: Any) -> bool:
     return any(map(_is_lost, x)) if type(x) is tuple else isinstance(x, Tensor) and is_fake(x)
 
 
+def _is_namespace(container: dict[Any, Any]) -> bool:
+    """Whether a dict holds the names of a module, of which only some were noted."""
+    return "__name__" in container and "__builtins__" in container
+
+
 def _put(container: dict[Any, Any], key: Any, value: Any) -> None:
     if value is NOTHING:
-        del container[key]
+        container.pop(key, None)
     else:
         container[key] = value
 
