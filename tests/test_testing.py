@@ -22,6 +22,7 @@ import torch.distributed as dist
 import onecard as oc
 import onecard.testing
 from onecard.comm.world.world import default_backend
+from onecard.errors import ProofError
 from onecard.testing import RankError, RankTimeout, assert_close, multirank, preload, run_ranks
 from onecard.testing._job import RankReport
 from onecard.testing._report import Death, root_cause
@@ -579,5 +580,5 @@ def test_a_cell_is_told_what_it_lacks(monkeypatch):
     with pytest.raises(ValueError, match=r"%%writefile ranks.py, .*from ranks import train.*pip install cloudpickle"):
         run_ranks(cell["train"], 1)
     cell["held"].__code__ = (lambda: None).__code__
-    with pytest.raises(ValueError, match=r"held was typed at a prompt, .*%%writefile ranks.py"):
+    with pytest.raises(ProofError, match=r"held was typed at a prompt, .*%%writefile ranks.py"):
         oc.prove(cell["held"], world=2, processes=True)

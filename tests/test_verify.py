@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from onecard.place.layout import Layout
 from onecard.rules.registry import Row, rows
 from onecard.rules.rule import Form
-from onecard.rules.samples import Sample, elsewhere, samples
+from onecard.rules.samples import SampleProgram, elsewhere, samples
 from onecard.rules.verify import Captured, capture, verify_call
 from onecard.rules.verify.__main__ import VerifyOptions, main, prove_and_show
 from onecard.rules.verify.guard import guarded
@@ -324,7 +324,7 @@ def test_capture_leaves_the_random_state_alone():
 
 def test_samples_are_named_by_their_place():
     names = [str(sample) for sample in samples()]
-    assert all(isinstance(sample, Sample) for sample in samples())
+    assert all(isinstance(sample, SampleProgram) for sample in samples())
     assert any(name.startswith("matmul.py:") for name in names)
 
 

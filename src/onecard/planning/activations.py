@@ -87,7 +87,7 @@ def formula(sizes: LayerSizes, t: int, sequence_parallel: bool, again: str) -> f
     """Bytes of a layer by Korthikanti et al. (2022), equations 1, 2, 4 and 6, for 2-byte numbers.
 
     Example:
-        >>> round(formula(Sizes(), 8, True, "selective") / MIB)
+        >>> round(formula(LayerSizes(), 8, True, "selective") / MIB)
         102
     """
     sbh = sizes.sequence * sizes.batch * sizes.hidden

@@ -17,7 +17,7 @@ class LastRows:
         bound: how far equal numbers may be apart, relatively to the largest of the value.
 
     Example:
-        >>> rows = Rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), 1e-9)
+        >>> rows = LastRows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), 1e-9)
         >>> rows.take(torch.tensor([[5.0, 6.0], [1.0, 2.0]])), rows.take(torch.tensor([[1.0, 2.0]]))
         (True, False)
         >>> rows.all_taken

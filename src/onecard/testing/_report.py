@@ -70,8 +70,8 @@ def root_cause(ends: Mapping[int, RankReport | Death]) -> int | None:
 
     Errors that only say that another rank is gone count after all others.
 
-    >>> gone = Report("error", 1.0, text="Connection closed by peer", consequence=True)
-    >>> root_cause({0: gone, 1: Death(-9, 1.1), 2: Report("done", 0.5)})
+    >>> gone = RankReport("error", 1.0, text="Connection closed by peer", consequence=True)
+    >>> root_cause({0: gone, 1: Death(-9, 1.1), 2: RankReport("done", 0.5)})
     1
     """
     failed = {rank: end for rank, end in ends.items() if isinstance(end, Death) or end.kind == "error"}

@@ -57,7 +57,7 @@ def number(card: bytes) -> int:
 def describe(card: bytes) -> str:
     """Says what a card says.
 
-    >>> describe(Signature(3, "all_reduce", 8, torch.float32, "sum").pack())
+    >>> describe(CollectiveSignature(3, "all_reduce", 8, torch.float32, "sum").pack())
     'all_reduce(sum) #3 of 8 float32'
     """
     seq, count, extra, root, kind, op, dtype, _ = _CARD.unpack_from(card)

@@ -36,8 +36,8 @@ class PacketForm:
     """The form of a packet: its nest, its tensors, and what is no tensor, which must always be the same.
 
     Example:
-        >>> form, tensors = Form.of({"x": torch.ones(2), "scale": 3})
-        >>> Form.loads(form.dumps()) == form, form.join([torch.zeros(2)])
+        >>> form, tensors = PacketForm.of({"x": torch.ones(2), "scale": 3})
+        >>> PacketForm.loads(form.dumps()) == form, form.join([torch.zeros(2)])
         (True, {'x': tensor([0., 0.]), 'scale': 3})
     """
 
