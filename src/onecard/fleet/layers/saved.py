@@ -26,7 +26,7 @@ class SavedNotes:
         """The names that one card has for a name of a pipeline's layer, each with its place in the list of layers.
 
         Example:
-            >>> SavedNotes(Noted(stages=[("", [[0, 2], [1], [0, 2]])])).names("2.weight")
+            >>> SavedNotes(StateNotes(stages=[("", [[0, 2], [1], [0, 2]])])).names("2.weight")
             [('0.weight', 0), ('2.weight', 2)]
         """
         for prefix, alike in self.noted.stages:
