@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from onecard._torch import fakes
 from onecard._torch.names import without_weak_weights
@@ -56,11 +56,17 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def _whole_if_one(tensor: Tensor, placement: Placement) -> Placement:
+    """A dim of one element cannot be cut: operators take it whole, and each of its copies would be gathered."""
+    dim = placement.dim if isinstance(placement, Shard) else None
+    return Replicate() if dim is not None and tensor.ndim and tensor.shape[dim % tensor.ndim] == 1 else placement
+
+
 def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement]) -> None:
     grad = tensor.grad
     fakes.unnoted(tensor)
     try:
-        become(tensor, shard_tensor(tensor.detach(), mesh, placements))
+        become(tensor, shard_tensor(tensor.detach(), mesh, [_whole_if_one(tensor, p) for p in placements]))
     except RuntimeError as fault:
         raise PlanError(
             f"{name}: a graph of autograd, or a weak reference, holds this parameter, so that its part cannot take its place. "

@@ -108,9 +108,6 @@ class Bound:
         return self.parts.get(name) or tuple(i for i, known in enumerate(self.names) if known == name)
 
 
-_SAME = "... -> ..."
-
-
 def bind(
     form: Form, operand_names: Sequence[str], operands: Sequence[Shape], results: Sequence[Shape], positions: str = ""
 ) -> Bound:
@@ -138,9 +135,8 @@ def bind(
         )
     shapes = [*operands, *results]
     sizes = _solve(form, _spread(signature, shapes, form.text), shapes)
-    copies = form.moves and form.text == _SAME  # a dim of one element is itself: nothing broadcasts
-    names = tuple(name for name, size in sizes.items() if size != 1 or copies)
-    ones = tuple(tuple(n == 1 and not copies for n in shape) for shape in shapes)
+    names = tuple(name for name, size in sizes.items() if size != 1)
+    ones = tuple(tuple(n == 1 for n in shape) for shape in shapes)
     like = _like(form, tuple(operand_names), names, ones, positions)
     return replace(like, sizes=tuple(sizes[name] for name in names))
 
