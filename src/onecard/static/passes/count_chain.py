@@ -107,12 +107,13 @@ class Chain:
         by_element = known.pointwise or name in _BY_ELEMENT
         linear = name == "sum" or known.views or known.may_view or known.copies
         picks = name in _TABLES and given[0] in self.fixed
-        lost = any(n not in self.lie for n in rows) or (name == "cat" and not self._apart(node))
-        if rows and (self._apart(node) or (picks and name != "embedding")):
+        if rows and (self._apart(node) or picks):
             self.rows.add(node)
-        elif rows and name != "sum" and not lost and (known.views or by_element):
-            return "", 0  # some of the rows, or what has a value of its own for each
-        elif rows and name != "sum" and name not in _WINDOWS and (linear or by_element or picks):
+        elif rows and name != "sum":
+            known_places = name != "cat" and all(n in self.lie for n in rows)
+            some = name in _WINDOWS or (known_places and (known.views or by_element))
+            if some or not (linear or by_element):
+                return "", 0  # some of the rows, or what has a value of its own for each
             self.rows.add(node)
         elif not (linear or (by_element and not any(self.does.get(n) == EACH and n not in self.fixed for n in given))):
             return "", 0
