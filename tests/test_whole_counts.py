@@ -183,3 +183,16 @@ PLANS = {
 def test_on_ranks(how: str) -> None:
     for found in run_ranks(planned, 2, PLANS[how]):
         assert {name: d for name, values in found.items() if (d := far(values, name)) >= 1e-5} == {}
+
+
+def first_row(o: Tensor, y: Tensor) -> Tensor:
+    made = torch.zeros_like(y)
+    made[0] = 1
+    return cross_entropy(o, y, reduction="sum") / (made.sum() + 1)
+
+
+def test_a_count_of_some_rows_is_told() -> None:
+    step = oc.to_static(steps(first_row), k_steps=2)
+    with pytest.warns(UserWarning, match="scales by a value, of which each microbatch has its own"):
+        for x, y in batches()[:2]:
+            step(x, y)
