@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +19,10 @@ from onecard.static.guards import frozen
 @pytest.fixture
 def thawed() -> Iterator[None]:
     """What is frozen already (by the fork server of ranks, which this process may be from) stays so."""
-    before = frozen._Settled.mark
+    before = frozen._Settled.mark, frozen._Settled.known
     yield
     gc.unfreeze()
-    frozen._Settled.mark = before
+    frozen._Settled.mark, frozen._Settled.known = before
 
 
 def losses(static: bool, freeze: bool) -> tuple[list[float], list[Any]]:
@@ -65,3 +66,29 @@ def test_frozen_objects_are_found_only_where_a_program_has_some(thawed: None) ->
     assert not frozen.is_any(gc.get_objects())
     gc.freeze()
     assert frozen.is_any(gc.get_objects())
+
+
+def test_what_is_frozen_is_looked_for_once_and_anew_where_more_is_frozen(
+    thawed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = frozen.objects
+    monkeypatch.setattr(frozen, "objects", lambda listed: looks.append(1) or look(listed))
+
+    def tensors() -> list[Tensor]:
+        return frozen.those(gc.get_objects(), [is_tensor])[0]
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    gc.freeze()
+    assert all(any(x is p for x in tensors()) for p in first.parameters()) and len(looks) == 1
+    later = nn.Linear(2, 2)
+    assert not any(x is later.weight for x in tensors()) and len(looks) == 1
+    gc.freeze()
+    assert any(x is later.weight for x in tensors()) and len(looks) == 2
+    gone = weakref.ref(second.weight)
+    del second
+    assert gone() is None and any(x is first.weight for x in tensors()) and len(looks) == 2
+
+
+def is_tensor(kind: type) -> bool:
+    return issubclass(kind, Tensor)

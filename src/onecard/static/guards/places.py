@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Before:
         others: what is alive of the types that ``also`` wants, until somebody takes it: one look at all objects serves both.
     """
 
-    def __init__(self, also: Callable[[type], bool] = lambda kind: False) -> None:
+    def __init__(self, also: frozen.Kinds | None = None) -> None:
         self.alive: dict[int, TensorWeakRef] = {}
         self.gradients: dict[int, int] = {}
         self.owners: dict[int, int] = {}
@@ -49,7 +48,7 @@ class Before:
         self.still: dict[int, Any] = {}
         self.buffers: dict[int, dict[str, int]] = {}
         found: list[Tensor] = []
-        ours, self.others = alive(lambda kind: issubclass(kind, (Tensor, Optimizer, nn.Module)), also)
+        ours, self.others = alive(_is_held, also or _none)
         for x in ours:
             if isinstance(x, Tensor):
                 found.append(x)
@@ -98,28 +97,24 @@ class Before:
                 yield x
 
 
-class _Asked(dict[type, bool]):
-    """Of each type whether it is wanted, asked once."""
+def alive(*wanted: frozen.Kinds) -> list[list[Any]]:
+    """For each question, a function of a module, what is alive of the types that it wants.
 
-    def __init__(self, wanted: Callable[[type], bool]) -> None:
-        self._wanted = wanted
-
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = self._wanted(kind)
-        return found
-
-
-def alive(*wanted: Callable[[type], bool]) -> list[list[Any]]:
-    """For each question what is alive of the types that it wants. There are hundreds of thousands of objects: it is one look, and
-    each type is asked once."""
+    There are hundreds of thousands of objects: it is one look, and each type is asked once.
+    """
     listed = gc.get_objects()
-    everything = listed + frozen.objects(listed) if frozen.is_any(listed) else listed
-    there = _those(everything, lambda kind: any(wants(kind) for wants in wanted))
-    return [_those(there, wants) for wants in wanted]
+    there = frozen.of_kinds(listed, lambda kind: any(wants(kind) for wants in wanted))
+    seen = {*map(id, there)}  # what is thawed is listed again
+    hidden = [[x for x in more if id(x) not in seen] for more in frozen.those(listed, wanted)]
+    return [frozen.of_kinds(there, wants) + more for wants, more in zip(wanted, hidden, strict=True)]
 
 
-def _those(objects: list[Any], wanted: Callable[[type], bool]) -> list[Any]:
-    return [*compress(objects, map(_Asked(wanted).__getitem__, map(type, objects)))]
+def _is_held(kind: type) -> bool:
+    return issubclass(kind, (Tensor, Optimizer, nn.Module))
+
+
+def _none(kind: type) -> bool:
+    return False
 
 
 def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:
