@@ -10,26 +10,31 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 
-def counted(package: str, run: Callable[[], Any]) -> tuple[int, int]:
-    """Files whose functions run, and calls from one file to another one (or from outside)."""
-    files, calls = set[str](), 0
+def counted(package: str, run: Callable[[], Any]) -> tuple[int, Counter[tuple[str, str]]]:
+    """Files whose functions run, and calls from a function to one of another file (or from outside)."""
+    files, calls = set[str](), Counter[tuple[str, str]]()
 
-    def file_of(frame: FrameType | None) -> str:
+    def ours(frame: FrameType | None) -> FrameType | None:
         while frame is not None and not frame.f_code.co_filename.startswith(package):
             frame = frame.f_back
-        return "" if frame is None else frame.f_code.co_filename
+        return frame
+
+    def name(frame: FrameType | None) -> str:
+        return f"{frame.f_code.co_filename[len(package) :]}:{frame.f_code.co_qualname}" if frame else "outside"
 
     def see(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal calls
         if event == "call" and frame.f_code.co_filename.startswith(package):
             files.add(frame.f_code.co_filename)
-            calls += file_of(frame.f_back) != frame.f_code.co_filename
+            caller = ours(frame.f_back)
+            if caller is None or caller.f_code.co_filename != frame.f_code.co_filename:
+                calls[name(caller), name(frame)] += 1
 
     sys.setprofile(see)
     try:
@@ -93,6 +98,7 @@ def walks() -> dict[str, tuple[Callable[[], Any], int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--package", type=Path, default=Path(__file__).parents[1] / "src")
+    parser.add_argument("--most", type=int, default=0, help="so many of the calls that are made most, below each walk")
     asked = parser.parse_args()
     sys.path.insert(0, str(asked.package))
     import onecard as oc
@@ -100,17 +106,19 @@ def main() -> None:
     package = f"{Path(oc.__file__).parent}/"
     with tempfile.TemporaryDirectory() as folder:
         with oc.pretend(world_size=2, rank=0):
-            told(package, walks())
-        told(package, checkpoints(Path(folder)))
+            told(package, walks(), asked.most)
+        told(package, checkpoints(Path(folder)), asked.most)
 
 
-def told(package: str, programs: dict[str, tuple[Callable[[], Any], int]]) -> None:
+def told(package: str, programs: dict[str, tuple[Callable[[], Any], int]], most: int) -> None:
     """A line for each walk."""
     for name, (run, before) in programs.items():
         for _ in range(before):
             run()
         files, calls = counted(package, run)
-        print(f"| {name} | {files} | {calls:,} |", flush=True)
+        print(f"| {name} | {files} | {calls.total():,} |", flush=True)
+        for (caller, callee), count in calls.most_common(most):
+            print(f"  {count:5} {caller} -> {callee}")
 
 
 if __name__ == "__main__":
