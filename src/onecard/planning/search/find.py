@@ -22,6 +22,13 @@ ALIKE = 0.005
 """Share of a step by which two plans are no different: the one that divides less is taken."""
 
 
+_FEW = 6
+"""Of microbatches for each stage: a pipeline with more is first looked at with two and three."""
+_STEADY = 0.998
+"""A step is at least as long as a line through few microbatches says, as the longest way through it is convex in their number;
+a schedule that is made anew for each number (VMin) may take 0.12 % less."""
+
+
 @dataclass(slots=True)
 class Searched:
     """What a search has seen.
@@ -122,9 +129,12 @@ class Search:
                 found.recorded += 1
                 self._open_all(group, found, queue)
                 continue
-            close = max(bound, self._open[group][0].closely(plan)) if self.objective == "time" else bound
-            if close > bound * (1 + 1e-9) and not entry.close:
-                queue.put(close, replace(entry, close=True))
+            least, sure, fits = self._closer(entry, bound)
+            if not fits:
+                self._with_recompute(group, least, queue)
+                continue
+            if least > bound * (1 + 1e-9):
+                queue.put(least, replace(entry, sure=sure))
                 continue
             with suppress(PlanError, ScheduleError):
                 cost = self.cost(group, plan)
@@ -133,9 +143,35 @@ class Search:
                     self._fitting.add(plan)
                     best = min(best, self._of(cost))
                 else:
-                    self._with_recompute(group, close, queue)
+                    self._with_recompute(group, least, queue)
         found.priced.sort(key=self._of)
         return found
+
+    def _closer(self, entry: _Entry, bound: float) -> tuple[float, int, bool]:
+        """The next closer bound that says more than ``bound``, which one it is, and whether the plan may fit."""
+        group, plan, fits = entry.group, entry.plan, True
+        if plan is None or self.objective != "time":
+            return bound, entry.sure, fits
+        for sure in range(entry.sure, 2):
+            if sure == 0:
+                seconds = self._open[group][0].closely(plan)
+            else:
+                seconds, peak = self._steadily(group, plan)
+                fits = self._fits(peak)
+            if not fits or seconds > bound * (1 + 1e-9):
+                return max(bound, seconds), sure + 1, fits
+        return bound, 2, fits
+
+    def _steadily(self, group: Plan, plan: Plan) -> tuple[float, int]:
+        """Seconds and bytes at least, by the prices of few microbatches: each more takes at least what the last ones took."""
+        if plan.microbatches <= _FEW * plan.pp:
+            return 0.0, 0
+        try:
+            two, three = (self.cost(group, replace(plan, microbatches=n * plan.pp)) for n in (2, 3))
+        except (PlanError, ScheduleError):
+            return 0.0, 0
+        more = (three.seconds - two.seconds) / plan.pp
+        return _STEADY * (three.seconds + more * (plan.microbatches - 3 * plan.pp)), three.peak
 
     def _of(self, cost: JobCost) -> float:
         return cost.seconds if self.objective == "time" else float(cost.peak)
@@ -216,11 +252,11 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A group that is not recorded yet, or one of its plans; ``close``: by its second bound."""
+    """A group that is not recorded yet, or one of its plans; ``sure``: how many closer bounds it has been put in line by."""
 
     group: Plan
     plan: Plan | None = None
-    close: bool = False
+    sure: int = 0
 
 
 class _Queue:
