@@ -236,7 +236,7 @@ def test_in_a_pipeline() -> None:
             optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
             for (x, y), value in zip(batches(), losses, strict=True):
                 loss = RIGHT[name](model(x), y)
-                assert value == pytest.approx(loss.item(), rel=1e-5), name
+                assert value == pytest.approx(loss.item(), rel=1e-5, abs=1e-7), name  # one ends near zero
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()

@@ -81,6 +81,11 @@ def of_each_row(o: Tensor, y: Tensor) -> Tensor:
     return (cross_entropy(o, y, reduction="none") * wanted).sum() / wanted.sum()
 
 
+def over_a_tensor(o: Tensor, y: Tensor) -> Tensor:
+    """The length of the batch, brought into the step as a tensor."""
+    return cross_entropy(o, y, reduction="sum") / torch.tensor(len(y))
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ignored": lambda o, y: cross_entropy(o, y, ignore_index=PAD),
     "weights": lambda o, y: cross_entropy(o, y, weight=torch.arange(1.0, CLASSES + 1), ignore_index=PAD),
@@ -95,6 +100,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "twice": twice,
     "shifted": shifted,
     "of each row": of_each_row,
+    "over a tensor": over_a_tensor,
 }
 
 
@@ -113,7 +119,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
-    """Gives back the loss, a share of a count, a count that is no sum, and one by the number of rows."""
+    """Gives back the loss, a share of a count, a count that is no sum, and two by the number of rows."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -126,7 +132,8 @@ def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor]
         optimizer.zero_grad()
         keep = y != PAD
         right = ((out.argmax(1) == y) & keep).sum() / keep.sum().clamp(min=1)
-        return found.detach(), right, keep.sum().clamp(min=10), keep.sum() / len(y)
+        ones = (y == 1).sum()
+        return found.detach(), right, keep.sum().clamp(min=10), keep.sum() / len(y), ones / keep.sum() * len(y)
 
     return step
 
@@ -196,3 +203,83 @@ def test_a_count_of_some_rows_is_told() -> None:
     with pytest.warns(UserWarning, match="scales by a value, of which each microbatch has its own"):
         for x, y in batches()[:2]:
             step(x, y)
+
+
+def by_place(o: Tensor, y: Tensor) -> Tensor:
+    """Of each row its number, of which each microbatch has its own."""
+    return cross_entropy(o, y, reduction="sum") / ((y != PAD) * torch.arange(len(y))).sum()
+
+
+def test_values_that_rows_have_by_their_numbers_are_no_count() -> None:
+    step = oc.to_static(steps(by_place), k_steps=2, avg=True)
+    with pytest.warns(UserWarning, match="scales by a value, of which each microbatch has its own"):
+        for x, y in batches()[:2]:
+            step(x, y)
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
+    "its length": lambda a, b, n: n,
+    "times its length": lambda a, b, n: a.sum() / b.sum() * n,
+    "length first": lambda a, b, n: n * a.sum() / b.sum(),
+    "by a mean": lambda a, b, n: a.sum() / (b.sum() / n),
+    "over its length": lambda a, b, n: a.sum() / b.sum() / n,
+    "its square": lambda a, b, n: a.sum() / b.sum() * n**2,
+    "a number that is as long as a microbatch": lambda a, b, n: a.sum() * 4 / b.sum(),
+    "as a tensor": lambda a, b, n: a.sum() / b.sum() * torch.tensor(float(n)),
+    "filled": lambda a, b, n: torch.full((), n) * a.sum() / b.sum(),
+    "in each row": lambda a, b, n: (a * n).sum() / b.sum(),
+    "bent before": lambda a, b, n: (a.sum() / b.sum()).sqrt() * n,
+}
+TOLD: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
+    "plus its length": lambda a, b, n: a.sum() / b.sum() + n,
+    "one more": lambda a, b, n: a.sum() / b.sum() * n + 1,
+    "a sum and a mean": lambda a, b, n: a.sum() / n + b.sum(),
+    "bounded": lambda a, b, n: a.sum().clamp(max=n // 2),
+    "rounded": lambda a, b, n: torch.div(a.sum() * 3, n, rounding_mode="floor"),
+    "its length alone": lambda a, b, n: torch.tensor(float(n)),
+}
+
+
+def returning(what: Callable[[Tensor, Tensor, int], Any]) -> Callable[[Tensor, Tensor], Any]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return what(y == 1, y != PAD, len(y))
+
+    return step
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_alone_is_of_the_whole_batch(name: str) -> None:
+    step, one = oc.to_static(returning(RETURNED[name]), k_steps=4), returning(RETURNED[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in batches():
+            torch.testing.assert_close(torch.as_tensor(step(x, y)), torch.as_tensor(one(x, y)))
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_not_linear_in_the_length_is_told(name: str) -> None:
+    step = oc.to_static(returning(TOLD[name]), k_steps=4)
+    with pytest.warns(UserWarning, match="result 0 is no sum and no mean over rows"):
+        for x, y in batches()[:2]:
+            step(x, y)
+
+
+def test_a_look_at_the_whole_batch_counts_nothing() -> None:
+    """The step is looked at twice, for the number that it returns, and its own count goes on by one."""
+    done = {"steps": 0}
+
+    def once(a: Tensor, b: Tensor, n: int) -> int:
+        done["steps"] += 1
+        return n
+
+    step = oc.to_static(returning(once), k_steps=4)
+    step(*batches()[0])
+    with pytest.raises(oc.errors.RecordingError, match="was 1 and is 2"):
+        step(*batches()[1])

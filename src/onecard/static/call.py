@@ -77,6 +77,7 @@ class _WholeCall:
     def rows(self, looker: Additive | None = None) -> BatchRows:
         """How long the results of the whole batch are."""
         capture = Capture(self.leaves, self.names, roots_given(self.fn, self.leaves), self.options.ask)
+        capture.leaves_nothing = True
         undo = capture.undone(sketched=True)
         try:
             with autocast(self.options.dtype, self.leaves), self.parts.around(), looker or nullcontext():
@@ -94,7 +95,7 @@ class _WholeCall:
         try:
             self.rows(looker)
         except RecordingError:  # the step reads values (``ask``), which are not there without data
-            return Verdict(open=True)
+            return Verdict(open=True) if first.unsure else first.verdict
         return looker.verdict
 
 
@@ -208,7 +209,7 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     seen = None
     if batch is not None and looker is not None:
         seen = looker.returned(result)
-        if looker.unsure:
+        if looker.unsure or seen.curious or seen.values:
             seen = batch.compared(looker)
     return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
 

@@ -192,7 +192,7 @@ class Stages(Microbatches):
         if not any(True for _ in recording.nodes("backward")):
             schedule = forward_of(schedule)
         recorded_graph = recording.graph
-        recording = recording.with_graph(halved(self.counting(recording).graph))
+        recording = recording.with_graph(halved(self.counting(recording, seen).graph))
         once = Once(recording.graph, training=False)
         everyone = self.everyone(recording)
         beside = everyone if len(everyone) > len(ranks) else ()

@@ -58,6 +58,7 @@ class Capture:
         self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask)
         self._replayed = replayed
+        self.leaves_nothing = not replayed  # of what nobody replays nobody will say what it leaves
         self.recorder.guesses = not replayed
         self.left: list[Any] = []  # keys under which the step has put tensors where there was nothing
         self.numbers: dict[fx.Node, tuple[Any, ...]] = {}  # the places of numbers, by their nodes
@@ -108,7 +109,7 @@ class Capture:
             self._restore()
             replaced = put_back(self.seen, self.phases.optimizers) if sketched else None
             lost = held.back() if held is not None else []
-            if held is not None and not self._replayed:  # a look, of which nobody will say what it leaves
+            if held is not None and self.leaves_nothing:
                 self.phases.put_buffers_back()
                 held.all_back()
         if replaced is not None:

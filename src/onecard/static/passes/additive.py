@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.rules.call import Call, Schema, schema_of
-from onecard.static.passes.dependence import ADDS, ALIKE, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict
+from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict, told
 from onecard.static.passes.row_gradients import Passes
-from onecard.static.passes.row_kinds import SCALES, Kinds, is_real, makes_alike, tensors_of, told
+from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
+from onecard.static.passes.row_numbers import SCALES, is_real, value_of
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -56,9 +57,25 @@ class Additive(DispatchMode):
 
     def returned(self, results: Any) -> Verdict:
         """The verdict, once the step has ended."""
-        leaves = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-        self.verdict.results = [self.known.get(x) for x in leaves]
+        leaves = tree_leaves(results)
+        self.verdict.results = [self.known.get(x) for x in leaves if isinstance(x, Tensor)]
+        self.verdict.values = {i: v for i, x in enumerate(leaves) if (v := self._fixed(x)) is not None}
+        before = {} if self.kinds.before is None else self.kinds.before.values
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        for i in tensors:
+            now, then = self.verdict.values.get(i), before.get(i)
+            if None not in (now, then) and now != then:
+                where = (
+                    f"it holds {then:g} for a microbatch of {self.rows // self.kinds.k} rows, and {now:g} for the batch"
+                )
+                self.verdict.results[tensors.index(i)] = Kind(MIXED, where=where)
         return self.verdict
+
+    def _fixed(self, x: Any) -> int | float | None:
+        """The number that a result is, or holds, if nothing of the batch is in it."""
+        if isinstance(x, Tensor):
+            return None if told(self.known.get(x)) else value_of(x)
+        return x if type(x) in (int, float) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.as_strided_.default and _moves_nothing(args[0], *args[1:]):
@@ -90,7 +107,7 @@ class Additive(DispatchMode):
 
     def _is_apart(self, schema: Schema, given: list[Tensor], made: list[Tensor]) -> bool:
         """Whether a call has nothing to do with the batch: an optimizer's, most of all, of which there are many."""
-        if not given or makes_alike(schema) or schema.functional in SCALES:
+        if not given or makes_alike(schema) or schema.functional in SCALES or any(lifts(schema, x) for x in made):
             return False
         return all(self._kind_of(x) is None for x in given) and all(self.rows not in x.shape for x in made)
 
@@ -161,8 +178,11 @@ def _bases(x: Tensor) -> list[Tensor]:
     return [x._base] if x._base is not None else []
 
 
-def said(verdict: Verdict, k: int) -> Iterator[str]:
-    """What to tell the user of a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says."""
+def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[str]:
+    """What to tell the user of a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says.
+
+    ``whole``: the results that are what the whole batch gives.
+    """
     if verdict.open:
         yield (
             "the step reads values, so that it cannot be seen on the whole batch, and whether a number in it counts rows "
@@ -188,7 +208,7 @@ def said(verdict: Verdict, k: int) -> Iterator[str]:
     if len({kind.degree for kind in verdict.losses if kind.how == ADDS}) > 1:
         yield "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says"
     for i, result in enumerate(verdict.results):
-        if result is not None and (why := _why(result)):
+        if i not in whole and result is not None and (why := _why(result) or _why_count(result)):
             yield f"result {i} is no sum and no mean over rows: {why}. The call gives the mean of what {k} microbatches give"
 
 
@@ -198,6 +218,10 @@ def _why(kind: Kind) -> str:
     if kind.how == ADDS and kind.degree not in (0, 1):
         return f"{kind.where} gives a sum over rows that is multiplied or divided by their number more than once"
     return ""
+
+
+def _why_count(kind: Kind) -> str:
+    return f"{kind.where} makes another number of what rows give than their sum" if kind.how == COUNT else ""
 
 
 def in_rows(verdict: Verdict) -> dict[int, int]:

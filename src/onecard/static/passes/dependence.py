@@ -18,6 +18,7 @@ class Kind:
             own, along ``dims`` (None: along all). PLACES: the numbers of the rows. COUNT: of the batch alone, no parameter in
             it. MIXED: none of these. UNKNOWN: nobody can tell.
         degree: of ROWS and COUNT, too: by how many factors "number of rows" it was multiplied, since it was made.
+        length: of ADDS and COUNT without parameters: how many of these factors are numbers, each a microbatch's length.
         where: what made it so, with its line.
         learns: whether parameters are in it.
     """
@@ -30,6 +31,7 @@ class Kind:
     where: str = ""
     learns: bool = False
     dims: frozenset[int] | None = None
+    length: int = 0
 
     def alike(self, dim: int) -> bool:
         """Whether all along a dim are the same."""
@@ -43,15 +45,20 @@ class Verdict:
     Attributes:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
         numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
-            may be counts of rows. ``open``: nobody can tell whether they are.
+            may be counts of rows. ``open``: nobody can tell whether they are. ``terms``: those that were added, and bounds.
+            ``curious``: some that hardly are.
+        values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one.
         normalized: the lines that normalize a batch by its own mean and variance.
     """
 
     losses: list[Kind] = field(default_factory=list)
     results: list[Kind | None] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
+    terms: list[float] = field(default_factory=list)
+    values: dict[int, float] = field(default_factory=dict)
     normalized: list[str] = field(default_factory=list)
     unsure: bool = False
+    curious: bool = False
     open: bool = False
 
 
@@ -69,3 +76,7 @@ def may_count(number: float, rows: int) -> bool:
     """Whether a number may be a count of rows, or one over it."""
     times = (1 / number if 0 < number < 1 else number) / rows
     return times > 0.5 and abs(times - round(times)) < 1e-9 * times and round(times) * rows > 1
+
+
+def told(kind: Kind | None) -> bool:
+    return kind is not None and kind.how not in (ALIKE, PLACES)

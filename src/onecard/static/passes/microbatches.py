@@ -16,10 +16,11 @@ from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
 from onecard.static.passes import additive
 from onecard.static.passes.additive import Verdict
+from onecard.static.passes.dependence import Kind
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import Once, cut
-from onecard.static.passes.whole_counts import with_whole_counts
+from onecard.static.passes.whole_counts import is_whole, with_whole_counts
 from onecard.static.step.step import AnyStep, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec
@@ -71,7 +72,7 @@ class Microbatches:
         """Whether gradients are averaged; which results are sums, where they need not be what gradients are; which have rows."""
         if self.avg is not None or seen is None:
             return self.avg is not False, None, None
-        leaves = [r.position for r in recording.results if isinstance(r, Output)]
+        leaves = _positions(recording)
         if len(leaves) != len(seen.results):
             return additive.averaged(seen), None, None
         rows = {leaves[i]: degree for i, degree in additive.in_rows(seen).items()}
@@ -124,10 +125,11 @@ class Microbatches:
             )
         return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
 
-    def counting(self, recording: AnyStep) -> AnyStep:
+    def counting(self, recording: AnyStep, seen: Verdict | None = None) -> AnyStep:
         """The recording of the first microbatch, which divides by what the whole batch counts."""
         learns = {e.where for e in recording.effects if e.kind == "gradient"}
-        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns, self.avg is None)
+        results = results_of(recording, seen)
+        graph = with_whole_counts(recording.graph, self.k_steps, not self.sketched, learns, self.avg is None, results)
         return recording if graph is recording.graph else recording.with_graph(graph)
 
     def merged(
@@ -149,11 +151,13 @@ class Microbatches:
         """
         check_mergeable(recording)
         if once is None:
-            recording = self.counting(recording)
+            recording = self.counting(recording, seen)
             once = Once(recording.graph, training=not self.sketched)
         told, counts = doubts(recording.graph, self.k_steps, leaves, once)
         if self.avg is None and seen is not None:
-            told += additive.said(seen, self.k_steps)
+            out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
+            whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
+            told += additive.said(seen, self.k_steps, whole_ones)
         for said in told:
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
@@ -182,8 +186,27 @@ class Microbatches:
         old: Any = next(iter(reversed(recording.graph.nodes))).args[0]
         new: Any = next(iter(reversed(made.graph.nodes))).args[0]
         made.results, made.counts = tuple(_as_whole(r, old, new) for r in recording.results), counts
+        made.results = tuple(_of_batch(i, r, seen) for i, r in enumerate(made.results))
         _check_results(recording, made, rows_of(leaves, ()).batch, whole)
         return made
+
+
+def _positions(recording: RecordedStep) -> list[int]:
+    """The outputs of the graph that are given back."""
+    return [r.position for r in recording.results if isinstance(r, Output)]
+
+
+def results_of(recording: RecordedStep, seen: Verdict | None) -> dict[int, Kind]:
+    """How the outputs of the graph depend on the rows of the batch, where it is known."""
+    positions = _positions(recording)
+    if seen is None or len(positions) != len(seen.results):
+        return {}
+    return {at: kind for at, kind in zip(positions, seen.results, strict=True) if kind is not None}
+
+
+def _of_batch(i: int, result: Any, seen: Verdict | None) -> Any:
+    """A number that the step returns as it is, as it returned it for the whole batch."""
+    return seen.values.get(i, result) if seen is not None and type(result) in (int, float) else result
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ is neither.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,41 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from onecard.comm.base import record
-from onecard.comm.base.state import faked
 from onecard.rules.call import Call, Schema
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
 from onecard.static.passes import row_places
-from onecard.static.passes.dependence import (
-    ADDS,
-    ALIKE,
-    COUNT,
-    MIXED,
-    PLACES,
-    ROWS,
-    UNKNOWN,
-    Kind,
-    Verdict,
-    degree_of,
-    may_count,
-)
-from onecard.tensor.dist_tensor import DistTensor
+from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, degree_of, told
+from onecard.static.passes.row_numbers import SCALES, RowNumbers
 
 _MEAN = 1  # torch's number for reduction="mean"
 
 
-class Kinds:
-    """What operators make of values whose kinds are known, in a step that runs on ``rows`` rows.
-
-    Args:
-        before: what a run on a k-th of the rows has shown, so that numbers which follow the rows are known by comparison.
-    """
-
-    def __init__(self, rows: int, before: Verdict | None, k: int) -> None:
-        self.rows, self.before, self.k = rows, before, k
-        self.verdict = Verdict()
-        self.number: float | None = None
+class Kinds(RowNumbers):
+    """What operators make of values whose kinds are known, in a step that runs on ``rows`` rows."""
 
     def found(self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor]) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
@@ -59,6 +36,8 @@ class Kinds:
         for how in (MIXED, UNKNOWN):
             if lost := [k for k in known if k.how == how]:
                 return [lost[0]] * count
+        if self.follows and any(k.how in (ADDS, COUNT) for k in known):
+            return [self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns)] * count
         if any(k.how == ROWS for k in known):
             return self._of_rows(call, given, kinds, count, learns)
         return [self._of_sums(call, given, kinds, learns)] * count
@@ -66,7 +45,7 @@ class Kinds:
     def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], r: int) -> Kind | None:
         """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
-        if makes_alike(call.schema):
+        if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
             return Kind(ALIKE)
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES, size=self.rows)
@@ -170,7 +149,8 @@ class Kinds:
         picks = factor in bound.pieces or call.schema.views
         if bound.reduce[r] != "sum" or lone or picks:
             return Kind(MIXED, where=f"{where} takes rows of the batch together", learns=there.learns)
-        return Kind(ADDS, degree=there.degree + (0 if mean else 1), where=where, learns=there.learns)
+        degree = there.degree + (0 if mean else 1)
+        return Kind(ADDS, degree=degree, where=where, learns=there.learns, length=there.degree)
 
     def _in_time(self, x: Any, first: Kind) -> Kind | None:
         """What a recurrent layer gives: (time, rows, features), or as its states (layers, rows, features)."""
@@ -214,8 +194,7 @@ class Kinds:
         told = [(i, k) for i, k in enumerate(kinds) if k is not None and k.how in (ADDS, COUNT)]
         first = next((k for _, k in told if k.how == ADDS), told[0][1])
         if not learns:
-            adds = first.how == ADDS and self._linear(call, told)
-            return replace(first if adds else Kind(COUNT), degree=self._degree_of_count(call, told))
+            return self._of_counts(call, told, first)
         name = call.schema.functional
         if name in ("div", "mul") and len(told) == 2 and not given[1].dim():
             # By a count, which is the whole batch's (``whole_counts``), or else compared with other microbatches' (``doubts``).
@@ -232,8 +211,19 @@ class Kinds:
             return self._mixed(call, "adds what is no sum over rows to a sum over rows", learns)
         return replace(first, degree=first.degree + self._degree(call), learns=learns)
 
-    def _degree_of_count(self, call: Call, told: list[tuple[int, Kind]]) -> int:
-        return degree_of(call.schema.functional, {i: k.degree for i, k in told}) + self._degree(call)
+    def _of_counts(self, call: Call, counts: list[tuple[int, Kind]], first: Kind) -> Kind:
+        """Of what the batch gives alone: a sum or a mean of rows, or made of such, with numbers that may be its length."""
+        name, more = call.schema.functional, self._degree(call)
+        degree = degree_of(name, {i: k.degree for i, k in counts}) + more
+        length = degree_of(name, {i: k.length for i, k in counts}) + more
+        rounds, whole = call.values.get("rounding_mode") is not None, self._all_terms(call, counts)
+        linear = self._linear(call, counts) and not rounds
+        kept = linear and len({k.length for _, k in counts}) == 1 and (whole or not first.length)
+        if (more or any(k.length for _, k in counts)) and not kept and (rounds or name not in SCALES):
+            return self._mixed(call, "is not linear in what is scaled by the length of a microbatch", learns=False)
+        adds = first.how == ADDS and linear and len({k.degree for _, k in counts}) == 1 and (whole or not first.degree)
+        where = f"{name} at {record.user_line()}"
+        return replace(first if adds else Kind(COUNT, where=where), degree=degree, length=length)
 
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)
@@ -262,49 +252,6 @@ class Kinds:
         bound = row.bound_for(call) if row is not None else None
         return bound is None or all({i for i, _ in told} & {*term} for term in bound.terms)
 
-    # -- numbers that may be counts of rows --------------------------------------------------------------------------------
-
-    def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None]) -> None:
-        """A call begins: by which number it multiplies or divides."""
-        self.number = None
-        if call.schema.functional == "slice" and self.before is None:
-            self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
-        if call.schema.functional not in SCALES:
-            return
-        number: Any = call.values.get("other")
-        if isinstance(number, Tensor):
-            at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), None)
-            number = _value(given[at]) if at is not None else None
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            self.number = abs(float(number))
-            self.verdict.numbers.append(self.number)
-
-    def _ends_with_rows(self, call: Call, kind: Kind | None) -> bool:
-        """Whether ``x[:n]`` takes all rows here, and may take some of the whole batch's: by a number, not to the end."""
-        dim, end = call.values.get("dim", 0) % max(call.self.dim(), 1), call.values.get("end")
-        mine = kind is not None and kind.how == ROWS and kind.dim == dim
-        return mine and end is not None and call.self.shape[dim] <= end < sys.maxsize
-
-    def _degree(self, call: Call, x: Tensor | None = None) -> int:
-        """1 or -1 if the call multiplies by a number that follows the rows, or divides by it. ``x``: rows, if it is of them."""
-        if not self.number:
-            return 0
-        if self.before is None:
-            inverse = 1 / self.number if self.number < 1 else self.number
-            self.verdict.unsure |= self._may_follow(inverse, x)
-            return 0
-        at = len(self.verdict.numbers) - 1
-        first = self.before.numbers[at] if at < len(self.before.numbers) else self.number
-        follows = {self.k: 1, 1 / self.k: -1}.get(round(self.number / first, 9), 0) if first else 0
-        return follows * (1 if call.schema.functional == "mul" else -1)
-
-    def _may_follow(self, number: float, x: Tensor | None) -> bool:
-        """Whether a number may count rows. In activations most numbers do not: there it has to be rows, or elements."""
-        if x is None or x.dim() == 1:
-            return may_count(number, self.rows)
-        sizes = (1, *x.shape, x.numel() / self.rows)
-        return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
-
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
@@ -315,21 +262,18 @@ _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
 
 
-SCALES = ("mul", "div")
-"""Whose numbers may follow the rows."""
-
-
 def makes_alike(schema: Schema) -> bool:
     """Whether an operator's result is the same for all rows, whatever it is given."""
     return schema.effects or _fills(schema)
 
 
+def lifts(schema: Schema, made: Any) -> bool:
+    """Whether a call brings a number into the step: ``torch.tensor(3.0)`` is made out of sight, and lifted."""
+    return schema.functional in ("lift_fresh", "lift_fresh_copy") and made.numel() == 1
+
+
 def _fills(schema: Schema) -> bool:
     return schema.functional.removeprefix("new_").removesuffix("_like") in _FILLED
-
-
-def told(kind: Kind | None) -> bool:
-    return kind is not None and kind.how not in (ALIKE, PLACES)
 
 
 def tensors_of(call: Call, args: Any, kwargs: Any) -> list[Tensor]:
@@ -348,12 +292,3 @@ def _all(dims: Sequence[Sequence[int]]) -> Iterator[int]:
 
 def _trains(x: Tensor) -> bool:
     return x.requires_grad
-
-
-def _value(x: Tensor) -> float | None:
-    local = x._local if isinstance(x, DistTensor) else x
-    return float(local) if x.numel() == 1 and is_real(local) else None
-
-
-def is_real(x: Tensor) -> bool:
-    return not faked.here and type(x) is Tensor and not x.is_meta

@@ -9,7 +9,7 @@ back of such counts is the batch's, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 
 from onecard.static.passes.adding import added
 from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, NLL, SUM, Chain, counting
+from onecard.static.passes.dependence import ADDS, COUNT, Kind
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.nodes import copied_to
@@ -44,15 +45,20 @@ class _Count:
 
 
 def with_whole_counts(
-    graph: fx.Graph, k: int, training: bool = True, learns: Collection[Any] = (), rows: bool = True
+    graph: fx.Graph,
+    k: int,
+    training: bool = True,
+    learns: Collection[Any] = (),
+    rows: bool = True,
+    results: Mapping[int, Kind] = {},
 ) -> fx.Graph:
     """The graph of one microbatch whose losses are scaled by what the batch counts, over ``k``; the same one if none is.
 
     ``learns``: the places of inputs that get gradients, which are in no count. ``rows``: what has rows may be scaled, too, as it
     is known that what comes of them is linear in it, or told. The nodes of such a count have "count" in their
-    meta: what they are for (``EACH``, ``SUM``, ``AVERAGE``, ``AFTER``).
+    meta: what they are for (``EACH``, ``SUM``, ``AVERAGE``, ``AFTER``). ``results``: how outputs depend on rows.
     """
-    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns, rows)
+    rewrite = _Rewrite(graph, Once(graph, training=training), k, learns, rows, results)
     return rewrite.made() if rewrite.counts or rewrite.given else graph
 
 
@@ -72,7 +78,15 @@ def is_whole(node: Any) -> bool:
 class _Rewrite:
     """The graph as it is made anew."""
 
-    def __init__(self, graph: fx.Graph, once: Once, k: int, learns: Collection[Any], rows: bool) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        once: Once,
+        k: int,
+        learns: Collection[Any],
+        rows: bool,
+        results: Mapping[int, Kind],
+    ) -> None:
         self.graph, self.once, self.k, self.rows = graph, once, k, rows
         self.learns = {n for n in graph.find_nodes(op="placeholder") if _learns(n, learns)}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
@@ -82,6 +96,8 @@ class _Rewrite:
         for node in graph.nodes:
             if phase_of(node) == "forward" and node not in once.tail and node in once.own:
                 self._look(node)
+        out: Any = self.out.args[0]
+        self.kinds = {out[i]: kind for i, kind in results.items() if isinstance(out[i], fx.Node)}
         self.given = {n: c for n in self.out.all_input_nodes if (c := self._returned(n)) is not None}
 
     def _look(self, node: fx.Node) -> None:
@@ -117,11 +133,15 @@ class _Rewrite:
         )
 
     def _returned(self, node: fx.Node) -> _Count | None:
-        """What the step gives back, if it is made of counts in a way that is no sum and no mean."""
+        """What the step gives back, if it is made of counts in a way that is no sum and no mean.
+
+        Where a number in it is a microbatch's length, how often it is a factor is known, or else it is left as it is.
+        """
         if node not in self.once.own or phase_of(node) != "forward" or node in self.once.tail or not is_number(node):
             return None
-        known = self._known(node, self.out)
-        return known if known is not None and known.does[node] == AFTER and not known.by_length else None
+        known, kind = self._known(node, self.out), self.kinds.get(node)
+        follows = known is not None and known.by_length if kind is None else kind.how not in (COUNT, ADDS)
+        return known if known is not None and known.does[node] == AFTER and not follows else None
 
     def made(self) -> fx.Graph:
         self.new, self.names = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -157,8 +177,14 @@ class _Rewrite:
         return made
 
     def _shown(self, node: fx.Node) -> fx.Node:
-        made = {n: self._make(count, n) for n, count in self.given.items()}
+        made = {n: self._longer(self._make(count, n), n) for n, count in self.given.items()}
         return copied_to(self.new, node, lambda n: made.get(n, self.names[n]))
+
+    def _longer(self, made: fx.Node, node: fx.Node) -> fx.Node:
+        """A result whose factors are lengths of a microbatch, with those of the batch."""
+        length = self.kinds[node].length if node in self.kinds else 0
+        by = self.k**length if length > 0 else float(self.k) ** length
+        return self._put(AFTER, node, aten.mul.Tensor, made, by) if length else made
 
     def _scale(self, count: _Count, at: fx.Node) -> fx.Node:
         """A count, over the number of microbatches, ahead of the first node that scales by it."""
