@@ -40,7 +40,10 @@ ENDS: dict[str, dict[str, str]] = {
     },
     "fleet dp": {"gradient_reversal": "right"},
     "recorded dp": {"manual_adam": "right"},
-    "plan ZeRO 3": {"per_sample_clipped": "right"},
+    "plan ZeRO 3": {"optimizer_in_backward": "right", "per_sample_clipped": "right", "grad_transform": "right"},
+    "plan dp": {"grad_transform": "right"},
+    "auto tp": {"per_sample_clipped": "right"},
+    "auto dp": {"elastic_weights": "refused .*used in this step before the model's first forward"},
 }
 """How cells end; each was another number than one card's, or an error of torch's own."""
 

@@ -15,6 +15,19 @@ set_gradient: Callable[[Any, Tensor | None], None] = _grad.__set__
 set_data: Callable[[Any, Tensor], None] = _data.__set__  # whatever ``Tensor.data`` is (tensor/become.py)
 
 
+def is_transformed(x: Tensor) -> bool:
+    """Whether a tensor is what ``torch.func.grad``, ``vmap`` give to the function, in place of the program's."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def used_before(x: Tensor, refuse: Callable[[Any], None]) -> None:
+    """A backward pass to a leaf by a graph that is there already ends in ``refuse``, once another object is in its place."""
+    if x.is_leaf and x.requires_grad and x._use_count() == 2:
+        node = torch.autograd.graph.get_gradient_edge(x).node
+        if x._use_count() == 2:  # it was there, and is not made by the question
+            node.register_prehook(refuse)
+
+
 def outside_transforms() -> Any:
     """Within ``torch.func.grad``, ``vmap``: what is done here is none of theirs."""
     return torch._C._DisableFuncTorch()

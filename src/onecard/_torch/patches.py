@@ -90,9 +90,13 @@ _first: list[Callable[[], None]] = []  # what the first distributed tensor makes
 begun = False
 
 
-def _make(what: str, do: Callable[[], Any], undo: Callable[[], Any], stays: Callable[[], bool] = lambda: False) -> None:
+def _check(what: str) -> None:
     if what not in TABLE:
         raise KeyError(f"{what}: a patch that onecard._torch.patches.TABLE does not name")
+
+
+def _make(what: str, do: Callable[[], Any], undo: Callable[[], Any], stays: Callable[[], bool] = lambda: False) -> None:
+    _check(what)
     if what not in _made:
         do()
         _made[what] = _Made(do, undo, stays)
@@ -108,12 +112,13 @@ def replace(what: str, holder: Any, name: str, make: Callable[[Any], Any], *, be
         make: what is given what was there.
         beside: other modules that have it by the same name.
     """
+    _check(what)
     if what in _made:
         return
     before = vars(holder).get(name)
     torchs = getattr(holder, name)
     ours = make(torchs)
-    if callable(ours) and callable(torchs):
+    if ours is not torchs and callable(ours) and callable(torchs):  # one that wraps itself is a loop to whoever unwraps it
         ours = functools.wraps(torchs)(ours)
 
     def do() -> None:

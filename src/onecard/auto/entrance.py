@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from onecard._torch.leaves import is_transformed, outside_transforms
 from onecard._torch.names import tree_leaves, tree_map
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
@@ -16,7 +17,7 @@ class Entrance:
     """Divides the rows of what a model is called with over axes of a mesh; every rank has the whole batch.
 
     Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are. Any
-    choice gives the same numbers.
+    choice gives the same numbers. So what ``torch.func`` puts in a tensor's place stays as it is.
     """
 
     def __init__(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> None:
@@ -39,7 +40,7 @@ class Entrance:
     def divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What somebody is called with, its rows divided."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
-        if not leaves or any(isinstance(x, DistTensor) for x in leaves):
+        if not leaves or any(isinstance(x, DistTensor) or is_transformed(x) for x in leaves):
             return args, kwargs
         rows = len(leaves[0])
         if rows < self._ranks:
@@ -50,5 +51,6 @@ class Entrance:
                 return x
             return shard_tensor(x, self.mesh, self._rows)
 
-        found: tuple[Any, Any] = tree_map(laid_out, (args, kwargs))
+        with outside_transforms():
+            found: tuple[Any, Any] = tree_map(laid_out, (args, kwargs))
         return found

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onecard._torch.leaves import is_transformed
 from onecard.auto import calls, one_card
 from onecard.auto.apply import Applied
 from onecard.auto.files import Noted, Overlay
@@ -128,7 +129,7 @@ class ProgramWatch:
         self._optimizers: list[Optimizer] = []
         self._done: set[int] = set()  # modules that are laid out
         self.roots: list[nn.Module] = []
-        self._placed = False
+        self._placed = self._transformed = False
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
@@ -144,6 +145,9 @@ class ProgramWatch:
         if id(module) in self._done or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
+        if any(map(is_transformed, parameters)):
+            self._says_transformed(module)
+            return None
         if not parameters or all(isinstance(p, DistTensor) for p in parameters):
             return None
         first = not self._placed and not self._unlike(module)
@@ -155,6 +159,16 @@ class ProgramWatch:
         for optimizer in self._optimizers:
             self._lay_out(optimizer)
         return entrance(module, args, {})[0]  # torch has listed this call's hooks already
+
+    def _says_transformed(self, module: nn.Module) -> None:
+        if not self._transformed and world.get_rank() == 0:
+            print(
+                f"onecard run --auto: {type(module).__name__} first runs within torch.func (functional_call), with other tensors in "
+                "its parameters' places: it is not laid out, and each rank does all of it. One call of the model itself ahead "
+                "of the loop (model(x)) lays it out",
+                file=sys.stderr,
+            )
+        self._transformed = True
 
     def _unlike(self, module: nn.Module) -> str:
         """In what the plan's model is another one; "" if it is this one."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate
 
 from onecard._torch import names as _torch
 from onecard._torch import patches
+from onecard._torch.leaves import used_before
 from onecard.errors import DispatchError
 from onecard.tensor.convert import shard_tensor
 from onecard.tensor.dist_tensor import DistTensor
@@ -34,6 +35,8 @@ def become(tensor: Tensor, made: Tensor) -> None:
     kept = {key: value for key, value in vars(tensor).items() if key not in vars(taken)}
     # Of the object, which stays: those registered again belong to what it becomes.
     tensor.grad = tensor._backward_hooks = of_tensor._post_accumulate_grad_hooks = None
+    if isinstance(made, DistTensor):
+        used_before(tensor, _was_used)
     try:
         torch.utils.swap_tensors(tensor, taken)
     except RuntimeError:
@@ -44,6 +47,14 @@ def become(tensor: Tensor, made: Tensor) -> None:
         tensor.register_hook(hook)
     for hook in late:
         tensor.register_post_accumulate_grad_hook(hook)
+
+
+def _was_used(_: Any) -> None:
+    raise DispatchError(
+        "backward() comes to a parameter that was used in this step before the model's first forward laid it out, as it then was: "
+        "call the model before what else takes its parameters (a penalty on them), or lay it out ahead of the first step "
+        "(onecard.parallelize)"
+    )
 
 
 def _assign(tensor: Any, value: Any) -> None:

@@ -77,7 +77,7 @@ class GatheredParameter:
             self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
             recorded.recorder.refilled(self, self.whole)
         else:
-            self._buffer.untyped_storage().resize_(self._nbytes)
+            self._resize(self._nbytes)
 
     def show(self) -> None:
         """The module sees the whole."""
@@ -116,7 +116,12 @@ class GatheredParameter:
             self._was = None
             self._give(None)
         self.whole = self._buffer
-        self._buffer.untyped_storage().resize_(0)
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        storage = self._buffer.untyped_storage()
+        if storage.resizable():  # not once somebody has an array of numpy of it, who then keeps it
+            storage.resize_(nbytes)
 
 
 class Unit:
