@@ -42,6 +42,8 @@ ENDS: dict[str, dict[str, str]] = {
     "recorded dp": {"manual_adam": "right"},
     "plan ZeRO 3": {"optimizer_in_backward": "right", "per_sample_clipped": "right", "grad_transform": "right"},
     "plan dp": {"grad_transform": "right"},
+    "ZBV": {"loaded_mid_training": "right"},
+    "tp x pp": {"same_step_loaded_between": "right"},
     "auto tp": {"per_sample_clipped": "right"},
     "auto dp": {"elastic_weights": "refused .*used in this step before the model's first forward"},
 }

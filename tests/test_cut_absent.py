@@ -30,7 +30,7 @@ HABITS: dict[str, Callable[[Any], Any]] = {
     "torch.save": lambda p: torch.save(p.model.state_dict(), io.BytesIO()),
     "torch.save of states": lambda p: torch.save(p.optimizer.state_dict(), io.BytesIO()),
     "an average": lambda p: [q.detach().clone() for q in p.model.parameters()],
-    "written to": lambda p: [q.data.zero_() for q in p.model.parameters()],
+    "drawn anew": lambda p: [q.data.normal_() for q in p.model.parameters()],
     "other data": lambda p: [setattr(q, "data", torch.ones(q.shape)) for q in p.model.parameters() if is_elsewhere(q)],
     "another dtype": lambda p: p.model.double(),
 }
@@ -41,7 +41,7 @@ def _told() -> dict[str, str]:
     before = program.trained(range(2))
     found = {"before": str(before)}
     for name, habit in HABITS.items():
-        if name == "written to":  # the first ones are, until one that is not here
+        if name == "drawn anew":  # the first ones are, until one that is not here
             found["after"] = str(program.trained(range(2, 3)))
         with torch.no_grad():
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onecard import recorded
@@ -31,6 +32,12 @@ _TOLD = frozenset((
 """What may be asked of it: all but values."""
 _CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
+_WRITES = frozenset((
+    "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__", "__setitem__", "abs_", "add_", "addcdiv_", "addcmul_", "clamp_",
+    "clamp_max_", "clamp_min_", "copy_", "div_", "fill_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_",
+    "renorm_", "sqrt_", "sub_", "zero_",
+))  # fmt: skip
+"""What may be written into it: who has it does so, and here nobody reads it. None of these draws."""
 
 
 class Absent(Tensor):
@@ -46,6 +53,8 @@ class Absent(Tensor):
                 return f"{type(x).__name__}({_words(x)})"
             if name == "to" and _stays(x, args[1:], kwargs):
                 return x
+            if name.partition(".")[0] in _WRITES and _written_elsewhere(args, kwargs):
+                return args[0]
             if name not in _ALIASES or _sets(func, x, args):
                 raise StageError(_error(x, name))
             made = _plainly(func, args, kwargs)
@@ -87,6 +96,15 @@ def _as_absent(made: Tensor, x: Tensor) -> Tensor:
 def _sets(func: Any, x: Tensor, args: Any) -> bool:
     """Whether ``x.data = y`` gives it another memory, which no step would read."""
     return getattr(func, "__name__", "") == "__set__" and len(args) > 1 and args[1] is not x
+
+
+def _written_elsewhere(args: Any, kwargs: Any) -> bool:
+    """Whether only an absent tensor is written to, with what its holders have as well."""
+    into = args[0]
+    if not isinstance(into, Absent) or (into.requires_grad and torch.is_grad_enabled()):
+        return False
+    others = [x for x in _tensors((args[1:], kwargs)) if isinstance(x, Absent)]
+    return all({*stages_of(into)} <= {*stages_of(x)} for x in others)
 
 
 def _stays(x: Tensor, args: Any, kwargs: Any) -> bool:
