@@ -106,6 +106,18 @@ def test_each_command_has_a_module_and_no_other_is_one():
         ),
         (["plan", "x.py", "--objective", "speed"], "--objective speed: want one of time, memory"),
         (["plan", "gpt2", "--memory", "-1"], "--memory -1: want a number above 0"),
+        (["plan", "gpt2", "--batch", "0"], "--batch 0: want 1 or more"),
+        (["plan", "x.py", "--fixed", "zero=9"], "plan: --fixed zero=9: want one of 0, 1, 2, 3"),
+        (["plan", "x.py", "--fixed", "tp=x"], "plan: --fixed tp='x': want a whole number"),
+        (["plan", "gpt2", "--fixed", "layers=2"], "--fixed layers=2: that is the model's"),
+        (["plan", "gpt2", "-o", "nowhere/p.json"], "--output nowhere/p.json: there is no folder nowhere"),
+        (["prove", "x.py", "--html", "nowhere/p.html"], "--html nowhere/p.html: there is no folder nowhere"),
+        (["estimate", "x.py", "--trace", "."], "--trace . is a folder; name a file in it"),
+        (["prove", "x.py", "--steps", "-1"], "prove: --steps -1: want 0 or more"),
+        (["explain", "x.py", "--at_most", "-1"], "--at_most -1: want 0 or more"),
+        (["simulate", "gpt2"], "the model is an option here: onecard simulate --model gpt2"),
+        (["audit", "x.py"], "x.py is a program, and audit reads settings"),
+        (["run", "--nnodes", "0", "x.py"], "--nnodes is 0"),
         (["prove", "nowhere.py"], "nowhere.py does not exist; looked in"),
         (["prove", "x.py", "--against", "nowhere.py"], "nowhere.py does not exist; looked in"),
         (["convert", "nowhere", "x"], "nowhere does not exist"),
@@ -114,12 +126,38 @@ def test_each_command_has_a_module_and_no_other_is_one():
 )
 def test_what_cannot_be_is_said_in_a_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if "--world" in words or "--against" in words:
+    if not {"run", "explain --rank"} & {words[0] if words else "", " ".join(words[::2])}:
         written(tmp_path, "", "x.py")
     status, out, err = called(*words)
     assert status == 2
     assert said in err and "Traceback" not in err
     assert out == "" or not words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["estimate"], "estimate: missing from onecard estimate: PATH the program, unchanged (required)."),
+        (["estimate", "x.py", "--world", "two"], "estimate: --world two: want a whole number."),
+        (["plan", "gpt2", "--memory=lots"], "plan: --memory lots: want a number."),
+        (["simulate", "--tp", "x"], "simulate: --tp x: want a whole number."),
+        (["estimate", "x.py", "y"], "estimate: unrecognized options: y."),
+        (
+            ["completion", "fish"],
+            "completion: invalid choice 'fish' for argument 'shell'. Expected one of ('bash', 'zsh').",
+        ),
+        (["doctor", "--jsn"], "doctor: unrecognized options: --jsn; perhaps --json all facts and findings as JSON"),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_line(words, said):
+    status, out, err = called(*words)
+    assert (status, out) == (2, "") and err.startswith(f"onecard {said}")
+    assert err.count("\n") == 1 and err.endswith(f" All options: onecard {words[0]} --help\n")
+
+
+def test_help_is_a_word_too():
+    assert called("help") == called("--help")
+    assert called("help", "doctor") == called("doctor", "--help")
 
 
 def test_auto_of_what_is_no_python_starts_nothing(tmp_path, monkeypatch):
@@ -132,7 +170,7 @@ def test_auto_of_what_is_no_python_starts_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
 def test_a_flag_that_is_not_there(name):
-    status, _, err = called(name, *["x.py"] * (name in (*SCRIPTS, "prove")), "--jsn")
+    status, _, err = called(name, *["x.py"] * {"convert": 2, "prove": 1}.get(name, name in SCRIPTS), "--jsn")
     assert status == 2 and "Traceback" not in err
     if any(field == "json" for field in getattr(options_of(name), "__dataclass_fields__", {})):
         assert "--json" in err  # the nearest
@@ -253,6 +291,9 @@ def test_convert_there_and_back(tmp_path, monkeypatch):
     assert called("convert", "one.pt", "dcp", "--to", "dcp")[0] == 0
     status, out, _ = called("convert", "dcp", "back.pt")
     assert status == 0 and out.startswith("back.pt: torch, ")
+    status, out, _ = called("convert", "dcp", "there.pt", "--json")
+    size = (tmp_path / "there.pt").stat().st_size
+    assert json.loads(out) == {"target": "there.pt", "format": "torch", "bytes": size, "files": 1, "source": "dcp"}
     assert torch.equal(torch.load("back.pt", weights_only=True)["model"]["weight"], model.weight)
     assert called("convert", "hf", "other", "--rename", "w*=v*")[0] == 0
     into = {"veight": torch.empty(2, 3), "bias": torch.empty(2)}

@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:  # as of git, cargo, pip
+        arguments = [*arguments[1:2], "--help"]
     if arguments[:1] in ([], ["-h"], ["--help"]):
         print(help_text())
         return 0 if arguments else 2

@@ -89,7 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: Asked) -> int:
     if not options.files:
-        raise PlanError("audit: name a file, such as: onecard audit train.sh")
+        raise PlanError("name a file, such as: onecard audit train.sh")
+    for file in options.files:
+        if file.suffix == ".py" and file.is_file():
+            raise PlanError(
+                f"{file} is a program, and audit reads settings; for what it takes: onecard estimate {file}"
+            )
     given = given_of(options)
     if options.to is not None:
         return _write(options, given)

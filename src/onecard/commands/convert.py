@@ -12,7 +12,7 @@ import tyro
 from onecard.checkpoint import api
 from onecard.checkpoint.reader.changes import Rename
 from onecard.checkpoint.reader.conversion import FORMATS, convert
-from onecard.commands.front import answered, parsed
+from onecard.commands.front import Flag, answered, parsed, print_json
 from onecard.commands.options import Pairs, pairs
 from onecard.commands.waiting import waiting
 from onecard.errors import CheckpointError
@@ -43,6 +43,8 @@ class Asked:
     """tensors under other names, such as "model.*=*"; * stands for any text. May be given several times"""
     max_shard_bytes: int = 5_000_000_000
     """of a file of huggingface"""
+    json: Flag = False
+    """what was written as JSON, in place of the line"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +62,13 @@ def _run(asked: Asked) -> int:
     with waiting(f"converting {source}"):
         convert(source, asked.target, form, changes=changes, only=asked.only, max_shard_bytes=asked.max_shard_bytes)
     files = [asked.target] if asked.target.is_file() else [f for f in asked.target.rglob("*") if f.is_file()]
-    print(f"{asked.target}: {form}, {bytes_in_words(sum(f.stat().st_size for f in files))}, of {source}")
+    size = sum(f.stat().st_size for f in files)
+    if asked.json:
+        print_json(
+            {"target": str(asked.target), "format": form, "bytes": size, "files": len(files), "source": str(source)}
+        )
+    else:
+        print(f"{asked.target}: {form}, {bytes_in_words(size)}, of {source}")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from onecard.commands.front import answered, check_rank, check_script, divided, parsed
+from onecard.commands.front import answered, check_output, check_rank, check_script, divided, parsed
 from onecard.commands.waiting import waiting
 from onecard.errors import PlanError
 from onecard.launch.rehearsal.rehearse import rehearse
@@ -105,5 +105,4 @@ def _check_ending(path: Path | None, endings: tuple[str, ...]) -> None:
     """Before anything runs that takes long."""
     if path is not None and path.suffix not in endings:
         raise PlanError(f"--output {path}: the ending says the format; want one of {', '.join(endings)}")
-    if path is not None and not path.parent.is_dir():
-        raise PlanError(f"--output {path}: there is no folder {path.parent}")
+    check_output("output", path)

@@ -80,6 +80,7 @@ def _run(asked: Asked, script: list[str]) -> int:
 def _check(asked: Asked) -> None:
     check_script(asked.script)
     check_rank(1 if asked.world is None else asked.world, asked.rank)
+    asked.output.check()
     if asked.per_host < 0:
         raise PlanError(f"--per_host {asked.per_host}; ranks on a host, 0 if all are on one")
     if asked.plan is None and asked.output.html is not None:

@@ -15,6 +15,7 @@ from onecard.commands.front import (
     NO,
     Flag,
     answered,
+    check_least,
     check_rank,
     check_script,
     divided,
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(asked: Asked, words: list[str]) -> int:
     check_script(asked.script)
     check_rank(asked.world, asked.rank)
+    check_least(0, at_most=asked.at_most, per_host=asked.per_host)
     with waiting("explaining") as say:
         if asked.machine == "here":
             say("measuring this machine")

@@ -6,13 +6,18 @@ standard error.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import is_dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -29,8 +34,72 @@ _TORCHS_OWN = ("_subclasses", "_ops.py", "_stats.py", "_python_dispatch.py", "ov
 
 
 def parsed(kind: type[Kind], argv: Sequence[str], name: str) -> Kind:
-    """A command's words as its dataclass. tyro ends the process for ``--help`` (status 0) and for unknown words (2)."""
-    return tyro.cli(kind, args=list(argv), prog=f"onecard {name}", use_underscores=True)
+    """A command's words as its dataclass. The process ends for ``--help`` (status 0) and for words that cannot be (2).
+
+    tyro says what is wrong in a box of several lines; here it is one line, as all that commands refuse.
+    """
+    written = io.StringIO()
+    try:
+        with redirect_stderr(written):
+            return tyro.cli(kind, args=list(argv), prog=f"onecard {name}", use_underscores=True)
+    except SystemExit as end:
+        if end.code != CANNOT:
+            sys.stderr.write(written.getvalue())
+            raise
+        why = no_number(kind, argv) or in_a_line(written.getvalue()).rstrip(".")
+        raise SystemExit(refuse(name, f"{why}. All options: onecard {name} --help")) from None
+
+
+def no_number(kind: Any, argv: Sequence[str]) -> str:
+    """The option that wants a number and has none; "" where there is no such option.
+
+    >>> from onecard.commands.prove import Asked
+    >>> no_number(Asked, ["train.py", "--world", "two"]), no_number(Asked, ["train.py", "--world", "2"])
+    ('--world two: want a whole number', '')
+    """
+    words, wanted = [part for word in argv for part in word.split("=", 1)], _numbers(kind)
+    for word, value in pairwise(words):
+        number = wanted.get(word.removeprefix("--").replace("-", "_")) if word.startswith("--") else None
+        if number is not None:
+            try:
+                number(value)
+            except ValueError:
+                return f"{word} {value}: want a {'whole ' * (number is int)}number"
+    return ""
+
+
+def _numbers(kind: Any) -> dict[str, type]:
+    """The options of a command that are one number, with its type."""
+    found: dict[str, type] = {}
+    for name, hint in get_type_hints(kind).items():
+        types = {*get_args(hint)} - {type(None)} or {hint}
+        if len(types) == 1 and (one := types.pop()) in (int, float):
+            found[name] = one
+        elif is_dataclass(hint):
+            found |= _numbers(hint)
+    return found
+
+
+def in_a_line(box: str) -> str:
+    """What tyro says in a box: without the frame, the title, and what --help says better.
+
+    >>> in_a_line("Unrecognized\\n ------\\n  Unrecognized options: a,\\n  b\\n ------\\n  For full helptext, run x --help\\n")
+    'unrecognized options: a, b'
+    """
+    parts: list[list[str]] = [[]]
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        text = line.strip(" │")
+        if text.startswith("╭") or not text.strip("─-╰╯"):  # a frame, with the title or without; a rule
+            parts.append([])
+        else:
+            parts[-1].append(text)
+    said = (" ".join(part) for part in parts[1:] if part)
+    text = "; ".join(
+        part.replace("Perhaps you meant:", "perhaps")
+        for part in said
+        if not part.startswith(("For full helptext", "Argument helptext"))
+    )
+    return (text[:1].lower() + text[1:]) or " ".join(box.split())
 
 
 def answered(name: str, act: Callable[[], int]) -> int:
@@ -88,6 +157,28 @@ def check_rank(world: int, rank: int) -> None:
         raise PlanError(f"--world {world}: want a number from 1")
     if not 0 <= rank < world:
         raise PlanError(f"--rank {rank} of --world {world}: ranks go from 0 below it")
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Whether a file can be written there; asked before anything runs that takes long.
+
+    Raises:
+        PlanError: there is no such folder, or it is one.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise PlanError(f"--{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise PlanError(f"--{option} {path} is a folder; name a file in it")
+
+
+def check_least(least: int, **given: float | None) -> None:
+    """
+    Raises:
+        PlanError: an option's number is below ``least``.
+    """
+    for name, number in given.items():
+        if number is not None and number < least:
+            raise PlanError(f"--{name} {number:g}: want {least} or more")
 
 
 def print_json(data: Any) -> None:

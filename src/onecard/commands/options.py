@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from onecard.commands.front import Flag
+from onecard.commands.front import Flag, check_output
 from onecard.errors import PlanError
 from onecard.planning import json_text
 from onecard.planning.known_models import known_model
@@ -50,6 +50,14 @@ class Outputs:
     """one page for a browser, which needs no network"""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """the step for ui.perfetto.dev"""
+
+    def check(self) -> None:
+        """
+        Raises:
+            PlanError: a file cannot be written there.
+        """
+        check_output("html", self.html)
+        check_output("trace", self.trace)
 
 
 def flags_of(kind: type, title: str, names: Sequence[str], means: Mapping[str, str], given: Mapping[str, Any]) -> Any:
@@ -165,6 +173,24 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
             raise PlanError(f"--{option} {text!r}: want NAME=VALUE, such as --{option} {_EXAMPLES[option]}")
         made[name] = value
     return made
+
+
+def check_fixed(fixed: Mapping[str, Any]) -> None:
+    """What no plan may have, before a script is run for one.
+
+    Raises:
+        PlanError: a value is of the wrong kind, or none of those that there are.
+    """
+    for name, value in fixed.items():
+        try:
+            Plan(**{name: value})
+        except PlanError as why:
+            if str(why).startswith(
+                begin := f"Plan: {name}="
+            ):  # else it is of two fields, of which one is not known yet
+                raise PlanError(f"--fixed {name}={str(why).removeprefix(begin)}") from None
+        except TypeError:  # a field of the model
+            raise PlanError(f"--fixed {name}={value}: that is the model's; a plan has {', '.join(FLAGS)}") from None
 
 
 _EXAMPLES = {"set": "microbatch=4", "define": "NNODES=16", "fixed": "tp=2", "rename": "model.*=*"}

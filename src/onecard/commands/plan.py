@@ -18,6 +18,8 @@ from onecard.commands.front import (
     NO,
     Flag,
     answered,
+    check_least,
+    check_output,
     check_rank,
     check_script,
     divided,
@@ -25,7 +27,7 @@ from onecard.commands.front import (
     print_json,
     refuse,
 )
-from onecard.commands.options import Pairs, model_fields, pairs, typed
+from onecard.commands.options import Pairs, check_fixed, model_fields, pairs, typed
 from onecard.commands.waiting import waiting
 from onecard.errors import NothingFits, PlanError
 from onecard.machine.cost import Machine
@@ -57,11 +59,11 @@ class Asked:
     """ranks"""
     machine: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
     """A100, H100, H200, here (this one is measured), or machine.json; by default this machine's GPU, of a model the H100"""
-    memory: Annotated[float, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = 0.0
+    memory: Annotated[float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint="")] = None
     """what a rank may take; by default what the machine has"""
-    batch: Annotated[int, tyro.conf.arg(metavar="ROWS", help_behavior_hint="")] = 0
+    batch: Annotated[int | None, tyro.conf.arg(metavar="ROWS", help_behavior_hint="")] = None
     """sequences of a step of a model; by default one for each rank. A script has its own batch"""
-    sequence: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
+    sequence: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """tokens of a sequence of a model, where it is not the model's own number"""
     objective: Annotated[str, tyro.conf.arg(metavar="|".join(OBJECTIVES))] = "time"
     """the fastest plan, or the one that takes least memory"""
@@ -81,13 +83,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(asked: Asked, words: list[str]) -> int:
-    for name, number in (("batch", asked.batch), ("memory", asked.memory)):
-        if number < 0:
-            raise PlanError(f"--{name} {number:g}: want a number above 0; without it, as --help says")
+    check_least(1, batch=asked.batch, sequence=asked.sequence)
+    if asked.memory is not None and not asked.memory > 0:
+        raise PlanError(f"--memory {asked.memory:g}: want a number above 0; without it, as --help says")
+    check_output("output", asked.output)
     check_rank(asked.world, 0)
     if asked.objective not in OBJECTIVES:
         raise PlanError(f"--objective {asked.objective}: want one of {', '.join(OBJECTIVES)}")
     fixed = {name: typed(name, value, "fixed") for name, value in pairs("fixed", asked.fixed).items()}
+    check_fixed(fixed)
     script = asked.target.endswith(".py")
     try:
         with waiting(f"looking for a plan of {asked.target} on {asked.world:,} ranks") as say:
@@ -108,21 +112,21 @@ def _run(asked: Asked, words: list[str]) -> int:
 
 def _script(asked: Asked, words: list[str], fixed: Mapping[str, Any]) -> tuple[Plans, str]:
     """The plans of a script, and the file of the first one."""
-    if asked.batch or asked.sequence:
+    if asked.batch is not None or asked.sequence is not None:
         raise PlanError(
             "--batch and --sequence are of a model; a script has its own batch: give it its own arguments behind --"
         )
     check_script(Path(asked.target))
     on = machine_named(asked.machine, Machine.measure) if asked.machine else this_machine()
     found, names = searched(
-        Path(asked.target), words, asked.world, on, asked.memory, {**PLAIN, **fixed}, asked.objective
+        Path(asked.target), words, asked.world, on, asked.memory or 0.0, {**PLAIN, **fixed}, asked.objective
     )
     return found, Job(found.best, names).to_json()
 
 
 def _model(asked: Asked, fixed: Mapping[str, Any]) -> tuple[Plans, str]:
     """The plans of a model by its sizes, and the file of the first one."""
-    sizes = Transformer(**model_fields(asked.target, asked.sequence))
+    sizes = Transformer(**model_fields(asked.target, asked.sequence or 0))
     if asked.sequence:
         sizes = replace(sizes, sequence=asked.sequence)
     limit = int(asked.memory * 2**30) if asked.memory else None

@@ -10,7 +10,19 @@ from typing import Annotated
 
 import tyro
 
-from onecard.commands.front import FINE, NO, Flag, answered, check_rank, check_script, divided, parsed, print_json
+from onecard.commands.front import (
+    FINE,
+    NO,
+    Flag,
+    answered,
+    check_least,
+    check_output,
+    check_rank,
+    check_script,
+    divided,
+    parsed,
+    print_json,
+)
 from onecard.commands.waiting import waiting
 from onecard.errors import ProofError
 from onecard.planning.plan import Plan
@@ -74,6 +86,8 @@ def _run(asked: Asked, words: Sequence[str]) -> int:
         check_script(script)
     if asked.world is not None:
         check_rank(asked.world, 0)
+    check_least(0, steps=asked.steps)
+    check_output("html", asked.html)
     proof = _proof(asked, words)
     if asked.html is not None:
         proof.html(asked.html, asked.script.name)

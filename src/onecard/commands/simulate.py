@@ -23,6 +23,7 @@ from onecard.commands.options import (
     whole_number,
 )
 from onecard.commands.waiting import waiting
+from onecard.errors import PlanError
 from onecard.machine.cost import Machine
 from onecard.planning.job import JobCost
 from onecard.planning.machine_file import machine_named
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     asked, outputs, sizes, plan = read(argv)
+    outputs.check()
     mistakes = [finding for finding in plan.check(sizes) if finding.kind == "mistake"]
     if mistakes:
         return refuse("simulate", "\n".join(map(str, mistakes)))
@@ -76,6 +78,8 @@ def _run(argv: Sequence[str]) -> int:
 
 def read(argv: Sequence[str]) -> tuple[Asked, Outputs, Transformer, Plan]:
     """The command line: what files say are the defaults of the flags."""
+    if argv and not argv[0].startswith("-"):
+        raise PlanError(f"{argv[0]}: the model is an option here: onecard simulate --model {argv[0]}")
     known = plan_fields(said(argv, "plan"))
     model = model_fields(said(argv, "model"), whole_number(argv, "sequence"))
     found: Any = parsed(options(known, model), argv, "simulate")

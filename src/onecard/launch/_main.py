@@ -75,7 +75,7 @@ def plan(options: Options) -> tuple[int, dict[str, str]]:
 def _visible(gpus: list[int], available: int) -> str:
     """The GPUs for CUDA_VISIBLE_DEVICES: all of them for every rank, so that LOCAL_RANK is an index into them."""
     if max(gpus) >= available:
-        raise LaunchError(f"--gpus names GPU {max(gpus)}, but there are {available}, numbered from 0")
+        raise LaunchError(f"--devices names GPU {max(gpus)}, but there are {available}, numbered from 0")
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(index) for index in range(available)]
     return ",".join(names[gpu] for gpu in gpus)

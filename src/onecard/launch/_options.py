@@ -194,7 +194,9 @@ def _check(options: Options) -> None:
         raise LaunchError(f"--wait is {options.wait:g} and --lost {options.lost:g}; both are seconds, more than 0")
     if options.grace < 0:
         raise LaunchError(f"--grace is {options.grace:g}; seconds, 0 or more")
-    if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:
+    if options.nnodes < 1:
+        raise LaunchError(f"--nnodes is {options.nnodes}; machines that take part, 1 or more")
+    if not 0 <= options.node_rank < options.nnodes:
         raise LaunchError(f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}; ranks go from 0 below it")
     if options.nnodes > 1 and options.master is None:
         raise LaunchError("several machines need an address to meet at: add --master HOST:PORT of machine 0")
@@ -216,7 +218,9 @@ def gpu_list(options: Options) -> list[int]:
         return []
     parts = [part.strip() for part in options.gpus.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise LaunchError(f"--gpus is {options.gpus!r}; write different numbers with commas between them: --gpus 0,1")
+        raise LaunchError(
+            f"--devices is {options.gpus!r}; write different numbers with commas between them: --devices 0,1"
+        )
     return [int(part) for part in parts]
 
 
