@@ -111,6 +111,14 @@ def test_accumulation_evaluation_and_numpy(tmp_path):
     assert data["flops"] == 3 * 3 * forward  # three microbatches, and no evaluation
 
 
+def test_norms_put_into_a_new_tensor(tmp_path):
+    """As Lightning's ``grad_norm`` does: torch reads the list in C++."""
+    total = "        torch.tensor([p.grad.norm() for p in model.parameters()]).norm().item()\n"
+    at = "        optimizer.step()\n"
+    assert programs.PLAIN.count(at) == 1
+    assert estimated(tmp_path, programs.PLAIN.replace(at, total + at))["flops"] > 0
+
+
 def test_a_trace(tmp_path):
     trace = tmp_path / "t.json"
     data = estimated(tmp_path, programs.PLAIN, "--trace", str(trace))

@@ -165,6 +165,8 @@ class RehearsedCalls(TorchFunctionMode):
             return self._read(func, args[0])
         if func is Tensor.__format__ and fakes.is_fake(args[0]) and args[0].numel() == 1:
             return format(args[0].item(), *args[1:])
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], list | tuple):
+            args = (tree_map(self._number, args[0]), *args[1:])
         if self.here and func is not torch.device:
             if func in (Tensor.cuda, Tensor.pin_memory):
                 return args[0]
@@ -175,6 +177,10 @@ class RehearsedCalls(TorchFunctionMode):
         for listener in self.listeners:
             listener(func, args, kwargs, result)
         return result
+
+    def _number(self, x: Any) -> Any:
+        """What torch would read in C++ of a tensor in a list, past all modes."""
+        return self._read(Tensor.tolist, x) if isinstance(x, Tensor) and fakes.is_fake(x) else x
 
     def _read(self, func: Any, x: Tensor) -> Any:
         kept = fakes.known(x)
