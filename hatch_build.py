@@ -2,7 +2,8 @@
 
 In the repository links of the README are relative. An index has none of those files, so that a built package has absolute ones
 in their place. They begin with ``[tool.onecard] repository`` in pyproject.toml, the one place that knows the address. While it is
-empty, links are text and pictures are their descriptions: nothing on the index's page is broken, and no address is made up.
+empty, links are text, pictures are their descriptions, and a line says where the pages are: nothing on the index's page is broken,
+and no address is made up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<tar
 _FENCE = re.compile(r"(^```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 
 
+PAGES = "The pages that this text names come with the source distribution, in its folder `docs`."
+"""What a reader is told where there is no address to link to."""
+
+
 def for_an_index(readme: str, repository: str, version: str) -> str:
     """The README with absolute links, or without links where there is no address."""
 
@@ -29,10 +34,9 @@ def for_an_index(readme: str, repository: str, version: str) -> str:
         kind = "raw" if match["image"] else "blob"
         return f"{match['image']}[{match['text']}]({repository}/{kind}/v{version}/{target})"
 
-    parts = _FENCE.split(readme)
-    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts).replace(
-        "```diff run ranks=2", "```diff"
-    )
+    parts = [part if part.startswith("```") else _LINK.sub(led, part) for part in _FENCE.split(readme)]
+    text = "".join(parts).replace("```diff run ranks=2", "```diff")
+    return text if repository else text.replace("\n## Why\n", f"\n{PAGES}\n\n## Why\n")
 
 
 def addresses(repository: str, version: str) -> dict[str, str]:

@@ -141,7 +141,10 @@ def test_a_machines_file_that_cannot_be(tmp_path, text, said):
         ("--model gpt2 --batch 3 --dp 2", "--batch 3 is no multiple of dp x microbatch = 2; 2 is"),
         ("--model gpt2 --schedule 1B1F", "Plan: schedule='1B1F'"),
         ("--model gpt2 --sequence 2048", "gpt2 has learned positions, for 1024 tokens"),
-        ("--model gpt2 --layers 2 --sequence 32 --trace nowhere/job.json", "--trace nowhere/job.json: there is no folder nowhere"),
+        (
+            "--model gpt2 --layers 2 --sequence 32 --trace nowhere/job.json",
+            "--trace nowhere/job.json: there is no folder nowhere",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(capsys, monkeypatch, tmp_path, arguments, said):

@@ -39,6 +39,7 @@ def test_the_readme_of_an_index_has_no_relative_links(hook, address):
     text = hook.for_an_index(readme, address, "0.1.0")
     assert relative_links(text) == [] and "run ranks=" not in text
     assert ("![A one-card program" in text) is bool(address)
+    assert text.count(hook.PAGES) == (not address)  # else nobody could find them
     assert text.count(f"]({address}/blob/v0.1.0/docs/") > 10 if address else "](" not in text
     assert hook.for_an_index("```\n[a](b)\n```\n[a](b)", "", "1") == "```\n[a](b)\n```\na"
 
