@@ -50,7 +50,7 @@ TABLE = {
     "no /dev/shm": ({"dev_shm": None}, "/dev/shm", "broken", "loaders with num_workers > 0 fail", "num_workers=0"),
     "64 MB /dev/shm": ({"dev_shm": (2**26, 2**26)}, "/dev/shm", "risk", "workers die of a bus error", "--shm-size"),
     "full /dev/shm": ({"dev_shm": (2**34, 2**20)}, "/dev/shm", "risk", "1.00 MiB free", "--shm-size"),
-    "one core": ({"cores": 1}, "cores", "slow", "1 of 8: ranks on the CPU take turns", "taskset"),
+    "one core": ({"cores": 1}, "cores", "slow", "1 of 8: CPU ranks take turns on it", "taskset"),
     "half a core": ({"quota": 0.5}, "cores", "slow", "gives 0.5 at a time", "--cpus"),
     "a quota": ({"quota": 2.0}, "cores", "slow", "threads beyond that are held up", "OMP_NUM_THREADS=2"),
     "threads": ({"environment": {"OMP_NUM_THREADS": "16"}}, "threads", "slow", "OMP_NUM_THREADS=16, for 8 cores", "unset"),
@@ -97,6 +97,11 @@ def test_what_is_said(name):
     assert repair in found[subject].repair
     others = [f for f in found.values() if f.state != "fine" and f.subject != subject]
     assert others == []  # one fault, one line
+
+
+def test_an_address_is_said_once():
+    ranks = RANKS | {"MASTER_ADDR": "10.0.0.9"}
+    assert on(environment=ranks, network=net(master=("10.0.0.9",)))["MASTER_ADDR"].text.count("10.0.0.9") == 1
 
 
 def test_gpus_that_are_there():

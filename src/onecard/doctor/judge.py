@@ -123,8 +123,8 @@ def _cores(facts: Facts) -> Iterator[Answer]:
     if 0 < facts.quota < facts.cores:
         text += f", of which the control group gives {facts.quota:g} at a time"
     if usable < 2:
-        text += ": ranks on the CPU take turns, and wait for each other's turns"
-        repair = "more of them by cpuset, affinity or quota (taskset, --cpus)" if facts.machine_cores > 1 else ""
+        text += ": CPU ranks take turns on it, and each waits for the others"
+        repair = "give the job more, by cpuset, affinity or quota (taskset, --cpus)" if facts.machine_cores > 1 else ""
         yield Answer("cores", "slow", text, repair)
     elif 0 < facts.quota < facts.cores:
         text += ": threads beyond that are held up"
@@ -233,20 +233,21 @@ def _master(facts: Facts) -> Answer:
     if port and not (port.isdecimal() and 0 < int(port) < 65536):
         return Answer("MASTER_PORT", "broken", f"{port!r} is no port", "a free one of rank 0's host, such as 29500")
     first = network.master[0]
+    there = first if name == first else f"{name} is {first}"
     if given.get("RANK", "0") == "0" and not network.is_own(first):
-        text = f"{name} is {first}, which no interface here has, but rank 0 is here and is to listen there"
+        text = f"{there}, which no interface here has; but rank 0 is here, and listens there"
         return Answer(
             "MASTER_ADDR", "broken", text, f"MASTER_ADDR={own} on all ranks, or start rank 0 on the host that has it"
         )
     if several and is_loopback(first):
-        text = f"{name} is {first}, the loopback, but ranks run on several hosts: each host would wait for itself"
+        text = f"{there}, the loopback, but ranks run on several hosts: each host would wait for itself"
         return Answer("MASTER_ADDR", "broken", text, "the address of rank 0's host, as the others reach it")
     if network.answers is False:
         text = (
             f"nobody listens at {name}:{port} ({first}) yet: rank 0 is not there, or something between blocks the port"
         )
         return Answer("MASTER_ADDR", "risk", text, "start rank 0; then from here: nc -zv " + f"{name} {port}")
-    return Answer("MASTER_ADDR", "fine", f"{name} is {first}")
+    return Answer("MASTER_ADDR", "fine", there)
 
 
 def _extras(facts: Facts) -> Iterator[Answer]:
