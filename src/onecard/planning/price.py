@@ -9,7 +9,7 @@ from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan as schedule_named
-from onecard.pipeline.schedule.timing import Timeline, Times, simulate
+from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
 from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.lines import AxisLine
 from onecard.planning.memory import RankMemory
@@ -81,7 +81,10 @@ def composed(
     schedule = schedule_named(plan.schedule if plan.pp > 1 else "1F1B", plan.pp, plan.virtual)(plan.microbatches)
     message = max((_to_the_next(stage.output, state) for stage in stages[:-1]), default=0.0)
     timeline = _timeline(schedule, times, message, plan.overlap_pp)
-    ranks = [_rank(place, schedule, stages, times, timeline, state) for place in range(plan.pp)]
+    spans: dict[int, list[Span]] = {place: [] for place in range(plan.pp)}
+    for span in timeline.computing:
+        spans[span.rank].append(span)
+    ranks = [_rank(place, schedule, stages, times, of_rank, state) for place, of_rank in spans.items()]
     without = _timeline(schedule, times, 0.0, True).makespan if message else timeline.makespan
     return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, tokens)
 
@@ -128,11 +131,10 @@ def _timeline(schedule: Schedule, times: Sequence[StageTime], message: float, ov
 
 
 def _rank(
-    place: int, schedule: Schedule, stages: Sequence[StageCost], times: Sequence[StageTime], timeline: Timeline,
+    place: int, schedule: Schedule, stages: Sequence[StageCost], times: Sequence[StageTime], spans: Sequence[Span],
     state: TrainingState,
 ) -> RankTime:  # fmt: skip
     mine = [number for number, rank in schedule.stage_to_rank.items() if rank == place]
-    spans = [span for span in timeline.computing if span.rank == place]
     received = {number: stages[number - 1].output for number in mine if number > 0}
     return RankTime(place, {n: stages[n] for n in mine}, {n: times[n] for n in mine}, spans, state, received)
 

@@ -29,10 +29,27 @@ class Turn(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """The turns of each rank, and the inputs that they name by number."""
+    """The turns of each rank. An input's number is made of what it is, its stage and its microbatch.
+
+    Attributes:
+        rows: of each rank.
+        stages, microbatches: how many have numbers.
+    """
 
     rows: tuple[tuple[Turn, ...], ...]
-    inputs: tuple[Input, ...]
+    stages: int
+    microbatches: int
+
+    @property
+    def numbers(self) -> int:
+        """How many there may be."""
+        return 2 * self.stages * self.microbatches
+
+    def input(self, number: int) -> Input:
+        """What a number stands for."""
+        at, microbatch = divmod(number, self.microbatches)
+        back, stage = divmod(at, self.stages)
+        return "B" if back else "F", stage, microbatch
 
 
 @lru_cache(LIMIT)
@@ -41,26 +58,40 @@ def flow_of(schedule: Schedule) -> Flow:
 
     Example:
         >>> flow = flow_of(Schedule.of([["0F0", "0B0"], ["1F0", "1B0"]]))
-        >>> [(turn.action, turn.wanted, turn.given) for turn in flow.rows[1]], flow.inputs
-        ([(1F0, 0, -1), (1B0, -1, 1)], (('F', 1, 0), ('B', 0, 0)))
+        >>> [(turn.action, turn.wanted, turn.given) for turn in flow.rows[1]], flow.input(1), flow.input(2)
+        ([(1F0, 1, -1), (1B0, -1, 2)], ('F', 1, 0), ('B', 0, 0))
     """
-    numbers: dict[Input, int] = {}
-    last, count = schedule.num_stages - 1, numbers.setdefault
+    stages = schedule.num_stages
+    microbatches = 1 + max((action.microbatch for row in schedule.ranks for action in row), default=-1)
+    # All microbatches of a stage want and give alike: it is asked once, of the first one.
+    alike: dict[tuple[str, int], tuple[bool, int, int, bool]] = {}
     rows = []
     for row in schedule.ranks:
         turns = []
         for place, action in enumerate(row):
-            if action.kind in RECEIVES:
+            kind, stage, microbatch = action
+            if kind in RECEIVES:
                 continue
-            wanted, (given, far) = input_of(action, last), _output(action, schedule)
-            at = -1 if wanted is None else count(wanted, len(numbers))
-            to = -1 if given is None or not 0 <= given[1] <= last else count(given, len(numbers))
-            turns.append(_turn((place, action, action.kind in COMPUTE, at, to, far)))
+            if (kind, stage) not in alike:
+                wanted, (given, far) = input_of(action, stages - 1), _output(action, schedule)
+                at, to = _first(wanted, stages, microbatches), _first(given, stages, microbatches)
+                alike[kind, stage] = kind in COMPUTE, at, to, far
+            computes, at, to, far = alike[kind, stage]
+            takes = at + microbatch if at >= 0 else -1
+            gives = to + microbatch if to >= 0 else -1
+            turns.append(_turn((place, action, computes, takes, gives, far)))
         rows.append(tuple(turns))
-    return Flow(tuple(rows), tuple(numbers))
+    return Flow(tuple(rows), stages, microbatches)
 
 
 _turn = Turn._make
+
+
+def _first(wanted: Input | None, stages: int, microbatches: int) -> int:
+    """The number of an input's first microbatch; -1: there is no such stage."""
+    if wanted is None or not 0 <= wanted[1] < stages:
+        return -1
+    return (stages * (wanted[0] == "B") + wanted[1]) * microbatches
 
 
 def input_of(action: Action, last_stage: int) -> Input | None:

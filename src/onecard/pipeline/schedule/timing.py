@@ -173,7 +173,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     lasts, delay = (times := times or Times()).durations(schedule.num_stages), times.communication
     flow = flow_of(schedule)
     clocks, places = [0.0] * len(flow.rows), [0] * len(flow.rows)
-    ready = [-1.0] * len(flow.inputs)  # when each is there
+    ready = [-1.0] * flow.numbers  # when each is there
     waiting: dict[int, int] = {}  # the rank that stands still for an input
     spans: list[Span] = []
     runnable = list(reversed(range(len(flow.rows))))
@@ -197,7 +197,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             turn = len(row)
         clocks[rank], places[rank] = clock, turn
     for number, rank in waiting.items():
-        what, stage, microbatch = flow.inputs[number]
+        what, stage, microbatch = flow.input(number)
         stands = flow.rows[rank][places[rank]]
         raise ScheduleError(
             f"{schedule.name}: rank {rank}, position {stands.place}: {stands.action} waits for "
