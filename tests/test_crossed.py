@@ -38,6 +38,7 @@ ENDS: dict[str, dict[str, str]] = {
         "input_gradient_returned": "right",
         "own_optimizer_class": "refused .*keeps its state 'step' as a number of Python",
     },
+    "dp micro": {"schedule_free": "refused .*counts in param_groups.*'k'"},
     "fleet dp": {"gradient_reversal": "right"},
     "recorded dp": {"manual_adam": "right"},
     "plan ZeRO 3": {"optimizer_in_backward": "right", "per_sample_clipped": "right", "grad_transform": "right"},

@@ -517,3 +517,30 @@ def test_on_ranks() -> None:
         assert re.search("'y' is .*'x' is .*Lay both out alike", said["one of them replicated"])
         assert "argument 'y' has 32 rows where 'x' has 16" in said["other rows"]
         assert not said["cut, warnings"] and not said["whole, warnings"], said
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a group, as an int, and steps by it."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=0.1 / group["k"])
+
+
+def test_a_count_in_a_group_of_parameters_is_refused() -> None:
+    """The run that is recorded is taken back, and the count with it."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = Counting(model.parameters(), 0.1)
+    optimizer.param_groups[0]["k"] = 0
+
+    def step(x: Tensor) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = oc.to_static(step, k_steps=2)
+    run(torch.ones(4, 3))
+    with pytest.raises(RecordingError, match=r"Counting counts in param_groups\[...\]\['k'\]"):
+        run(torch.ones(4, 3))

@@ -1,6 +1,6 @@
 """Habits of other libraries' users times levels: each cell is one card's numbers, refused or told?
 
-Rows are `crossed_habits.HABITS` and those of `habits_levels`; columns the levels here: steps under a plan (microbatches,
+Rows are the habits of `crossed_habits`, `crossed_later` and `habits_levels`; columns the levels here: steps under a plan (microbatches,
 pipelines, other axes beside), scripts of ``run --auto``, models laid out in place, fleet, marks on two axes.
 
 ``python -m fuzz.crossed --seed 3 --count 100``: cells by chance; ``--habit NAME --level NAME``: those.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import crossed_habits
+import crossed_later
 import habits_levels as old
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ import onecard as oc
 from onecard import fleet
 from onecard.auto.rank import Job, begin
 from onecard.errors import OnecardError, StageError
+from onecard.place.boxes import slices
 from onecard.testing import RankError, RankTimeout, run_ranks
 
 
@@ -102,6 +104,58 @@ class Grid(Marks):
         return oc.shard_tensor(x, self.mesh, [oc.Shard(0), oc.Replicate()])
 
 
+class Hybrid(Copies):
+    """A grid of ``fleet``: rows over dp and sharding; with ``mp`` the blocks' layers are its parallel ones."""
+
+    def __init__(self, **degrees: int) -> None:
+        super().__init__()
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in degrees.items()}
+        fleet.init(is_collective=True, strategy=strategy)
+        self.mp, self.rows = degrees.get("mp", 1), fleet.get_hybrid_communicate_group().data()
+
+    def wrap(self, net: Any, *makers: Maker, given: int | None = None) -> list[Any]:
+        for block in getattr(net, "blocks", ()) if self.mp > 1 else ():
+            for i, parallel in ((0, _column), (2, _row)):
+                block[i] = parallel(block[i])
+        return super().wrap(net, *makers, given=given)
+
+    def data(self, x: Tensor) -> Tensor:
+        return x.chunk(self.rows.size)[self.rows.index]
+
+    def whole(self, x: Tensor) -> Tensor:
+        shard = fleet.held(x)
+        if not shard.is_cut():
+            return super().whole(x)
+        mine = [(box, x.detach()[where].clone()) for box, where in shard.boxes()]
+        every: list[Any] = [None] * oc.get_world_size()
+        dist.all_gather_object(every, mine)
+        made = torch.full(shard.shape, float("nan"))
+        for box, part in (each for one in every for each in one):
+            made[slices(box)] = part
+        return made
+
+
+def _column(layer: nn.Linear) -> nn.Module:
+    return _filled(fleet.meta_parallel.ColumnParallelLinear(*_sizes(layer), has_bias=True, gather_output=False), layer)
+
+
+def _row(layer: nn.Linear) -> nn.Module:
+    return _filled(fleet.meta_parallel.RowParallelLinear(*_sizes(layer), has_bias=True, input_is_parallel=True), layer)
+
+
+def _sizes(layer: nn.Linear) -> tuple[int, int]:
+    return layer.in_features, layer.out_features
+
+
+def _filled(made: Any, layer: nn.Linear) -> nn.Module:
+    """A parallel layer with this rank's parts of a plain one's parameters."""
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            p.copy_(fleet.held(p).take(getattr(layer, name)))
+    return made
+
+
 COLUMN, ROW = "tp: Shard(0)", "tp: Shard(1)"
 TP = {"tp": 2, "placements": old.CUT}
 LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
@@ -130,6 +184,8 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "plan tp": (2, lambda: Planned(**TP)),
     "plan dp x tp": (4, lambda: Planned(dp=2, zero=1, **TP)),
     "fleet dp": (2, Copies),
+    "fleet sharding x dp": (4, lambda: Hybrid(dp=2, sharding=2)),
+    "fleet mp x dp": (4, lambda: Hybrid(dp=2, mp=2)),
     "os": (2, lambda: Level("os")),
     "os_g": (2, lambda: Level("os_g")),
     "p_g_os": (2, lambda: Level("p_g_os")),
@@ -143,6 +199,7 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
 PLAIN = tuple(n for n in LEVELS if n.startswith(("auto", "plan", "recorded")))
 CUT = ("micro", "dp micro", "1F1B", "VPP", "ZBV", "ZBH1", "dp x pp", "ZeRO 1 x pp", "ZeRO 3 x pp", "tp x pp")
 CLOSE = crossed_habits.CLOSE
+LATER = crossed_later  # its habits are among them
 HABITS = crossed_habits.HABITS | {f"old {k}": v for k, v in old.HABITS.items()}
 PATIENCE = 40.0
 Outcome = tuple[str, str]
@@ -152,7 +209,9 @@ def fits(habit: str, level: str) -> bool:
     """Whether there is such a cell: what compares rows is another program where a rank has its own rows."""
     if habit.startswith("old "):
         return level in PLAIN or level in CUT or level.startswith("grid")
-    by_hand = level in ("fleet dp", "os", "os_g", "p_g_os")
+    by_hand = level in ("os", "os_g", "p_g_os") or level.startswith("fleet")
+    if level == "fleet mp x dp" and habit in ("sam", "norm_by_hand", "clipped_each"):
+        return False  # norms of a program's own are of the parts that it has
     return not (by_hand and habit in crossed_habits.WHOLE) and not (
         habit in crossed_habits.CALLS and not (level in PLAIN or level in CUT)
     )

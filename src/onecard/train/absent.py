@@ -104,7 +104,7 @@ def _written_elsewhere(args: Any, kwargs: Any) -> bool:
     if not isinstance(into, Absent) or (into.requires_grad and torch.is_grad_enabled()):
         return False
     others = [x for x in _tensors((args[1:], kwargs)) if isinstance(x, Absent)]
-    return all({*stages_of(into)} <= {*stages_of(x)} for x in others)
+    return all(not stages_of(x) or {*stages_of(into)} <= {*stages_of(x)} for x in others)  # else its holder refuses
 
 
 def _stays(x: Tensor, args: Any, kwargs: Any) -> bool:

@@ -35,10 +35,15 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         raise FleetError(f"grad_norm: norm_type is {norm_type}; want a positive number, or inf")
     chosen = [*map(trained, parameters)]
     hooks.sync(chosen)
+    return _norm_of(chosen, norm_type, "grad_norm")
+
+
+def _norm_of(chosen: list[Tensor], norm_type: float, call: str) -> Tensor:
+    """The norm of the whole gradients of parameters."""
     mine = [[*norms.counted(held(p), p.grad, holders.lines(p))] for p in chosen if p.grad is not None]
     device = next((p.device for p in chosen), torch.device("cpu"))
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in chosen)
-    return norms.joined(mine, norm_type, device, "grad_norm", explicit=True, same=holders.on_all_ranks(chosen)).to(
+    return norms.joined(mine, norm_type, device, call, explicit=True, same=holders.on_all_ranks(chosen)).to(
         torch.float64 if wide else torch.float32
     )
 
@@ -101,6 +106,7 @@ class ClipGradForMOEByGlobalNorm(ClipGradByGlobalNorm):
 def install() -> None:
     """Once a process: torch's clipping hands fleet's parameters to fleet's."""
     patches.within("torch.nn.utils.clip_grad_norm_", torch.nn.utils.clip_grad_norm_, _norm)
+    patches.within("fleet: torch.nn.utils.get_total_norm", torch.nn.utils.get_total_norm, _total)
     patches.within("torch.nn.utils.clip_grad_value_", torch.nn.utils.clip_grad_value_, _value)
 
 
@@ -118,6 +124,27 @@ def _norm(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     return clipped
+
+
+def _total(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        listed = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        owners = [p for x in listed if (p := hooks.owner_of(x)) is not None]
+        if not gradients.of_fleet(owners):
+            return torchs(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        if len(owners) < len(listed):
+            raise FleetError(
+                f"get_total_norm: of {len(listed)} tensors {len(owners)} are gradients of fleet's parameters, of which ranks have "
+                "parts, and others are none: ask for the norm of the gradients alone ([p.grad for p in model.parameters()])"
+            )
+        norm = _norm_of(owners, norm_type, "get_total_norm")
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}")
+        return norm
+
+    return get_total_norm
 
 
 def _value(torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,15 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch import names as _torch
 from onecard._torch import patches
+from onecard.comm.base.state import Kept
 from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import sums, twins
 from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alike, write
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
+
+
+_owners: Kept[Any] = Kept(
+    WeakIdKeyDictionary
+)  # of gradients that were read: no attribute, which torch.save would take along
 
 
 def share_data(parameter: Tensor, group: Ranks, family: Family | None = None, dtype: torch.dtype | None = None) -> None:
@@ -168,7 +175,16 @@ def _get(x: Tensor) -> Tensor | None:
         if state.is_unknown():
             look(x, state)
         state.looked = True
+        if (grad := read(x)) is not None:
+            _owners.here[grad] = weakref.ref(x)
     return read(x)
+
+
+def owner_of(grad: Tensor) -> Tensor | None:
+    """The watched parameter of which a tensor is the gradient, as it was read."""
+    known = _owners.here.get(grad)
+    p = None if known is None else known()
+    return p if p is not None and read(p) is grad else None
 
 
 def _set(x: Tensor, value: Tensor | None) -> None:

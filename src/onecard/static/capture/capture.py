@@ -28,7 +28,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldTensors
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
-from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, still_before
+from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, options_of, still_before
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
@@ -58,6 +58,7 @@ class Capture:
         self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
         self.recorder = Recorder(self.before, self.phases, ask)
         self._replayed = replayed
+        self.taken_back = False
         self.leaves_nothing = not replayed  # of what nobody replays nobody will say what it leaves
         self.recorder.guesses = not replayed
         self.left: list[Any] = []  # keys under which the step has put tensors where there was nothing
@@ -70,6 +71,7 @@ class Capture:
     def undone(self, sketched: bool = False) -> Undo:
         """What takes the step back that will run; ``sketched``: it is written down without being done."""
         undo = Undo(self.before)
+        self.taken_back = True
         self.recorder.about_to_write = undo.note
         if sketched:
             self.recorder.sketch = Sketch(self.before.had, undo.note)
@@ -268,12 +270,21 @@ class Capture:
             if not isinstance(root, Optimizer):
                 continue
             for g, group in enumerate(root.param_groups):
+                if self.taken_back and self._replayed and id(root) in known:
+                    self._check_counts(root, g)
                 for key, value in numbers_of(group).items():
                     if isinstance(value, Number):
                         yield Effect("group", ("group", r, g, key, None), self._output(value))
                         group[key] = value.value
                     elif id(root) in known and plain(known[id(root)][g].get(key)) != plain(value):
                         raise refusals.changed_group(key)
+
+    def _check_counts(self, root: Optimizer, g: int) -> None:
+        """A run that is taken back is not seen to count, and no replay would: as a group's int (``group["k"] += 1``) does."""
+        now = options_of(root.param_groups[g])
+        for key, was in self.before.still[id(root)][g].items():
+            if key in now and plain(now[key]) != plain(was):
+                raise refusals.counts_in_group(type(root).__name__, key)
 
     def _states(self) -> Iterator[Effect]:
         """States that an optimizer has replaced, or made for the first time."""
