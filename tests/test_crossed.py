@@ -43,6 +43,7 @@ ENDS: dict[str, dict[str, str]] = {
     "recorded dp": {"manual_adam": "right"},
     "plan ZeRO 3": {"optimizer_in_backward": "right", "per_sample_clipped": "right", "grad_transform": "right"},
     "plan dp": {"grad_transform": "right"},
+    "plan tp": {"pruned": "right"},
     "ZBV": {"loaded_mid_training": "right"},
     "tp x pp": {"same_step_loaded_between": "right"},
     "auto tp": {"per_sample_clipped": "right"},

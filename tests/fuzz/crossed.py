@@ -1,7 +1,7 @@
 """Habits of other libraries' users times levels: each cell is one card's numbers, refused or told?
 
-Rows are the habits of `crossed_habits`, `crossed_later` and `habits_levels`; columns the levels here: steps under a plan (microbatches,
-pipelines, other axes beside), scripts of ``run --auto``, models laid out in place, fleet, marks on two axes.
+Rows are the habits of `crossed_habits`, `crossed_later` and `habits_levels`; columns the levels here: steps under a plan
+(microbatches, pipelines, other axes beside), scripts of ``run --auto``, models laid out in place, fleet, marks on two axes.
 
 ``python -m fuzz.crossed --seed 3 --count 100``: cells by chance; ``--habit NAME --level NAME``: those.
 """

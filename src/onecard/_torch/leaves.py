@@ -22,9 +22,10 @@ def is_transformed(x: Tensor) -> bool:
 
 def used_before(x: Tensor, refuse: Callable[[Any], None]) -> None:
     """A backward pass to a leaf by a graph that is there already ends in ``refuse``, once another object is in its place."""
-    if x.is_leaf and x.requires_grad and torch.Tensor._use_count(x) == 2:
+    uses: Any = x  # a name that torch's own types leave out
+    if x.is_leaf and x.requires_grad and uses._use_count() == 2:
         node = torch.autograd.graph.get_gradient_edge(x).node
-        if torch.Tensor._use_count(x) == 2:  # it was there, and is not made by the question
+        if uses._use_count() == 2:  # it was there, and is not made by the question
             node.register_prehook(refuse)
 
 

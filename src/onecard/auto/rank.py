@@ -163,7 +163,7 @@ class ProgramWatch:
     def _says_transformed(self, module: nn.Module) -> None:
         if not self._transformed and world.get_rank() == 0:
             print(
-                f"onecard run --auto: {type(module).__name__} first runs within torch.func (functional_call), with other tensors in "
+                f"onecard run --auto: {type(module).__name__} first runs within torch.func, with other tensors in "
                 "its parameters' places: it is not laid out, and each rank does all of it. One call of the model itself ahead "
                 "of the loop (model(x)) lays it out",
                 file=sys.stderr,

@@ -51,7 +51,7 @@ def become(tensor: Tensor, made: Tensor) -> None:
 
 def _was_used(_: Any) -> None:
     raise DispatchError(
-        "backward() comes to a parameter that was used in this step before the model's first forward laid it out, as it then was: "
+        "backward() comes to a parameter that was used in this step before the model's first forward laid it out: "
         "call the model before what else takes its parameters (a penalty on them), or lay it out ahead of the first step "
         "(onecard.parallelize)"
     )

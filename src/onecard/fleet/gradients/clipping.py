@@ -133,11 +133,11 @@ def _total(torchs: Callable[..., Any]) -> Callable[..., Any]:
         listed = [tensors] if isinstance(tensors, Tensor) else [*tensors]
         owners = [p for x in listed if (p := hooks.owner_of(x)) is not None]
         if not gradients.of_fleet(owners):
-            return torchs(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+            return torchs(listed, norm_type, error_if_nonfinite, foreach)
         if len(owners) < len(listed):
             raise FleetError(
-                f"get_total_norm: of {len(listed)} tensors {len(owners)} are gradients of fleet's parameters, of which ranks have "
-                "parts, and others are none: ask for the norm of the gradients alone ([p.grad for p in model.parameters()])"
+                f"get_total_norm: of {len(listed)} tensors {len(owners)} are gradients of fleet's parameters, of which a rank "
+                "has parts, and others are none: ask for the norm of the gradients alone ([p.grad for p in model.parameters()])"
             )
         norm = _norm_of(owners, norm_type, "get_total_norm")
         if error_if_nonfinite and not bool(torch.isfinite(norm)):

@@ -26,7 +26,6 @@ from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alik
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 
-
 _owners: Kept[Any] = Kept(
     WeakIdKeyDictionary
 )  # of gradients that were read: no attribute, which torch.save would take along

@@ -111,7 +111,7 @@ def counts_in_python(optimizer: str, state: str) -> RecordingError:
 def counts_in_group(optimizer: str, key: str) -> RecordingError:
     """The error for a count in a group of parameters that a run changes which is taken back."""
     return RecordingError(
-        f"{optimizer} counts in param_groups[...][{key!r}], a whole number or flag of Python, and a step of microbatches or stages "
+        f"{optimizer} counts in param_groups[...][{key!r}], an int or flag of Python, and a step of microbatches or stages "
         f"is recorded without being done: each replay would repeat what it was. Keep it as a tensor in the parameters' states "
         f"(state[{key!r}] = torch.zeros(()); state[{key!r}] += 1), as torch's optimizers do"
     )
