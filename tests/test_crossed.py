@@ -47,7 +47,7 @@ ENDS: dict[str, dict[str, str]] = {
     "ZBV": {"loaded_mid_training": "right"},
     "tp x pp": {"same_step_loaded_between": "right"},
     "auto tp": {"per_sample_clipped": "right"},
-    "auto dp": {"elastic_weights": "refused .*used in this step before the model's first forward"},
+    "auto dp": {"elastic_weights": "refused .*by a graph that was made before it became a distributed tensor"},
 }
 """How cells end; each was another number than one card's, or an error of torch's own."""
 

@@ -116,8 +116,8 @@ class Hybrid(Copies):
 
     def wrap(self, net: Any, *makers: Maker, given: int | None = None) -> list[Any]:
         for block in getattr(net, "blocks", ()) if self.mp > 1 else ():
-            for i, parallel in ((0, _column), (2, _row)):
-                block[i] = parallel(block[i])
+            if type(block) is nn.Sequential and type(block[0]) is type(block[2]) is nn.Linear:
+                block[0], block[2] = _column(block[0]), _row(block[2])
         return super().wrap(net, *makers, given=given)
 
     def data(self, x: Tensor) -> Tensor:
@@ -201,6 +201,8 @@ CUT = ("micro", "dp micro", "1F1B", "VPP", "ZBV", "ZBH1", "dp x pp", "ZeRO 1 x p
 CLOSE = crossed_habits.CLOSE
 LATER = crossed_later  # its habits are among them
 HABITS = crossed_habits.HABITS | {f"old {k}": v for k, v in old.HABITS.items()}
+OF_PARTS = ("sam", "norm_by_hand", "clipped_each", "centralised", "centralised_by_a_hook")
+"""Habits that join elements of one gradient themselves: by hand a rank has a part of it."""
 PATIENCE = 40.0
 Outcome = tuple[str, str]
 
@@ -210,8 +212,8 @@ def fits(habit: str, level: str) -> bool:
     if habit.startswith("old "):
         return level in PLAIN or level in CUT or level.startswith("grid")
     by_hand = level in ("os", "os_g", "p_g_os") or level.startswith("fleet")
-    if level == "fleet mp x dp" and habit in ("sam", "norm_by_hand", "clipped_each"):
-        return False  # norms of a program's own are of the parts that it has
+    if level == "fleet mp x dp" and habit in OF_PARTS:
+        return False
     return not (by_hand and habit in crossed_habits.WHOLE) and not (
         habit in crossed_habits.CALLS and not (level in PLAIN or level in CUT)
     )

@@ -51,9 +51,9 @@ def become(tensor: Tensor, made: Tensor) -> None:
 
 def _was_used(_: Any) -> None:
     raise DispatchError(
-        "backward() comes to a parameter that was used in this step before the model's first forward laid it out: "
-        "call the model before what else takes its parameters (a penalty on them), or lay it out ahead of the first step "
-        "(onecard.parallelize)"
+        "backward() comes to a parameter by a graph that was made before it became a distributed tensor (under run --auto the "
+        "model's first forward makes it one): call the model before what else takes its parameters (a penalty on them), or lay "
+        "it out ahead of the first step (onecard.parallelize)"
     )
 
 
