@@ -2,8 +2,8 @@
 
 In the repository links of the README are relative. An index has none of those files, so that a built package has absolute ones
 in their place. They begin with ``[tool.onecard] repository`` in pyproject.toml, the one place that knows the address. While it is
-empty, links are text, pictures are their descriptions, and a line says where the pages are: nothing on the index's page is broken,
-and no address is made up.
+empty, links are text, pictures are their descriptions, and a line says where the pages are: nothing on the index's page is
+broken, and no address is made up.
 """
 
 from __future__ import annotations

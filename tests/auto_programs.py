@@ -96,6 +96,11 @@ REFUSED = {
         "import torch\ntorch.multiprocessing.spawn(print, nprocs=2)\n",
         r"program\.py:2.*multiprocessing\.spawn",
     ),
+    "marks of its own": (
+        "import torch, onecard as oc\nmodel = torch.nn.Linear(2, 2)\n"
+        f"oc.shard_layer(model, oc.ProcessMesh([0], ['dp']))\n{_BACKWARD}",
+        r"program\.py:4: the parameters of Linear lie on a mesh already.*Start it without",
+    ),
     "the time": (
         "import time, torch\nmodel = torch.nn.Linear(2, 2)\n"
         f"torch.nn.init.constant_(model.bias, time.perf_counter() % 1 * 1000)\n{_BACKWARD}",

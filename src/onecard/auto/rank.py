@@ -149,6 +149,12 @@ class ProgramWatch:
             self._says_transformed(module)
             return None
         if not parameters or all(isinstance(p, DistTensor) for p in parameters):
+            if parameters and not self.roots:
+                raise AutoError(
+                    f"{user_line()}: the parameters of {type(module).__name__} lie on a mesh already: the program says itself "
+                    "how it is divided, and a plan (--auto, one_card) is of a program for one card. Start it without: onecard "
+                    "run --nproc_per_node N script.py"
+                )
             return None
         first = not self._placed and not self._unlike(module)
         self._placed |= first
