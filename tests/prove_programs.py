@@ -214,6 +214,67 @@ def passed_on(x: torch.Tensor, wrong: bool) -> torch.Tensor:
     return x + came
 
 
+class Copied(torch.autograd.Function):
+    """Ahead of a layer whose columns are cut: backward sums what ranks give to the same input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, summed: bool) -> torch.Tensor:
+        ctx.summed = summed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.clone()
+        if ctx.summed and dist.get_world_size() > 1:
+            dist.all_reduce(grad)
+        return grad, None
+
+
+class Summed(torch.autograd.Function):
+    """Behind a layer whose rows are cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, summed: bool) -> torch.Tensor:
+        x = x.clone()
+        if summed and dist.get_world_size() > 1:
+            dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class Cut(nn.Module):
+    """Megatron's MLP by hand."""
+
+    def __init__(self, width: int, forgets: str = "") -> None:
+        super().__init__()
+        n, me = dist.get_world_size(), dist.get_rank()
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Parameter(up.weight.detach().chunk(n)[me].clone())
+        self.down = nn.Parameter(down.weight.detach().chunk(n, 1)[me].clone())
+        self.bias = nn.Parameter(down.bias.detach().clone())
+        self.forgets = forgets
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Copied.apply(x, self.forgets != "backward")
+        y = F.linear(F.gelu(F.linear(x, self.up)), self.down)
+        return F.dropout(Summed.apply(y, self.forgets != "forward") + self.bias, 0.1)
+
+
+def megatron(forgets: str = "") -> list[float]:
+    """A step by hand, whose second MLP may forget a sum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Cut(8), nn.LayerNorm(8), Cut(8, forgets), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, target = batch()
+    loss = F.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    return [loss.item()]
+
+
 SUMS = {"all_reduce": summed, "functional": summed_functionally, "all_gather": gathered, "recv": passed_on}
 
 

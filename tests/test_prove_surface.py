@@ -135,6 +135,25 @@ def test_messages_of_real_ranks_are_values(how):
     assert words[0] == words[1]
 
 
+@pytest.mark.parametrize(
+    ("forgets", "operator", "code"),
+    [
+        ("forward", "add", "Summed.apply(y, self.forgets"), ("backward", "native_layer_norm_backward", "self.up)"),
+    ],
+)  # fmt: skip
+def test_a_sum_that_megatrons_layers_forget_on_real_ranks_is_named(forgets, operator, code):
+    """Plain collectives by hand, each rank a process: the operator, its line and what is missing."""
+    prove = partial(oc.prove, programs.megatron, world=2, rounding=False, processes=True)
+    if forgets == "forward":
+        assert (right := prove()) and right.share == 1, str(right)
+    proof = prove(forgets)
+    first = proof.first
+    assert not proof and first is not None, str(proof)
+    assert first.operator == operator and first.ranks == (0, 1), str(proof)
+    assert "prove_programs.py" in first.line and "sum" in first.why and "missing" in first.why, str(proof)
+    assert code in str(proof).partition("First value")[2], str(proof)
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------------
 
 

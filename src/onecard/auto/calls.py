@@ -200,7 +200,13 @@ class _Calls:
         """``torch.save``, which writes by a path of its own, in C++."""
 
         def save(obj: Any, f: Any, *rest: Any, **given: Any) -> None:
-            real(obj, self.overlay.writing(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
+            place = self.overlay.writing(f) if isinstance(f, str | os.PathLike) else f
+            try:
+                told(f, real, obj, place, *rest, **given)
+            except RuntimeError as error:  # "Parent directory ... does not exist"
+                if place is f:
+                    raise
+                raise RuntimeError(str(error).replace(os.path.dirname(place), os.path.dirname(f) or ".")) from error
 
         return save
 
@@ -208,7 +214,7 @@ class _Calls:
         """``torch.load``, which maps a file into memory by its path."""
 
         def load(f: Any, *rest: Any, **given: Any) -> Any:
-            return real(self.overlay.reading(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
+            return told(f, real, self.overlay.reading(f) if isinstance(f, str | os.PathLike) else f, *rest, **given)
 
         return load
 

@@ -16,7 +16,7 @@ from onecard.proof import bisection, plain
 from onecard.proof.begun import Begun
 from onecard.proof.cancelled import apart_from, cancelled
 from onecard.proof.given import check, of_one
-from onecard.proof.nudged import rounding_apart
+from onecard.proof.nudged import Apart, told_apart
 from onecard.proof.partners import partners
 from onecard.proof.processes import on_processes
 from onecard.proof.replayed import Recorded
@@ -170,15 +170,16 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
             "nothing was compared: the program trains nothing that is seen, and returns nothing. It has to call "
             "optimizer.step(), or to return its losses; a script's ranks have to reach their first step"
         )
-    wrong, rounded = tuple(result for result in results if result.off > bound), ""
-    if wrong and exact and isinstance(case, Case):
-        wrong, rounded = rounding_apart(case, one, wrong, bound)
+    told = Apart(tuple(result for result in results if result.off > bound))
+    if told.wrong and exact and isinstance(case, Case):
+        told = told_apart(case, one, ranks, told.wrong, bound)
+    wrong = told.wrong
     found = partners(ranks, one, bound)
     first = first_divergence(found, ranks, wrong, bound) if wrong else None
     own, zero = _rounding(case, one) if exact and rounding and not wrong else (None, "")
     return Proof(
         case.world, not wrong, exact, len(found.one) - len(found.numbered), found.share, tuple(results), wrong, first,
-        own, tuple(unpaired), time.perf_counter() - began, why, rounded=rounded, alone=found.names_alone(),
+        own, tuple(unpaired), time.perf_counter() - began, why, rounded=told.rounded, begun=told.begun, alone=found.names_alone(),
         numbered=found.names_numbered(), zero=zero,
     )  # fmt: skip
 

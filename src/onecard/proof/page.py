@@ -37,7 +37,7 @@ def page(proof: Any, title: str = "") -> str:
         "lead": "All ranks in one process, each value beside one card's" + (", in float64." if proof.exact else "."),
         "kind": "fits" if proof else "full", "verdict": escape(proof.text().partition("\n")[0]),
         "figures": "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _figures(proof)),
-        "first": _first(proof.first, proof.passes), "rows": "\n".join(map(_row(proof.wrong), _ordered(proof))),
+        "first": _first(proof.first, proof.passes, proof.begun), "rows": "\n".join(map(_row(proof.wrong), _ordered(proof))),
     })  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def _figures(proof: Any) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _first(first: Any, passes: str) -> str:
+def _first(first: Any, passes: str, begun: str) -> str:
     if first is None and not passes:
         return ""
     facts: list[tuple[str, str]] = []
@@ -64,7 +64,7 @@ def _first(first: Any, passes: str) -> str:
             *(("message before it", said) for said in first.messages), ("what explains it", first.why),
             ("equal before it", f"{first.before} values"),
         ]  # fmt: skip
-    facts += [("passes", passes)]
+    facts += [("begins apart", begun), ("passes", passes)]
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts if value)
     head = "First value that is not one card's" if first is not None else "Passes"
     return f'<section aria-labelledby="h-first"><h2 id="h-first">{head}</h2><dl id="first" class="facts">{shown}</dl></section>'
@@ -95,7 +95,7 @@ def data_of(proof: Any) -> dict[str, Any]:
         "equal": proof.equal, "world": proof.world, "exact": proof.exact, "values": proof.values, "share": proof.share,
         "seconds": proof.seconds, "why": proof.why, "passes": proof.passes, "unpaired": list(proof.unpaired),
         "rounding": None if proof.rounding is None else {"off": _number(proof.rounding[0]), "what": proof.rounding[1]},
-        "zero": proof.zero,
+        "zero": proof.zero, "begun": proof.begun, "rounded": proof.rounded,
         "results": [
             {"what": r.what, "kind": r.kind, "off": _number(r.off), "ranks": list(r.ranks), "why": r.why, "equal": equal}
             for equal, found in ((False, proof.wrong), (True, [x for x in proof.results if x not in proof.wrong])) for r in found

@@ -91,6 +91,7 @@ class Proof:
         alone: one card's values that none of the ranks' is equal to: operator, phase, module, line, how many.
         numbered: those that each rank counts in its own way, as indices of its own rows: what they pick is compared instead, and
             they are not among ``values``.
+        begun: which parameters begin with other values than on one card, or that the program draws by nobody's seed, in words.
         zero: which gradients are zero but for rounding, so that ``rounding`` leaves them out, in words.
     """
 
@@ -112,6 +113,7 @@ class Proof:
     alone: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()
     zero: str = ""
+    begun: str = ""
 
     @property
     def compared(self) -> int:
@@ -135,6 +137,7 @@ class Proof:
             lines += [f"  {said(result)}" for result in self.wrong[:SHOWN]]
             if len(self.wrong) > SHOWN:
                 lines.append(f"  and {len(self.wrong) - SHOWN} more")
+            lines += [f"  {self.begun}"] if self.begun else []
             if self.first is not None:
                 lines.append(str(self.first))
         if self.numbered:
@@ -219,7 +222,7 @@ def divergence(node: Node, found: Found, ranks: Sequence[Watched]) -> Divergence
         why = explained(pending, {-1: right}, found.groups, [{-1: x} for x in earlier])
     else:
         why = explained(local, want, found.groups, _cut(earlier, node), any(e.draws for e in node.entries.values()))
-    why = why or _operands(node)
+    why = f"{why}{_since(node)}" if why else _operands(node) or _own_rows(node)
     if held is not None and held.odd and not why:
         why = f"copies that should be equal are not: {ranks_of(held.odd)}"
     if node.unlike and not why:
@@ -240,6 +243,27 @@ def _operands(node: Node) -> str:
                 f"{x.how} is missing"
             )
     return ""
+
+
+def _since(node: Node) -> str:
+    """Where a value that is a summand on each rank, which nobody adds up, first is one."""
+    found = node
+    while not node.wrong and (made := [x for x in found.inputs if x.equal and x.among and x.how == "sum"]):
+        found = min(made, key=lambda x: x.order)
+    if found is node:
+        return ""
+    return f"; each has a summand from {found.name} in {found.phase} at {with_code(found.line)} on"
+
+
+def _own_rows(node: Node) -> str:
+    """Batch norm of each rank's own rows."""
+    shapes = {x.shape for x in node.local.values()}
+    if "batch_norm" not in node.name or len(node.local) < 2 or node.phase != "forward" or len(shapes) != 1:
+        return ""
+    return (
+        "each rank takes mean and variance of its own rows, one card of all of them: marks on the batch, a plan, or "
+        "torch.nn.SyncBatchNorm"
+    )
 
 
 _MISSING = {"sum": "a summand", "mean": "a part of a mean", "max": "a part of a maximum", "min": "a part of a minimum"}
@@ -308,6 +332,8 @@ def first_divergence(
         (r for r in wrong if any(comes_of(found.places[end], node) for end in r.made if end in found.places)), None
     )
     said = replace(divergence(node, found, ranks), leads_to="" if comes is None else comes.what)
+    if not said.ranks and comes is not None:
+        said = replace(said, ranks=comes.ranks)
     if node.partner is None and comes is not None and any(found.places.get(end) is node for end in comes.made):
         rank = next((r for r in comes.ranks if comes.local and comes.right and r in comes.right), None)
         if rank is not None and comes.local and comes.right:  # the result itself says what it should be

@@ -15,6 +15,7 @@ from onecard._torch.names import tree_flatten, tree_map
 from onecard.proof.alike import block_in
 from onecard.proof.seen import Value, Watched
 from onecard.proof.whole import Whole, apart, scale_of, whole
+from onecard.proof.words import ranks_of
 
 SCALARS = int | float | complex
 
@@ -79,7 +80,8 @@ def _made(values: Mapping[int, Value]) -> tuple[tuple[int, int, int], ...]:
 
 
 _ORDER = ("initial", "gradient", "final", "buffer")
-_WORDS = {"initial": "the initial value of ", "gradient": "the gradient of ", "final": "", "buffer": "the buffer "}
+BEGIN = "the initial value of "
+_WORDS = {"initial": BEGIN, "gradient": "the gradient of ", "final": "", "buffer": "the buffer "}
 Tables = dict[str, dict[int, Value]]
 Owners = dict[tuple[int, str], tuple[str, Part]]
 
@@ -237,13 +239,12 @@ def _result(
         off = _furthest(local, want, right)
         return Result(what, kind, off, _wrong(local, want, bound) if off > bound else (), "", local, want)
     local = {rank: value.local for rank, value in values.items() if rank in parts}
-    want = {}
-    for rank, x in local.items():
-        part = parts[rank](right)
-        if part.shape != x.shape:
-            why = f"rank {rank} has {list(x.shape)}, its part of one card's is {list(part.shape)}"
-            return Result(what, kind, float("inf"), (rank,), why)
-        want[rank] = part
+    want = {rank: parts[rank](right) for rank in local}
+    odd = tuple(rank for rank, x in local.items() if want[rank].shape != x.shape)
+    if odd:
+        has = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} {list(local[odd[0]].shape)}"
+        why = f"{has}, which is no part of one card's {list(want[odd[0]].shape)}"
+        return Result(what, kind, float("inf"), odd, why)
     off = _furthest(local, want, right)
     return Result(what, kind, off, _wrong(local, want, bound) if off > bound else (), "", local, want)
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
-from onecard.auto import calls, one_card, rank, taken
-from onecard.auto.files import Overlay
+from onecard.auto import one_card, rank, taken
 from onecard.comm.agree import sparse_check
 from onecard.comm.base.state import unrecorded
 from onecard.comm.joined.hub import Arrived, Told
@@ -25,6 +24,7 @@ from onecard.comm.world.world import alone
 from onecard.errors import ProofError
 from onecard.planning.plan import Plan
 from onecard.proof.begun import Begun
+from onecard.proof.disk import Disk, DiskTurn, disks, on
 from onecard.proof.interpreted import NodeWatch
 from onecard.proof.results import frozen
 from onecard.proof.script import instead
@@ -40,6 +40,7 @@ from onecard.static.step.step import RecordedStep
 from onecard.tensor import one_card_random
 
 Program = Callable[..., Any]
+ROOM = "onecard-proof-"  # a folder for what a run writes, which goes when it has ended
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,6 @@ def failed(fault: BaseException, where: str, more: str = "") -> ProofError:
     return ProofError(f"the program fails on {where}: {type(fault).__name__}: {fault}{notes}{more}")
 
 
-@contextmanager
-def _own_files() -> Iterator[None]:
-    """Inside, what is written (checkpoints, files of best weights) goes to a folder that is gone afterwards: the next run must
-    begin with the disk that this one found, and nobody's files are changed."""
-    with tempfile.TemporaryDirectory(prefix="onecard-proof-") as folder, ExitStack() as stack:
-        calls.over(Overlay(folder), stack)
-        yield
-
-
 def _watched(case: Case, world: int | None, in_float64: bool, keep: bool) -> list[Watched]:
     """Run a case on all ranks of a world, None: on one card, and see what each computes."""
     size = world or 1
@@ -190,8 +182,14 @@ def _watched(case: Case, world: int | None, in_float64: bool, keep: bool) -> lis
         return watches[number].told(told, given)
 
     try:
-        with torch.random.fork_rng(devices=[]), instead(program), _own_files():
-            together(size, call, listener, around=getattr(program, "around", lambda _: nullcontext()))
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(instead(program))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=ROOM))
+            each, shown = disks(folder, size, case.plan is not None), Disk(folder)
+            stack.enter_context(on(shown))
+            around = getattr(program, "around", lambda _: nullcontext())
+            together(size, call, listener, around=lambda rank: DiskTurn(shown, each[rank], around(rank)))
     except Exception as fault:
         where = "one card" if world is None else f"{size} ranks"
         more = ". Where one card runs another program: prove(..., against=one_card_program)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import types
@@ -131,18 +130,12 @@ def instead(program: Callable[..., Any]) -> Iterator[None]:
     def spawned(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
         fn(world.get_rank(), *args)
 
-    save = torch.save
-
-    def saved(obj: Any, f: Any, *args: Any, **given: Any) -> None:
-        if isinstance(f, io.BytesIO):  # in memory: what pickle makes of a tensor that a rank sends
-            save(obj, f, *args, **given)
-
     found: list[tuple[Any, str, Any]] = [
         (DataLoader, "__init__", loader), (torch, "compile", compiled), (nn.Module, "compile", _nothing),
         (mp, "spawn", spawned),
     ]  # fmt: skip
     if isinstance(program, Script):
-        found += [(torch, "save", saved), (checkpoint, "save", _nothing)]
+        found += [(checkpoint, "save", _nothing)]
     with ExitStack() as stack:
         for holder, name, value in found:
             stack.enter_context(patch.object(holder, name, value))

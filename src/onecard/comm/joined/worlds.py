@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -81,7 +81,7 @@ class _Rank:
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         }  # fmt: skip
         self._watched_by: tuple[Any, Any] = (None, None)
-        self._numbers: Any = random.getstate(), _numpy()
+        self._numbers: Any = unseeded(rank)
 
     def enter(self) -> None:
         self._swap()
@@ -101,9 +101,7 @@ class _Rank:
         now_by = recorded.recorder, recorded.watcher
         (recorded.recorder, recorded.watcher), self._watched_by = self._watched_by, now_by
         now = random.getstate(), _numpy()
-        random.setstate(self._numbers[0])
-        if self._numbers[1] is not None:
-            sys.modules["numpy"].random.set_state(self._numbers[1])
+        begin_unseeded(self._numbers)
         self._numbers = now
         for name, value in [*self._environment.items()]:
             self._environment[name] = os.environ.get(name)
@@ -111,6 +109,28 @@ class _Rank:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def unseeded(rank: int) -> tuple[Any, Any]:
+    """States of Python's and numpy's generators that a rank begins with: unlike torch's, each process has one of its own.
+
+    Rank 0 has this process's, so that it is one card. Who seeds them on all ranks alike does not notice.
+
+    Example:
+        >>> unseeded(0)[0] == random.getstate(), unseeded(1)[0] == unseeded(1)[0], unseeded(1)[0] == unseeded(2)[0]
+        (True, True, False)
+    """
+    numpy = _numpy()
+    if not rank:
+        return random.getstate(), numpy
+    return random.Random(rank).getstate(), numpy and sys.modules["numpy"].random.RandomState(rank).get_state()
+
+
+def begin_unseeded(numbers: tuple[Any, Any]) -> None:
+    """Python's and numpy's generators go on from there."""
+    random.setstate(numbers[0])
+    if numbers[1] is not None:
+        sys.modules["numpy"].random.set_state(numbers[1])
 
 
 def _numpy() -> Any:
@@ -151,12 +171,19 @@ def together(
         [([0.0, 1.0], 6.0), ([2.0, 3.0], 6.0)]
     """
     group.register()
-    with patch.object(dist, "init_process_group", _nothing), patch.object(dist, "destroy_process_group", _nothing):
+    with grouped():
         return _together(size, call, listener, machine, around)
 
 
+@contextmanager
+def grouped() -> Iterator[None]:
+    """Inside, a program that makes the group of all ranks finds that it is there."""
+    with patch.object(dist, "init_process_group", _nothing), patch.object(dist, "destroy_process_group", _nothing):
+        yield
+
+
 def _nothing(*_: Any, **__: Any) -> None:
-    """A program makes the group of all ranks, which is there."""
+    return None
 
 
 def _together(size: int, call: Callable[[int], Any], listener: Any, machine: Any, around: Around) -> list[Any]:
