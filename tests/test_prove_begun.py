@@ -72,6 +72,19 @@ def test_a_part_that_is_drawn_apart_is_told_of_all_ranks() -> None:
     assert "weight begins with another value on ranks [0, 1]" in proof.begun
 
 
+def test_a_program_that_fails_in_both_precisions_says_why_in_both() -> None:
+    """A refusal on ranks was hidden by what one card says of the other precision."""
+
+    def needs_float64() -> torch.Tensor:
+        x = torch.ones(2, dtype=torch.float64) @ torch.ones(2)
+        if dist.get_world_size() > 1:
+            raise RuntimeError("refused on ranks")
+        return x
+
+    with pytest.raises(oc.errors.ProofError, match=r"same dtype[\s\S]*In float64 [\s\S]*refused on ranks"):
+        oc.prove(needs_float64, world=2)
+
+
 def writing() -> None:
     """Rank 0 leaves a file for all; each rank saves to one path, reads it back, and appends to a log."""
     n, me = dist.get_world_size(), dist.get_rank()

@@ -16,7 +16,7 @@ from onecard.proof import bisection, plain
 from onecard.proof.begun import Begun
 from onecard.proof.cancelled import apart_from, cancelled
 from onecard.proof.given import check, of_one
-from onecard.proof.nudged import Apart, told_apart
+from onecard.proof.nudged import Excused, told_apart
 from onecard.proof.partners import partners
 from onecard.proof.processes import on_processes
 from onecard.proof.replayed import Recorded
@@ -161,7 +161,7 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
     try:
         one, ranks = both(case, in_float64=True)
     except ProofError as fault:
-        one, ranks = both(case, in_float64=False)  # its own faults are raised here
+        one, ranks = _in_its_own(case, fault)
         exact, why = False, f"not in float64: {str(fault.__cause__ or fault).splitlines()[0]}"
     bound = EXACT if exact else OWN
     results, unpaired = compare(ranks, one, bound)
@@ -170,7 +170,7 @@ def proved(case: Case | Recorded, rounding: bool = True) -> Proof:
             "nothing was compared: the program trains nothing that is seen, and returns nothing. It has to call "
             "optimizer.step(), or to return its losses; a script's ranks have to reach their first step"
         )
-    told = Apart(tuple(result for result in results if result.off > bound))
+    told = Excused(tuple(result for result in results if result.off > bound))
     if told.wrong and exact and isinstance(case, Case):
         told = told_apart(case, one, ranks, told.wrong, bound)
     wrong = told.wrong
@@ -190,6 +190,16 @@ def both(case: Case | Recorded, in_float64: bool, keep: bool = True) -> tuple[Wa
         return case.both(in_float64, keep)
     apart, keep = case.recorded or case.processes, keep and not case.recorded
     return case.one(in_float64, keep), on_processes(case, in_float64, keep) if apart else case.ranks(in_float64, keep)
+
+
+def _in_its_own(case: Case | Recorded, fault: ProofError) -> tuple[Watched, list[Watched]]:
+    """A program that fails in float64, in its own precision. One that needs float64 fails there, too, in another way."""
+    try:
+        return both(case, in_float64=False)
+    except ProofError as own:
+        if str(own) == str(fault):
+            raise
+        raise ProofError(f"{own}\nIn float64 {fault}") from own.__cause__
 
 
 def _rounding(case: Case | Recorded, exact: Watched) -> tuple[tuple[float, str] | None, str]:

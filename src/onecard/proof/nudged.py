@@ -43,7 +43,7 @@ class Nudged:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Excused:
     """What wrong results are.
 
     Attributes:
@@ -56,7 +56,7 @@ class Apart:
     begun: str = ""
 
 
-def told_apart(case: Case, one: Watched, ranks: Sequence[Watched], wrong: Sequence[Result], bound: float) -> Apart:
+def told_apart(case: Case, one: Watched, ranks: Sequence[Watched], wrong: Sequence[Result], bound: float) -> Excused:
     """Wrong results that are no rounding apart from those that are.
 
     Adam divides a gradient by its own size. One that is zero but for rounding becomes a step of a number's size, another one on
@@ -67,21 +67,21 @@ def told_apart(case: Case, one: Watched, ranks: Sequence[Watched], wrong: Sequen
     try:
         again = replace(case, nudged=Nudged).one(in_float64=True, keep=False)
     except ProofError:
-        return Apart(tuple(wrong), begun=begun)
+        return Excused(tuple(wrong), begun=begun)
     moved = {result.what: result.off for result in compare([again], one, bound)[0]}
     left = tuple(result for result in wrong if not result.off <= TIMES * moved.get(result.what, 0.0))
     if len(left) == len(wrong):
-        return Apart(left, begun=begun)
+        return Excused(left, begun=begun)
     drawn = [x.what for x in compare([case.one(in_float64=True, keep=False)], one, bound)[0] if not x.off <= bound]
     if drawn:
-        return Apart(
+        return Excused(
             tuple(wrong),
             begun=f"one card's own run gives other numbers each time, from {drawn[0]} on: seed what the program draws, as in "
             "numpy.random.default_rng(seed)",
         )
     names = ", ".join(result.what for result in wrong if result not in left)
     rounded = f"rounding: one card's own move as far when its parameters begin an ulp apart: {names}"
-    return Apart(left, rounded, begun)
+    return Excused(left, rounded, begun)
 
 
 def _begun(one: Watched, ranks: Sequence[Watched], wrong: Sequence[Result]) -> str:
