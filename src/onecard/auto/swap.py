@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.nn.utils.prune import BasePruningMethod
 
 from onecard._torch import fakes
+from onecard._torch.hooks import without_products
 from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
 from onecard.place.mesh import ProcessMesh
@@ -38,7 +37,7 @@ def lay_out(
         PlanError: a graph that autograd keeps holds a parameter, so that nothing can take its place.
     """
     first: dict[int, str] = {}
-    with without_weak_weights(module), _without_products(module):
+    with without_weak_weights(module), without_products(module):
         for name, tensor in _tensors(module):
             if id(tensor) in first or isinstance(tensor, DistTensor) or record_of(tensor) is not None:
                 continue
@@ -51,21 +50,6 @@ def lay_out(
                     raise
                 held(name, fault)
     shard_layer(module, mesh)
-
-
-@contextmanager
-def _without_products(module: nn.Module) -> Iterator[None]:
-    """Inside, no module has what ``nn.utils.prune`` makes of a parameter and its mask: the graph of it holds both."""
-    hooks = [
-        (m, h) for m in module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)
-    ]
-    for m, hook in hooks:
-        vars(m).pop(hook._tensor_name, None)
-    try:
-        yield
-    finally:
-        for m, hook in hooks:
-            hook(m, None)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
