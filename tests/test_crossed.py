@@ -58,6 +58,7 @@ def _cells(level: str, habits: list[str]) -> list[Outcome]:
     return [cell(habit, level) for habit in habits]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("level", ENDS)
 def test_cells_that_were_wrong(level: str) -> None:
     habits = [*ENDS[level]][: None if PROOF else 1]

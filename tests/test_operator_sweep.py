@@ -74,7 +74,7 @@ def test_operators_of_merged_dims():
 
 def test_operators_replayed():
     """Each case as a recorded step; the whole sweep is ``benchmarks/operator_sweep.py --libraries "onecard replayed"``."""
-    names = [*share(RIGHT[6:36:4], 3), "sort", "nonzero", "nn.functional.dropout", "cov", "bernoulli"]
+    names = [*share(RIGHT[6:36:4], 1), "sort", "nonzero", "nn.functional.dropout", "cov", "bernoulli"]
     outcomes = {
         o.name: o for o in operator_sweep.sweep(names, engine.Options("onecard replayed", samples=1, placings=2))
     }

@@ -71,6 +71,21 @@ def subjects() -> list[PlanSubject]:
     return found if PROOF else found[:1]
 
 
+def test_few_microbatches_say_what_many_take_at_least(subjects):
+    """Of pipelines with more than six for each stage, under every schedule: no more than the price, and near it."""
+    search = Search(Space(subjects[0], 2, A100, {"pp": 2}), A100, 0)
+    seen = set()
+    for group in search.space.groups():
+        for plan in search.members(group):
+            if plan.microbatches <= 12 or (plan.schedule, plan.virtual, bool(plan.stages)) in seen:
+                continue
+            seconds, peak = search._steadily(group, plan)
+            cost = search.cost(group, plan)
+            assert 0.97 * cost.seconds < seconds <= cost.seconds and 0 < peak <= cost.peak, plan
+            seen.add((plan.schedule, plan.virtual, bool(plan.stages)))
+    assert len(seen) > 3, seen
+
+
 def test_as_good_as_looking_at_everything(subjects):
     """Over random spaces the best of all; of memory limits, so that it matters what fits."""
     priced = looked = 0

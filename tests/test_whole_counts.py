@@ -187,6 +187,7 @@ PLANS = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("how", PLANS)
 def test_on_ranks(how: str) -> None:
     names = [name for name, plan in cells([*LOSSES], [*PLANS], 3) if plan == how]
