@@ -65,11 +65,13 @@ def those(listed: list[Any], wanted: Sequence[Kinds]) -> list[list[Any]]:
         listed: by ``gc.get_objects()``.
         wanted: the same functions at each call, as what is found is kept by them.
     """
-    if not is_any(listed):
-        return [[] for _ in wanted]
-    if _Settled.known is None or not _settled(listed):
+    if not _settled(listed):
+        if not gc.get_freeze_count():
+            return [[] for _ in wanted]
         _Settled.mark, _Settled.known = _Mark(), {}
     known = _Settled.known
+    if known is None:
+        return [[] for _ in wanted]
     if not {*wanted} <= {*known}:
         every = objects(listed)
         for wants in wanted:
