@@ -126,9 +126,8 @@ def test_unpatch_leaves_torch_as_it_came(said):
 def test_a_patch_that_the_table_does_not_name_is_refused():
     with pytest.raises(KeyError, match="does not name"):
         patches.replace("torch.nn.Linear.forward", nn.Linear, "forward", lambda inner: inner)
-    assert not hasattr(
-        nn.Linear.forward, "__wrapped__"
-    )  # nothing is touched: a loop of wrappers stops torch's compiler
+    # Nothing is touched: a loop of wrappers stops torch's compiler.
+    assert not hasattr(nn.Linear.forward, "__wrapped__")
 
 
 def test_a_patch_on_top_stays(monkeypatch):

@@ -119,9 +119,8 @@ def replace(what: str, holder: Any, name: str, make: Callable[[Any], Any], *, be
     before = vars(holder).get(name)
     torchs = getattr(holder, name)
     ours = make(torchs)
-    if (
-        ours is not torchs and callable(ours) and callable(torchs)
-    ):  # one that wraps itself is a loop to whoever unwraps it
+    # One that wraps itself is a loop to whoever unwraps it.
+    if ours is not torchs and callable(ours) and callable(torchs):
         ours = functools.wraps(torchs)(ours)
 
     def do() -> None:

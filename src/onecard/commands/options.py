@@ -185,9 +185,8 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
         try:
             Plan(**{name: value})
         except PlanError as why:
-            if str(why).startswith(
-                begin := f"Plan: {name}="
-            ):  # else it is of two fields, of which one is not known yet
+            begin = f"Plan: {name}="  # one that begins otherwise is of two fields, of which one is not known yet
+            if str(why).startswith(begin):
                 raise PlanError(f"--fixed {name}={str(why).removeprefix(begin)}") from None
         except TypeError:  # a field of the model
             raise PlanError(f"--fixed {name}={value}: that is the model's; a plan has {', '.join(FLAGS)}") from None

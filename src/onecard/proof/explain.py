@@ -100,9 +100,8 @@ def _missing_sum(
             return f"the parts of ranks {list(ranks)} add up to the right value: their sum is missing"
         if all(_same(total / len(ranks), right[rank].double()) for rank in ranks):
             return f"the mean of the parts of ranks {list(ranks)} is the right value: their mean is missing"
-        for rank in (
-            ranks if len(ranks) > 2 else ()
-        ):  # of one rank it was lost, or came twice; of two, the other is just right
+        # Of one rank it was lost, or came twice. Of two ranks this would say no more than that the other one is right.
+        for rank in ranks if len(ranks) > 2 else ():
             rest = total - local[rank].double()
             if all(_same(rest, right[r].double()) for r in ranks):
                 return f"without rank {rank}'s part the sum of ranks {list(ranks)} is right"

@@ -34,9 +34,8 @@ _CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "floa
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
 _WRITES = frozenset((
     "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__", "__setitem__", "abs_", "add_", "addcdiv_", "addcmul_",
-    "clamp_", "clamp_max_", "clamp_min_",
-    "copy_", "div_", "fill_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_",
-    "renorm_", "sqrt_", "sub_", "zero_",
+    "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "fill_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "neg_",
+    "pow_", "renorm_", "sqrt_", "sub_", "zero_",
 ))  # fmt: skip
 """What may be written into it: who has it does so, and here nobody reads it. None of these draws."""
 

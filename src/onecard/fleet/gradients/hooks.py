@@ -26,9 +26,8 @@ from onecard.fleet.gradients.pending import Family, Summed, of, read, watch_alik
 from onecard.fleet.grid.topology import get_hybrid_communicate_group
 from onecard.tensor import DistTensor
 
-_owners: Kept[Any] = Kept(
-    WeakIdKeyDictionary
-)  # of gradients that were read: no attribute, which torch.save would take along
+_owners: Kept[Any] = Kept(WeakIdKeyDictionary)
+"""Of gradients that were read. An attribute of theirs would be taken along by torch.save."""
 
 
 def share_data(parameter: Tensor, group: Ranks, family: Family | None = None, dtype: torch.dtype | None = None) -> None:
