@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.static.guards import frozen
+from onecard.static.guards import frozen, places
 
 
 @pytest.fixture
@@ -92,3 +92,11 @@ def test_what_is_frozen_is_looked_for_once_and_anew_where_more_is_frozen(
 
 def is_tensor(kind: type) -> bool:
     return issubclass(kind, Tensor)
+
+
+def test_what_is_thawed_is_there_once(thawed: None) -> None:
+    kept = nn.Linear(2, 2)
+    gc.freeze()
+    assert sum(x is kept.weight for x in places.alive(is_tensor)[0]) == 1
+    gc.unfreeze()
+    assert sum(x is kept.weight for x in places.alive(is_tensor)[0]) == 1
