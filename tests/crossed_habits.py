@@ -2367,7 +2367,8 @@ def elastic_weights(at: At) -> Seen:
     return at.ended(net, *loop(at, net, opt, loss_of))
 
 
-CLOSE |= dict.fromkeys(("barlow", "correlation", "cumulative", "listwise", "mmd", "triplet_hard"), 1e-3)
+CLOSE |= dict.fromkeys(("cumulative", "listwise"), 3e-4)
+CLOSE |= dict.fromkeys(("barlow", "correlation", "mmd", "triplet_hard"), 1e-3)
 """A bias that every row has alike has a gradient of rounding alone there, which AdamW makes as large as another."""
 
 
