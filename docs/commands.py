@@ -21,7 +21,7 @@ One program, `onecard`, with a command for each task.
 
 - The exit status is 0 if all is well, 1 if the answer is no (`prove`: not equal; `plan`: nothing fits; `explain --forbid`: a message that nobody asked for; `audit`: mistakes; `doctor`: something is broken), 2 if there is no answer. `run` ends with the
   status of the first rank that failed.
-- Answers go to standard output, all else to standard error. `--json` prints the answer for programs, in place of the table. `run`, `draw` and `completion` have none: they answer with a job, a picture and a script.
+- Answers go to standard output, all else to standard error. `--json` prints the answer for programs, in place of the table; of `run` it is the last line, behind what the script prints. `completion` has none: its answer is a script.
 - Behind `--` are the script's own arguments; `run` takes them behind the script. A script that fails shows its own traceback.
 - What cannot be is one line, `onecard COMMAND: what, and what to write`. A wrong word is answered with the nearest right one.
 - The Tab key: `onecard completion bash > ~/.local/share/bash-completion/completions/onecard`, once. For zsh: `onecard completion zsh`.

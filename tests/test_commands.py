@@ -248,6 +248,11 @@ def test_draw(tmp_path, monkeypatch):
     assert "all_reduce" in Path("graph.svg").read_text()
     status, out, _ = called("draw", script, "--world", "4")
     assert status == 0 and ">>> all_reduce" in out
+    data = json.loads(called("draw", script, "--world", "4", "--json")[1])
+    sent = [s["kind"] for blocks in data["phases"].values() for block in blocks for s in block["sent"]]
+    assert sent == re.findall(r">>> (\w+)", out) and {*data["phases"]} == {"forward", "backward", "optimizer"}
+    timed = json.loads(called("draw", "--schedule", "ZBV", "--stages", "2", "--microbatches", "4", "--json")[1])
+    assert [len(rank) for rank in timed["ranks"]] == [2 * 3 * 4] * 2  # stages of a rank x (F, I, W) x microbatches
     status, out, _ = called("draw", "--schedule", "ZBV", "--stages", "2", "--microbatches", "4")
     assert status == 0 and out.startswith("ZB-V: 2 ranks, 4 microbatches")
     for file, begins in (("s.svg", "<?xml"), ("s.json", "{"), ("s.txt", "1F1B: 4 ranks, 8 microbatches")):

@@ -12,6 +12,7 @@ from launching import launch_forked, launch_here, launch_node, start, write
 
 from onecard import cli, launch
 from onecard.launch._allocator import CHOSEN, JEMALLOC, KEEPS, allocator
+from onecard.launch._explain import Ended
 from onecard.launch._main import plan
 from onecard.launch._options import LaunchError, Options, parse
 from onecard.launch._screen import _PlainLog, plain_line
@@ -267,7 +268,7 @@ def test_wrong_command_lines(argv, says, tmp_path, monkeypatch, capsys):
 def test_ranks_that_are_asked_for_behind_the_script_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "")
-    monkeypatch.setattr("onecard.launch._main.run", lambda *_: 0)
+    monkeypatch.setattr("onecard.launch._main.run", lambda *_: (Ended(0), 0))
     assert launch.main(["program.py", "--lr", "1", "--nproc_per_node", "2"]) == 0
     assert "1 rank starts: onecard run --nproc_per_node 2 program.py" in capsys.readouterr().err
     assert launch.main(["--nproc_per_node", "1", "program.py", "--nproc_per_node=2"]) == 0  # the script's, surely

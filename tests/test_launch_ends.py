@@ -1,6 +1,7 @@
 """How a job ends: nothing survives it, however the launcher or a rank went; no log is lost; who was to blame is named."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -103,9 +104,14 @@ FAILS = """
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_fails_leaves_no_child_alive(tmp_path, restarts):
     """Neither its own nor another rank's, at the end and before a restart."""
-    options = ["--nproc_per_node", "2", "--max_restarts", str(restarts), write(tmp_path, FAILS)]
+    options = ["--nproc_per_node", "2", "--max_restarts", str(restarts), "--json", write(tmp_path, FAILS)]
     [(status, output)] = run_ranks(launch_here, 1, tmp_path, options)
     assert status == 3, output
+    said = json.loads(output.splitlines()[-1])
+    failed = said.pop("failed")
+    assert 0 < said.pop("seconds") < 600
+    assert said == {"status": 3, "ranks": 2, "node_rank": 0, "restarts": restarts, "logs": "logs"}
+    assert (failed["rank"], failed["log"]) == (1, "logs/rank1.log") and "ended first, with exit code 3" in failed["why"]
     assert not survivors(pids_in(tmp_path, 2 + 2 * restarts))
 
 

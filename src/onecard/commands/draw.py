@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from onecard.commands.front import answered, check_output, check_rank, check_script, divided, parsed
+from onecard.commands.front import Flag, answered, check_output, check_rank, check_script, divided, parsed, print_json
 from onecard.commands.waiting import waiting
 from onecard.errors import PlanError
 from onecard.launch.rehearsal.rehearse import rehearse
@@ -18,7 +18,9 @@ from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import MODES
 from onecard.pipeline.schedule.modes import plan as schedule_of
 from onecard.pipeline.schedule.timeline_pictures import draw_figure, draw_text, draw_trace
+from onecard.pipeline.schedule.timing import simulate
 from onecard.static.show.draw import draw
+from onecard.static.show.folded import as_data
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Asked:
     """stages of each rank; by default as the schedule has"""
     microbatches: int = 8
     """microbatches of a step"""
+    json: Flag = False
+    """the picture's boxes and messages as JSON, or the schedule's actions; with -o beside the file"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +76,10 @@ def _program(asked: Asked, words: list[str]) -> int:
     with waiting(f"running {asked.script} up to its second step"):
         found, _ = rehearse(asked.script, words, asked.world, asked.rank, MACHINE)
         text = draw(found.step, asked.output, asked.depth)
-    if asked.output is None:
+        data = as_data(found.step, asked.depth) if asked.json else None
+    if data is not None:
+        print_json({"step": found.step.name, "rank": asked.rank, "world": asked.world, "phases": data})
+    elif asked.output is None:
         print(text)
     return 0
 
@@ -85,11 +92,22 @@ def _schedule(asked: Asked, name: str) -> int:
     schedule = schedule_of(name, asked.stages, asked.virtual)(asked.microbatches)
     if asked.output is not None:
         _WRITERS[asked.output.suffix](asked.output, schedule)
-        return 0
-    from rich.console import Console
+    if asked.json:
+        print_json(_timed(schedule))
+    elif asked.output is None:
+        from rich.console import Console
 
-    Console(highlight=False, soft_wrap=True).print(draw_text(schedule))
+        Console(highlight=False, soft_wrap=True).print(draw_text(schedule))
     return 0
+
+
+def _timed(schedule: Schedule) -> dict[str, Any]:
+    """What each rank does, and when, in forwards of one microbatch."""
+    timeline = simulate(schedule)
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start)):
+        ranks.setdefault(span.rank, []).append({"action": str(span.action), "start": span.start, "end": span.end})
+    return {"schedule": schedule.name, "bubble_rate": timeline.bubble_rate, "ranks": [*ranks.values()]}
 
 
 def _text(path: Path, schedule: Schedule) -> None:

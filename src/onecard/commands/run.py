@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -16,7 +17,7 @@ import tyro
 from onecard.auto.apply import check
 from onecard.auto.rank import Job
 from onecard.commands.find import find
-from onecard.commands.front import Flag, parsed
+from onecard.commands.front import Flag, parsed, print_json
 from onecard.errors import OnecardError
 from onecard.launch._explain import say
 from onecard.launch._main import main as launch
@@ -160,5 +161,7 @@ def _job(asked: Asked) -> Job | None:
     if asked.into:
         Path(asked.into).write_text(job.to_json(), encoding="utf-8")
     if asked.dry:
+        if options.json:
+            print_json(json.loads(job.to_json()))
         return None
     return replace(job, seed=random.SystemRandom().getrandbits(32), since=time.time())

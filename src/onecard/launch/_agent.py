@@ -184,6 +184,7 @@ class Workplace:
     screen: Screen | None = None
     ranks: dict[int, int] = field(default_factory=dict)  # local rank -> rank
     size: str | None = None  # ranks of the attempt before
+    attempt: int = 0  # how often all ranks were started again
 
     def __post_init__(self) -> None:
         self.watch = BoardWatch(self.notes)
@@ -198,6 +199,7 @@ class Workplace:
         """Sets the environment of one rank that is about to start, and its log file."""
         rank, attempt = int(environment["RANK"]), environment["TORCHELASTIC_RESTART_COUNT"]
         self.ranks[local_rank] = rank
+        self.attempt = int(attempt)
         self.note(rank).unlink(missing_ok=True)
         self.watch.board(rank).unlink(missing_ok=True)
         if attempt == "0":

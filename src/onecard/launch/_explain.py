@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -23,13 +25,23 @@ _MEMORY = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended: the exit status, and, if it failed, the rank that failed first, why, and its log."""
+
+    status: int
+    rank: int | None = None
+    why: str = ""
+    log: Path | None = None
+
+
 def explain(
     failures: Mapping[int, ProcessFailure],
     workplace: Workplace,
     out_of_memory: bool = False,
     machines: Machines | None = None,
-) -> int:
-    """Shows the first failure, last on the terminal, and returns its exit status."""
+) -> Ended:
+    """Shows the first failure, last on the terminal, and returns it."""
     ends = {rank: end for rank, end in _ends(failures, workplace).items() if end is not None}
     first = root_cause(ends)
     assert first is not None
@@ -62,7 +74,7 @@ def explain(
         say(f"{who} {how}; its log is {log}{places}\n\n{text}")
     if machines is not None:
         machines.end(f"rank {first} {how.partition('; its log')[0]}: {text.splitlines()[-1]}", own=not others)
-    return code if code > 0 else 128 - code
+    return Ended(code if code > 0 else 128 - code, first, f"{how}\n\n{text}", log)
 
 
 def _killer(code: int, out_of_memory: bool) -> str:

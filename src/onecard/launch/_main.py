@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from onecard.comm.world import interface
 from onecard.launch._agent import Agent, Workplace, make_agent
 from onecard.launch._allocator import allocator
-from onecard.launch._explain import explain
+from onecard.launch._explain import Ended, explain
 from onecard.launch._guard import SessionGuard
 from onecard.launch._logs import job_folder, set_aside
 from onecard.launch._machines import MachineLost
@@ -43,12 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         with job_folder(options.log_dir, shared=options.nnodes > 1) as folder:
             if folder != options.log_dir:
                 say(f"a job that runs has its logs in {options.log_dir}; those of this one are in {folder}")
-            return run(replace(options, log_dir=folder), target, nproc, environment)
+            return _answered(replace(options, log_dir=folder), target, nproc, environment)
     except LaunchError as error:
         say(str(error))
     except OSError as error:
         say(f"{error.filename or options.log_dir}: {error.strerror}")
     return 2
+
+
+def _answered(options: Options, target: Target, nproc: int, environment: Mapping[str, str]) -> int:
+    """The exit status; with ``--json`` how the job ended is the last line of standard output."""
+    begin = time.monotonic()
+    ended, restarts = run(options, target, nproc, environment)
+    if options.json:
+        said = {
+            "status": ended.status,
+            "ranks": nproc * options.nnodes,
+            "node_rank": options.node_rank,
+            "restarts": restarts,
+            "seconds": round(time.monotonic() - begin, 3),
+            "logs": str(options.log_dir),
+            "failed": None
+            if not ended.status
+            else {"rank": ended.rank, "why": ended.why, "log": ended.log and str(ended.log)},
+        }
+        print(json.dumps(said), flush=True)
+    return ended.status
 
 
 def plan(options: Options) -> tuple[int, dict[str, str]]:
@@ -81,8 +103,8 @@ def _visible(gpus: list[int], available: int) -> str:
     return ",".join(names[gpu] for gpu in gpus)
 
 
-def run(options: Options, target: Target, nproc: int, environment: Mapping[str, str]) -> int:
-    """Runs all ranks of this machine to their end and returns the exit status."""
+def run(options: Options, target: Target, nproc: int, environment: Mapping[str, str]) -> tuple[Ended, int]:
+    """Runs all ranks of this machine to their end; returns how they ended, and how often all were started again."""
     logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
     logging.disable(logging.CRITICAL)  # the agent logs each of its steps; what matters is said here
     if options.nnodes == 1:
@@ -100,12 +122,14 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
             _end_for_good(agent, workplace)
             if agent.machines is not None:
                 agent.machines.end(f"{interruption.sigval.name} ended it")
-            say(f"{interruption.sigval.name}: all ranks were ended")
-            return 128 + interruption.sigval
+            why = f"{interruption.sigval.name}: all ranks were ended"
+            say(why)
+            return Ended(128 + interruption.sigval, why=why), workplace.attempt
         except MachineLost as lost:
             _end_for_good(agent, workplace)
-            say(f"{lost}. All ranks here were ended")
-            return 1
+            why = f"{lost}. All ranks here were ended"
+            say(why)
+            return Ended(1, why=why), workplace.attempt
         except BaseException:
             _end_for_good(agent, workplace)
             raise
@@ -113,10 +137,10 @@ def run(options: Options, target: Target, nproc: int, environment: Mapping[str, 
             agent.kill()
         workplace.close()
         if failures:
-            return explain(failures, workplace, memory.seen(), agent.machines)
+            return explain(failures, workplace, memory.seen(), agent.machines), workplace.attempt
         if agent.machines is not None:
             agent.machines.end()
-        return 0
+        return Ended(0), workplace.attempt
 
 
 def _end_for_good(agent: Agent, workplace: Workplace) -> None:

@@ -61,6 +61,9 @@ class Options:
     grace: float = 30.0
     """Seconds that ranks have to save and to end after a SIGTERM to the launcher."""
 
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    """How the job ended as one line of JSON, the last of standard output."""
+
     fewest: tyro.conf.Suppress[int | None] = None
     """The MIN of --nproc_per_node MIN:MAX."""
 

@@ -10,7 +10,7 @@ import torch
 from onecard.comm.world import schedulers
 from onecard.launch._wrong import LaunchError
 
-LONE = frozenset({"h", "help", "standalone", "no_python", "run_path", "virtual_local_rank", "module"})
+LONE = frozenset({"h", "help", "standalone", "no_python", "run_path", "virtual_local_rank", "module", "json"})
 """Options without a value."""
 
 _HERE = ("nproc_per_node", "nnodes", "node_rank", "log_dir", "max_restarts")

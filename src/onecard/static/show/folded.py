@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -245,6 +245,24 @@ def as_text(recording: RecordedStep, depth: int | None = None) -> Iterator[str]:
                 yield f"  >>> {sent.kind} x {sent.count} along {sent.axis!r}, {sent.nbytes:,} bytes"
             if block.out:
                 yield f"    | {block.out[0]} [{block.out[1]}]"
+
+
+def as_data(recording: RecordedStep, depth: int | None = None) -> dict[str, list[dict[str, Any]]]:
+    """The blocks as JSON has them, by phase."""
+    return {
+        phase: [
+            {
+                "module": block.module,
+                "times": block.times,
+                "operators": dict(block.operators()),
+                "given": [dict(zip(("name", "shape", "layout"), given, strict=True)) for given in block.given],
+                "sent": [asdict(sent) for sent in block.sent],
+                "out": block.out,
+            }
+            for block in blocks
+        ]
+        for phase, blocks in folded(recording, depth).items()
+    }
 
 
 def _computes(node: fx.Node) -> bool:
