@@ -12,6 +12,7 @@ from typing import Any
 
 import habits_static_code  # noqa: F401  # each adds its own to ``HABITS``
 import habits_static_containers  # noqa: F401
+import habits_static_instructions  # noqa: F401
 import habits_static_library  # noqa: F401
 import pytest
 import torch

@@ -23,6 +23,7 @@ from onecard.static.capture.refilled import renew
 from onecard.static.capture.script import StepScript
 from onecard.static.capture.sketch import Sketch
 from onecard.static.capture.undo import Undo
+from onecard.static.guards import self_test
 from onecard.static.guards.arguments import modes
 from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
@@ -87,6 +88,7 @@ class Capture:
         args, kwargs = tree_unflatten(given, tree)
         self.ran: Ran | NotWatched = NotWatched(self.before.had, self._found)
         if self._replayed:
+            self_test.check()
             made_before, self.before.others = self.before.others, []
             self.ran = Ran(fn, self.leaves, self.before.had, self._found, made_before)
         sketched = recorder.sketch is not None

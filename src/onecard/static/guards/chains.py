@@ -7,17 +7,21 @@ value that nobody can tell ahead of time. Nothing is run here.
 from __future__ import annotations
 
 import dis
+import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from onecard.static.guards.instructions import instructions
 
 
 class Expr(NamedTuple):
     """How a value comes about.
 
     ``kind``: "local", "cell", "global", "const", "attr" (``name`` of ``base``), "item" (``base[args[0]]``), "call" (of ``base``),
-    "import", "tuple" of ``args``, "either" of ``args`` (which way the program has taken is not known). ``at``: the instruction
-    that makes it.
+    "import", "match" (attributes of ``base``, by a pattern of the class ``args[0]``), "tuple" of ``args``, "either" of ``args``
+    (which way the program has taken is not known). ``at``: the instruction that makes it.
     """
 
     kind: str
@@ -47,7 +51,7 @@ class Act(NamedTuple):
     """What one instruction does to an object, about to run.
 
     ``kind``: "read" (``of`` is looked up), "within" (an item: whether it is there), "whole" (all that ``of`` holds may be looked
-    at), "call" (``of``), "store" (``of`` is an attribute, an item or a name).
+    at), "call" (``of``), "match" (attributes of ``of`` are, by a pattern), "store" (``of`` is an attribute, an item or a name).
     """
 
     kind: str
@@ -70,7 +74,7 @@ _WHOLE = {  # operations that look into the value on top of the stack, or into t
     "DICT_UPDATE": 1, "DICT_MERGE": 1, "GET_LEN": 1, "MATCH_SEQUENCE": 1, "MATCH_MAPPING": 1, "MATCH_KEYS": 2,
     "POP_JUMP_FORWARD_IF_FALSE": 1, "POP_JUMP_FORWARD_IF_TRUE": 1, "POP_JUMP_BACKWARD_IF_FALSE": 1,
     "POP_JUMP_BACKWARD_IF_TRUE": 1, "POP_JUMP_IF_FALSE": 1, "POP_JUMP_IF_TRUE": 1, "JUMP_IF_TRUE_OR_POP": 1,
-    "JUMP_IF_FALSE_OR_POP": 1, "MATCH_CLASS": 3, "CALL_INTRINSIC_1": 1,
+    "JUMP_IF_FALSE_OR_POP": 1, "CALL_INTRINSIC_1": 1,
 }  # fmt: skip
 
 
@@ -85,11 +89,11 @@ class _Machine:
         self._names: tuple[str, ...] = ()
         self._free = frozenset(code.co_freevars)
         live = True
-        for i in dis.get_instructions(code):
-            self.at = i.offset
-            if (there := self._waiting.pop(i.offset, None)) is not None:
+        for begin, is_target, i in instructions(code):
+            self.at = begin
+            if (there := self._waiting.pop(begin, None)) is not None:
                 self.stack = _joined(self.stack, there) if live else there
-            elif not live or i.is_jump_target:
+            elif not live or is_target:
                 # A handler of exceptions, or the head of a loop, whose own iterator is on top.
                 self.stack = self.stack[:-1] + [None] if live and self.stack else []
             live = True
@@ -108,12 +112,21 @@ class _Machine:
         known: Callable[[_Machine, Any], None] | None = _KNOWN.get(i.opname)
         if known is not None:
             known(self, i)
-        elif i.opname.startswith("LOAD_FAST"):
-            self._names_of(i.argval, "local", 2 if i.opname.count("LOAD_FAST") == 2 else 1)
-        elif i.opname in ("STORE_FAST", "DELETE_FAST", "POP_TOP") or i.opname.startswith("POP_JUMP"):
-            self.pop(0 if i.opname == "DELETE_FAST" else 1)
+        elif "_FAST" in i.opname:
+            self._fast(i)
+        elif i.opname == "POP_TOP" or i.opname.startswith("POP_JUMP"):
+            self.pop()
         else:
             self._other(i)
+
+    def _fast(self, i: dis.Instruction) -> None:
+        """Names of the function: one, or two in one instruction, such as STORE_FAST_LOAD_FAST."""
+        names = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+        for verb, name in zip(_VERBS.findall(i.opname), names, strict=True):
+            if verb == "LOAD":
+                self.push("local", name)
+            elif verb == "STORE":
+                self.pop()
 
     def _other(self, i: dis.Instruction) -> None:
         """An instruction of which only the number of values is known that it takes and leaves."""
@@ -156,10 +169,6 @@ class _Machine:
         elif of is not None and of.kind not in ("null", "const"):
             self.acts.setdefault(self.at, []).append(Act(kind, of))
 
-    def _names_of(self, names: Any, kind: str, count: int) -> None:
-        for name in (names,) if count == 1 else names:
-            self.push(kind, name)
-
     # -- instructions ----------------------------------------------------------------------------------------------------
 
     def const(self, i: Any) -> None:
@@ -175,9 +184,13 @@ class _Machine:
         self._act("read", self.push("global", name))
 
     def load_name(self, i: Any) -> None:
+        if "_DICT_OR_" in i.opname:
+            self.pop()
         self._act("read", self.push("name", i.argval))
 
     def load_cell(self, i: Any) -> None:
+        if "_DICT_OR_" in i.opname:
+            self.pop()
         made = self.push("cell" if i.argval in self._free else "local", i.argval)
         if made.kind == "cell":
             self._act("read", made)
@@ -188,6 +201,26 @@ class _Machine:
         if method:
             self.stack.append(_NULL)
         self._part("attr", i.argval, base, ())
+
+    def load_super(self, i: Any) -> None:
+        base, *given = self.pop(3)
+        of = Expr("call", self.at, None, base, tuple(given) if i.arg & 2 else ())
+        if i.arg & 1:
+            self.stack.append(_NULL)
+        self._part("attr", i.argval, of, ())
+
+    def binary(self, i: Any) -> None:
+        if i.argrepr == "[]":
+            self.load_item(i)
+        else:
+            self.pop(2)
+            self.stack.append(None)
+
+    def match_class(self, i: Any) -> None:
+        subject, kind, names = self.pop(3)
+        if subject is not None and kind is not None and names is not None:
+            self._act("match", Expr("match", self.at, (i.arg, *names.name), subject, (kind,)))
+        self.stack.append(None)
 
     def _part(self, kind: str, name: Any, base: Any, args: tuple[Any, ...]) -> None:
         """An attribute or an item, of each value that may be meant."""
@@ -246,9 +279,7 @@ class _Machine:
         if i.opname == "CALL_KW":
             self.pop()
         args = self.pop(i.arg)
-        first, second = self.pop(2)
-        base = second if first is _NULL else first if second is _NULL else None
-        self._called(base, tuple(args))
+        self._called(_called(self.pop(2)), tuple(args))
 
     def _called(self, base: Any, args: tuple[Any, ...], name: Any = None) -> None:
         bases = base.args if base is not None and base.kind == "either" else (base,)
@@ -258,8 +289,8 @@ class _Machine:
         self.stack.append(made[0] if len(made) == 1 else Expr("either", self.at, None, None, made))
 
     def call_unpacked(self, i: Any) -> None:
-        _, base, args, *_ = self.pop(3 + (i.arg & 1))
-        self._called(base, (args,), "spread")
+        first, second, args, *_ = self.pop(4 if _NAMED_ALWAYS or i.arg & 1 else 3)
+        self._called(_called([first, second]), (args,), "spread")
 
     def copy(self, i: Any) -> None:
         self.stack.append(self.stack[-i.arg] if i.arg <= len(self.stack) else None)
@@ -291,13 +322,17 @@ class _Machine:
             self.stack.append(None)
 
 
+_VERBS = re.compile("(LOAD|STORE|DELETE)_FAST")
+_NAMED_ALWAYS = sys.version_info >= (3, 14)  # f(*args) has keywords, too, or NULL
 _METHODS_BY_FLAG = "LOAD_METHOD" not in dis.opmap or dis.opmap["LOAD_METHOD"] > 255
-_LEAVES_THE_TOP = {"POP_EXCEPT", "END_FOR", "CACHE", "PRECALL", "NOP", "RESUME", "MAKE_CELL", "COPY_FREE_VARS", "LIST_EXTEND",
-                   "LIST_APPEND", "SET_ADD", "MAP_ADD", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}  # fmt: skip
+_LEAVES_THE_TOP = {"POP_EXCEPT", "END_FOR", "CACHE", "PRECALL", "NOP", "RESUME", "MAKE_CELL", "COPY_FREE_VARS", "POP_ITER",
+                   "LIST_EXTEND", "LIST_APPEND", "SET_ADD", "MAP_ADD", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}  # fmt: skip
 _KNOWN: dict[str, Callable[[_Machine, Any], None]] = {
     "LOAD_CONST": _Machine.const, "PUSH_NULL": _Machine.null, "LOAD_GLOBAL": _Machine.load_global,
     "LOAD_NAME": _Machine.load_name, "LOAD_DEREF": _Machine.load_cell, "LOAD_CLASSDEREF": _Machine.load_cell,
-    "CONTAINS_OP": _Machine.within,
+    "LOAD_FROM_DICT_OR_DEREF": _Machine.load_cell, "LOAD_FROM_DICT_OR_GLOBALS": _Machine.load_name,
+    "LOAD_SUPER_ATTR": _Machine.load_super, "LOAD_SMALL_INT": _Machine.const, "BINARY_OP": _Machine.binary,
+    "MATCH_CLASS": _Machine.match_class, "CONTAINS_OP": _Machine.within, "NOT_TAKEN": _Machine.nothing,
     "LOAD_ATTR": _Machine.load_attr, "LOAD_METHOD": _Machine.load_attr, "BINARY_SUBSCR": _Machine.load_item,
     "BINARY_SLICE": _Machine.load_slice, "STORE_ATTR": _Machine.store_attr, "DELETE_ATTR": _Machine.store_attr,
     "STORE_SUBSCR": _Machine.store_item, "DELETE_SUBSCR": _Machine.store_item, "STORE_GLOBAL": _Machine.store_name,
@@ -310,6 +345,12 @@ _KNOWN: dict[str, Callable[[_Machine, Any], None]] = {
     "CACHE": _Machine.nothing, "MAKE_CELL": _Machine.nothing, "COPY_FREE_VARS": _Machine.nothing,
     "BUILD_TUPLE": _Machine.tuple_of,
 }  # fmt: skip
+
+
+def _called(two: list[Any]) -> Any:
+    """What is called, of the two values under the arguments: the order of it and of NULL depends on the version of Python."""
+    first, second = two
+    return second if first is _NULL else first if second is _NULL else None
 
 
 def _joined(one: list[Any], other: list[Any]) -> list[Any]:
@@ -328,8 +369,3 @@ def _either(one: Any, other: Any) -> Any:
 def acts_of(code: types.CodeType) -> dict[int, tuple[Act, ...]]:
     """For each instruction of code that looks something up, or stores it: what."""
     return {at: tuple(found) for at, found in _Machine(code).acts.items()}
-
-
-def instruction_at(code: types.CodeType, at: int) -> int:
-    """The instruction of which a place in code is a part: while a function is called, its caller stands behind it."""
-    return max((i.offset for i in dis.get_instructions(code) if i.offset <= at), default=at)

@@ -10,7 +10,8 @@ import types
 import weakref
 from typing import Any
 
-from onecard.static.guards.chains import Expr, instruction_at
+from onecard.static.guards.chains import Expr
+from onecard.static.guards.instructions import instruction_at
 from onecard.static.guards.lookup import ABSENT, UNKNOWN, attribute, held_by, helps, item, users
 from onecard.static.guards.seen import Seen
 
@@ -96,10 +97,12 @@ class FrameValues:
             found = UNKNOWN if key is UNKNOWN else item(base, key)[0]
         elif base is globals:
             found = frame.f_globals
-        elif base is super and not e.args:
+        elif base is super and len(e.args) != 1:
             this, code = frame.f_locals.get("__class__"), frame.f_code
             x = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            found = super(this, x) if this is not None and isinstance(x, this) else UNKNOWN
+            if e.args:
+                this, x = (self.value(a, frame) for a in e.args)
+            found = super(this, x) if isinstance(this, type) and isinstance(x, this) else UNKNOWN
         else:
             found = UNKNOWN if e.name else self._result(base, [self.value(a, frame) for a in e.args])
         return UNKNOWN if found is ABSENT else found

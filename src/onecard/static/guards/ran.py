@@ -76,6 +76,7 @@ class Ran:
         """Inside, what runs is noted. A debugger or a measurement of coverage goes on."""
         before = sys.gettrace()
         begin = self._traced(before)
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it ahead of the first trace
         sys.settrace(begin)
         try:
             yield
@@ -109,11 +110,12 @@ class Ran:
             if not plan:
                 return local
             begin(frame)
+            followed = step if local is None else self._both(step, local)
+            frame.f_trace = followed  # ahead of the next line: Python 3.13 asks for it
             frame.f_trace_opcodes = True
             if local is None:
                 frame.f_trace_lines = False
-                return step
-            return self._both(step, local)
+            return followed
 
         return trace
 
@@ -200,6 +202,8 @@ class Ran:
                     self.seen.stored(place, self._in_library(frame))
             elif kind == "whole":
                 self._whole(frame, e)
+            elif kind == "match":
+                self._match(frame, e)
             elif kind == "within":
                 self._within(frame, e)
             elif kind == "grow":
@@ -250,6 +254,14 @@ class Ran:
             base = self._values.value(e.base, frame)
             if isinstance(base, CONTAINERS):
                 self.seen.whole(base, text(e.base), line)
+
+    def _match(self, frame: _Frame, e: Expr) -> None:
+        """``case Point(x, y=0)``: attributes by the names that the class gives its first ones, and by their own."""
+        count, *names = e.name
+        kind = self._values.value(e.args[0], frame)
+        first = getattr(kind, "__match_args__", ()) if isinstance(kind, type) else ()
+        for name in (*first[:count], *names):
+            self._read(frame, Expr("attr", e.at, name, e.base))
 
     def _within(self, frame: _Frame, e: Expr) -> None:
         base, key = self._values.value(e.base, frame), self._values.value(e.args[0], frame)
