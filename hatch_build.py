@@ -35,7 +35,7 @@ def for_an_index(readme: str, repository: str, version: str) -> str:
         return f"{match['image']}[{match['text']}]({repository}/{kind}/v{version}/{target})"
 
     parts = [part if part.startswith("```") else _LINK.sub(led, part) for part in _FENCE.split(readme)]
-    text = "".join(parts).replace("```diff run ranks=2", "```diff")
+    text = "".join(parts)
     return text if repository else text.replace("\n## Why\n", f"\n{PAGES}\n\n## Why\n")
 
 
