@@ -176,16 +176,20 @@ def test_workers_of_a_loader_and_temporary_files(tmp_path):
         import torch
         from onecard.auto.calls import over
         from onecard.auto.files import Overlay
-        with ExitStack() as stack:
-            over(Overlay(sys.argv[1]), stack)
-            with tempfile.TemporaryDirectory() as folder:
-                with open(os.path.join(folder, "x"), "w") as file:
-                    file.write("here")
-                assert os.listdir(folder) == ["x"]
+        def main():
+            with ExitStack() as stack:
+                over(Overlay(sys.argv[1]), stack)
+                with tempfile.TemporaryDirectory() as folder:
+                    with open(os.path.join(folder, "x"), "w") as file:
+                        file.write("here")
+                    assert os.listdir(folder) == ["x"]
+                assert not os.path.exists(folder)
+                loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+                print(sum(x.sum().item() for x in loader))
             assert not os.path.exists(folder)
-            loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
-            print(sum(x.sum().item() for x in loader))
-        assert not os.path.exists(folder)
+
+        if __name__ == "__main__":  # workers begin anew from Python 3.14 on
+            main()
         """)
     )
     done = python(tmp_path, script, tmp_path / "mine")

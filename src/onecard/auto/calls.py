@@ -57,7 +57,17 @@ def over(overlay: Overlay, stack: ExitStack) -> None:
     for module in (safetensors, safetensors.torch):
         put(module, "safe_open", calls.safely)
         put(module, "serialize_file", calls.serialized)
-    taken.put(stack, given)
+    taken.put(stack, [*given, *_in_classes(given)])
+
+
+def _in_classes(given: list[taken.Instead]) -> Iterator[taken.Instead]:
+    """What classes of Python's own took by name: from 3.13 on, ``Path.glob`` has ``os.scandir`` and ``os.lstat`` so."""
+    stand_ins = {id(getattr(holder, name)): instead for holder, name, instead in given}
+    for module in ("glob", "pathlib", "pathlib._local", "pathlib._os"):
+        for kind in vars(sys.modules.get(module, os)).values():
+            if isinstance(kind, type) and kind.__module__ == module:
+                held = ((name, getattr(x, "__func__", None)) for name, x in vars(kind).items())
+                yield from ((kind, name, staticmethod(stand_ins[id(f)])) for name, f in held if id(f) in stand_ins)
 
 
 def _unless_ours(

@@ -79,7 +79,7 @@ WANTED = frozenset(
 )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def unseen() -> frozenset[str]:
     """Lookups that this Python makes and that were not noted; none where recordings can be believed."""
     space: dict[str, Any] = {"__name__": "onecards_probe"}
