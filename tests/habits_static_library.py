@@ -406,11 +406,11 @@ def a_list_that_was_there_returned() -> Habit:
 # -- what no guard knows: the recording has to check itself --------------------------------------------------------------
 
 
-@checked
+@habit
 def the_size_of_a_file() -> Habit:
     path = Path(tempfile.mkdtemp()) / "scale"
     path.write_text("1")
-    return lambda x: x * len(open(path).read()), lambda i: path.write_text("1" * (i + 1)) and None
+    return lambda x: x * len(path.read_bytes()), lambda i: path.write_text("1" * (i + 1)) and None
 
 
 @checked
@@ -421,7 +421,7 @@ def a_clock() -> Habit:
     return lambda x: x * (time.perf_counter() - start), nothing
 
 
-@checked
+@habit
 def a_file_that_the_step_writes_and_reads() -> Habit:
     path = Path(tempfile.mkdtemp()) / "log"
     path.write_text("")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
+import habits_static_beside as beside  # each adds its own to ``HABITS``
 import habits_static_code  # noqa: F401  # each adds its own to ``HABITS``
 import habits_static_containers  # noqa: F401
 import habits_static_instructions  # noqa: F401
@@ -85,6 +86,18 @@ REFUSED = {
 def test_each_call_is_right_or_refused(name: str) -> None:
     said = outcome(HABITS[name])
     assert said.startswith("refused") if name in REFUSED else said == "right", said
+
+
+@pytest.mark.parametrize("make", beside.TOLD)
+def test_what_nobody_can_look_into_is_told(make: Callable[[], tuple[Callable[[Tensor], Tensor], str]]) -> None:
+    step, said = make()
+    run = oc.to_static(step)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run(torch.ones(3))
+    words = [str(w.message) for w in told if "every replay repeats" in str(w.message)]
+    assert len(words) == bool(said) and all(said in text and "habits_static_beside.py" in text for text in words)
 
 
 def test_habits_are_many() -> None:

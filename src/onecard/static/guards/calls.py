@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections.abc
+import concurrent.futures
 import contextvars
 import copy
 import dataclasses
 import functools
 import io
+import logging
 import operator
+import os
 import pathlib
 import random
+import threading
 import types
 from typing import Any
 
@@ -24,6 +28,7 @@ from onecard.static.guards.lookup import (
     CONTAINERS,
     UNKNOWN,
     attribute,
+    behind,
     followed,
     function_of,
     held_by,
@@ -43,6 +48,7 @@ class Calls:
         """Note what a call looks at that is not the program's own Python, which is followed. Spread arguments are one tuple."""
         if not self.of_library:
             self._files(f, args, e, line)
+        self._beside(f, args, e, line)
         if _one_of(f, _LOOKS) and len(args) >= 2 and e.name is None and args[0] is not UNKNOWN:
             self._by_name(f, args[0], args[1], text(e.args[0]), line)
         elif _is_followed(f) or _one_of(f, _NO_LOOK):
@@ -56,6 +62,34 @@ class Calls:
                     self.goes_on(x, text(name), line)
                 if _lays_open(f):
                     self.laid_open(x, text(name), line)
+                elif any(isinstance(key, operator.attrgetter) for key in args) and isinstance(behind(x), CONTAINERS):
+                    for part in behind(x):  # max(them, key=attrgetter("loss"))
+                        self.laid_open(part, text(name), line)
+
+    def _beside(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
+        """What is asked of files, of a log's level, of another thread, of a generator of random numbers of the program's own."""
+        own, name = getattr(f, "__self__", None), getattr(f, "__name__", "")
+        if _one_of(f, (open, io.open)) or (
+            isinstance(own, pathlib.Path) and name in ("open", "read_text", "read_bytes")
+        ):
+            path = own if isinstance(own, pathlib.Path) else args[0] if args and e.name is None else UNKNOWN
+            if isinstance(path, str | os.PathLike):
+                self.seen.ask(
+                    f"the file {os.fspath(path)}",
+                    functools.partial(_state_of, path),
+                    f"the file {os.fspath(path)}",
+                    line,
+                )
+        elif isinstance(own, logging.Logger) and name in ("getEffectiveLevel", "isEnabledFor"):
+            self.seen.ask(own, own.getEffectiveLevel, f"{text(e.base)}()", line)
+        elif isinstance(own, threading.Thread | concurrent.futures.Executor) and name in ("start", "submit", "map"):
+            self.seen.never = self.seen.never or (
+                f"the step hands work to a thread at {line}, and what that reads is not seen: do it before the step"
+            )
+        elif isinstance(own, random.Random | numpy.random.Generator) and self.seen.was_there(own):
+            self.seen.repeats("draws from", text(e.base).rpartition(".")[0], line)
+        elif isinstance(f, types.BuiltinMethodType) and self.seen.was_there(own) and not _says_the_same(own, name):
+            self.seen.repeats("asks", f"{text(e.base).rpartition('.')[0]}, a {type(own).__name__},", line)
 
     def _files(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """What writes to a file: its own methods, a path's, functions that are given it."""
@@ -93,7 +127,8 @@ class Calls:
 
     def _of_container(self, f: Any, args: list[Any], e: Expr, line: str) -> bool:
         """A method of a list, a dict and their like."""
-        own = getattr(f, "__self__", None) if isinstance(f, types.BuiltinMethodType | types.MethodWrapperType) else None
+        of_c = isinstance(f, types.BuiltinMethodType | types.MethodWrapperType)
+        own = behind(getattr(f, "__self__", None)) if of_c else None
         name = text(e.base).rpartition(".")[0] or text(e.base)
         if isinstance(own, contextvars.ContextVar):
             if f.__name__ == "get":
@@ -131,6 +166,21 @@ class Calls:
             )
 
 
+def _state_of(path: Any) -> tuple[int, ...]:
+    """What changes of a file when somebody writes to it."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return ()
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _says_the_same(x: Any, name: str) -> bool:
+    """Whether what a method of C answers is known to be told by other means, or to be no more than the object's value."""
+    base = next((base for base in type(x).__mro__ if name in vars(base)), object)
+    return str(base.__module__).partition(".")[0] in _TOLD
+
+
 def _is_followed(f: Any) -> bool:
     """Whether what a call runs is the program's own Python, where each look is seen."""
     if f is UNKNOWN:
@@ -152,6 +202,48 @@ def _one_of(f: Any, functions: tuple[Any, ...]) -> bool:
     return any(f is g for g in functions)
 
 
+_TOLD = frozenset(
+    (
+        "builtins",
+        "torch",
+        "onecard",
+        "numpy",
+        "re",
+        "io",
+        "_io",
+        "_thread",
+        "threading",
+        "datetime",
+        "decimal",
+        "functools",
+    )
+    + (
+        "itertools",
+        "operator",
+        "collections",
+        "_contextvars",
+        "contextvars",
+        "weakref",
+        "_weakref",
+        "types",
+        "time",
+        "uuid",
+    )
+    + (
+        "random",
+        "_random",
+        "array",
+        "mmap",
+        "_ctypes",
+        "ctypes",
+        "struct",
+        "_struct",
+        "hashlib",
+        "_hashlib",
+        "_operator",
+    )
+)
+"""Modules of C whose objects are values, or are followed in another way."""
 _LOOKS = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__)
 _CACHED = type(functools.lru_cache(len))
 _ADVANCES = ("__next__", "send", "throw", "read", "readline", "readlines", "readinto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -114,6 +115,12 @@ class FrameValues:
             return args[2] if found is ABSENT and len(args) == 3 else found
         if (f is vars or f is type) and len(args) == 1 and args[0] is not UNKNOWN:
             return held_by(args[0]) if f is vars else type(args[0])
+        if (
+            any(f is g for g in (operator.attrgetter, operator.itemgetter))
+            and args
+            and all(isinstance(a, str | int) for a in args)
+        ):
+            return f(*args)
         if isinstance(f, weakref.ref):
             if self.seen.was_there(f):
                 self.seen.old(f())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import _thread
 import array
 import collections
+import ctypes
 import functools
+import gc
+import mmap
 import os
 import sys
 import threading
@@ -30,7 +33,7 @@ class _Nothing:
 ABSENT = _Nothing("nothing")  # looked for, and not there
 UNKNOWN = _Nothing("...")  # cannot be told without running the program's code
 
-BYTES = (numpy.ndarray, bytearray, array.array)
+BYTES = (numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union)
 CONTAINERS = (list, dict, set, collections.deque, *BYTES)
 
 
@@ -58,7 +61,7 @@ def users(module: str) -> bool:
     if top in ("torch", "onecard", "numpy"):
         return module == "torch.optim.lr_scheduler"
     if top == "__main__" or top not in sys.stdlib_module_names:
-        found = getattr(sys.modules.get(top), "__file__", None) or ""
+        found = vars(sys.modules.get(top) or sys).get("__file__") or ""
         return "site-packages" not in found or top in _built_on_torch(len(sys.modules))
     return False
 
@@ -89,6 +92,7 @@ _FOLLOWED = (
     "functools",
     "types",
     "queue",
+    "weakref",
 )
 """Of the standard library's modules in Python, those that hold settings for others."""
 
@@ -140,6 +144,9 @@ def attribute(x: Any, name: str) -> tuple[Any, tuple[Place, ...]]:
             return type.__getattribute__(x, name), ()
         if raw is ABSENT and hasattr(type, name):
             return UNKNOWN, ()
+        if raw is ABSENT and type(x) is not type:
+            beyond, raw = in_bases(type(x), name)
+            return _plainly(raw, x, type(x)), (*places, *beyond)
         return _plainly(raw, None, x), places
     places, raw = in_bases(type(x), name)
     if isinstance(x, Tensor) and raw is not ABSENT:
@@ -189,13 +196,26 @@ def _plainly(raw: Any, x: Any, kind: type) -> Any:
         return raw if x is None else types.MethodType(raw, x)
     if isinstance(raw, staticmethod | classmethod | types.MethodDescriptorType | types.WrapperDescriptorType):
         return raw.__get__(x, kind)
+    if type(raw).__name__ == "cython_function_or_method":
+        return raw if x is None else raw.__get__(x, kind)
     if isinstance(raw, property) or hasattr(type(raw), "__get__"):
         return UNKNOWN
     return raw
 
 
+def behind(x: Any) -> Any:
+    """The dict of which a view or a read-only proxy shows the entries; any other value itself."""
+    if isinstance(x, SHOW):
+        return next((held for held in gc.get_referents(x) if isinstance(held, dict)), x)
+    return x
+
+
+SHOW: tuple[Any, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+
+
 def item(x: Any, key: Any) -> tuple[Any, tuple[Place, ...]]:
     """The value of ``x[key]``, or ABSENT or UNKNOWN, and where it was looked for."""
+    x = behind(x)
     kind = type(x)
     if isinstance(x, _Environment):
         held, key = x._data, x.encodekey(key)  # type: ignore[attr-defined]

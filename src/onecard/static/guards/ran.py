@@ -26,6 +26,7 @@ from onecard.static.guards.lookup import (
     UNKNOWN,
     Place,
     attribute,
+    behind,
     function_of,
     helps,
     in_bases,
@@ -251,7 +252,7 @@ class Ran:
         for place in places:
             self.seen.read(place, str(e), line, self._in_library(frame))
         if e.kind == "item" and not places:  # by a key that is not known, or a slice
-            base = self._values.value(e.base, frame)
+            base = behind(self._values.value(e.base, frame))
             if isinstance(base, CONTAINERS):
                 self.seen.whole(base, text(e.base), line)
 
@@ -281,7 +282,7 @@ class Ran:
             self.seen.grows(x, str(e), self._line(frame))
 
     def _whole(self, frame: _Frame, e: Expr) -> None:
-        x = self._values.value(e, frame)
+        x = behind(self._values.value(e, frame))
         if isinstance(x, CONTAINERS):
             self.seen.whole(x, str(e), self._line(frame))
         else:

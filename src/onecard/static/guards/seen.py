@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import contains
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
-from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, Place, now_at, users
+from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, SHOW, Place, behind, now_at, users
 from onecard.static.guards.numbers import Number, numbers_in
 from onecard.static.guards.places import STILL, named_parameters
 from onecard.static.guards.unchanged import copied, is_plain, kept
@@ -63,6 +64,8 @@ class Seen:
             parts = (x.__self__, x.__func__)
         elif isinstance(x, partial):
             parts = (x.func, *x.args, *x.keywords.values())
+        elif isinstance(x, SHOW):
+            parts = (behind(x),)
         elif isinstance(x, types.FunctionType):
             parts = (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
         else:
@@ -171,6 +174,7 @@ class Seen:
 
     def whole(self, x: Any, name: str, line: str, depth: int = 3) -> None:
         """All that a container holds may be looked at, by what is not the program's Python."""
+        x = behind(x)
         if isinstance(x, (tuple, *CONTAINERS)) and depth:
             if not isinstance(x, tuple):
                 if not self.was_there(x) or ("whole", id(x)) in self._known:
@@ -197,8 +201,8 @@ class Seen:
             self._ask(partial(contains, x, key), key in self._first[id(x)][1], name, line)
 
     def ask(self, of: Any, question: Callable[[], Any], name: str, line: str) -> None:
-        """Something is asked, of an object, that can be asked again."""
-        if ("asked", id(of)) not in self._known:
+        """Something is asked, of an object or of what a text names, that can be asked again."""
+        if ("asked", of if isinstance(of, str) else id(of)) not in self._known:
             self.settled(of)
             answer = question()
             self.old(answer)
@@ -209,8 +213,18 @@ class Seen:
 
     def settled(self, of: Any) -> None:
         """An object has been asked, or has been given its answer by the step."""
-        self._known.add(("asked", id(of)))
+        self._known.add(("asked", of if isinstance(of, str) else id(of)))
         self._stored.append(of)
+
+    def repeats(self, does: str, name: str, line: str) -> None:
+        """The step has something of an object that may answer otherwise next time, and that nobody can look into."""
+        if (does, name) not in self._known:
+            self._known.add((does, name))
+            warnings.warn(
+                f"the step {does} {name} at {line}; every replay repeats what it was given while it was recorded. Do it before "
+                "the step, and pass what comes of it as an argument",
+                stacklevel=2,
+            )
 
     def function(self, f: Any) -> None:
         """A function of the program's runs."""

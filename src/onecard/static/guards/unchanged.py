@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import mmap
 import types
 from typing import Any
 
@@ -30,6 +31,10 @@ def copied(x: Any) -> Any:
     """What a container holds now."""
     if isinstance(x, numpy.ndarray):
         return x.shape, x.dtype, None if x.dtype.hasobject else x.tobytes()
+    if isinstance(x, mmap.mmap):
+        return x[:]
+    if isinstance(x, collections.OrderedDict):  # an order of its own
+        return {key: dict.__getitem__(x, key) for key in collections.OrderedDict.__iter__(x)}
     if isinstance(x, dict):
         return dict(dict.items(x))
     if isinstance(x, set):
@@ -44,7 +49,9 @@ def is_still(x: Any, held: Any) -> bool:
     if len(x) != len(held):
         return False
     if isinstance(x, dict):
-        pairs = zip(dict.items(x), held.items(), strict=True)  # in their order, which a loop goes by
+        ordered = isinstance(x, collections.OrderedDict)
+        now = copied(x) if ordered else x
+        pairs = zip(dict.items(now), held.items(), strict=True)  # in their order, which a loop goes by
         return all(a == b and not differs(v, w) for (a, v), (b, w) in pairs)
     if isinstance(x, set):
         return bool(x == held)
