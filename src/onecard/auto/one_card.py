@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onecard._torch.imported import when_imported
+from onecard._torch.uncompiled import uncompiled
 from onecard.auto import taken
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
@@ -126,11 +127,8 @@ def _programs() -> list[tuple[Any, str, Any]]:
             "a program for one card: start it without --auto"
         )
 
-    def compiled(model: Any = None, *_: Any, **__: Any) -> Any:
-        return (lambda fn: fn) if model is None else model
-
     return [
-        (subprocess.Popen, "__init__", begin), (torch.multiprocessing, "spawn", spawned), (torch, "compile", compiled),
+        (subprocess.Popen, "__init__", begin), (torch.multiprocessing, "spawn", spawned), (torch, "compile", uncompiled),
         (nn.Module, "compile", lambda *_, **__: None),
     ]  # fmt: skip
 

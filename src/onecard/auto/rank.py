@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecard._torch.leaves import is_transformed
+from onecard._torch.uncompiled import is_wrapper
 from onecard.auto import calls, one_card
 from onecard.auto.apply import Applied
 from onecard.auto.files import Noted, Overlay
@@ -142,7 +143,7 @@ class ProgramWatch:
 
     def forward(self, module: nn.Module, args: Any) -> Any:
         """A module is about to run: the first one that trains is laid out."""
-        if id(module) in self._done or not torch.is_grad_enabled() or not module.training:
+        if id(module) in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if any(map(is_transformed, parameters)):

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from onecard import recorded
 from onecard._torch.hooks import after_all_modules
 from onecard._torch.names import in_backward, tree_flatten, tree_leaves, tree_map
+from onecard._torch.uncompiled import is_wrapper
 from onecard.errors import PlanError
 
 
@@ -63,6 +64,8 @@ class HeardProgram:
         self._hooks.close()
 
     def _begin(self, module: nn.Module, _: Any) -> None:
+        if is_wrapper(module):
+            return
         if not self._inside and self.model is not None and self._is_part_of(module):
             self.model = None  # what ran ahead was a part alone: a parametrized weight that was read
             self._calls = [call for call in self._calls if call.func is not None]
@@ -74,7 +77,7 @@ class HeardProgram:
 
     def _end(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """``rest``: keywords and the output; of a forward that has failed torch leaves the keywords out."""
-        if not self._inside:
+        if not self._inside or is_wrapper(module):
             return
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         self._inside -= 1

@@ -20,6 +20,7 @@ import onecard
 from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch.names import no_fakes
+from onecard._torch.uncompiled import uncompiled
 from onecard.launch.rehearsal.loaded import load_by
 from onecard.launch.rehearsal.replicated import Replicated
 from onecard.launch.rehearsal.values import on_cpu
@@ -97,9 +98,6 @@ def _programs() -> list[tuple[Any, str, Any]]:
     """Nothing is compiled or written; batches are read as ever, with data, in this process."""
     begin, go_on, begun = DataLoader.__init__, fakes.loader_iterator.__next__, fakes.loader_iterator.__init__
 
-    def compiled(model: Any = None, *_: Any, **__: Any) -> Any:
-        return (lambda fn: fn) if model is None else model
-
     def loader(self: Any, *args: Any, **given: Any) -> None:
         if len(args) > 5:
             args = (*args[:5], 0, *args[6:])
@@ -116,7 +114,7 @@ def _programs() -> list[tuple[Any, str, Any]]:
             return go_on(self)
 
     return [
-        (nn.Module, "_apply", _applied), (torch, "save", _nothing), (torch, "compile", compiled),
+        (nn.Module, "_apply", _applied), (torch, "save", _nothing), (torch, "compile", uncompiled),
         (torch, "load", load_by(torch.load)), (torch.serialization, "load", load_by(torch.load)),
         (nn.Module, "compile", _nothing),
         (onecard.checkpoint, "save", _nothing), (DataLoader, "__init__", loader),
