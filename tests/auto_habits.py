@@ -236,6 +236,19 @@ for i in range(3):
     opt.step()
     print(f"{l.item():.4f} {net[0].weight.norm().item():.4f}")
 """,
+    "a weight that a hook makes anew": BEGIN
+    + """
+norm = nn.utils.weight_norm  # makes it at once, by a graph that holds what it is made of
+net = nn.Sequential(norm(nn.Linear(6, 16)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(16, 3)))
+X, Y = torch.randn(48, 6), torch.randint(3, (48,))
+opt = torch.optim.Adam(net.parameters(), 1e-2, eps=1e-3)
+for i in range(3):
+    l = F.cross_entropy(net(X), Y)
+    opt.zero_grad()
+    l.backward()
+    opt.step()
+    print(f"{l.item():.4f} {net[0].weight.norm().item():.4f} {sorted(net.state_dict())}")
+""",
     "a tensor kept on the module": BEGIN
     + """
 class V(nn.Module):

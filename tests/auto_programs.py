@@ -116,5 +116,11 @@ REFUSED = {
         "model(torch.ones(4, 3)).sum().backward()\nopt.step()\n",
         r"program\.py:5: the plan was made for another program: weight",
     ),
+    "another model that trains by hand": (
+        "import torch\nmodel = torch.nn.Linear(3, 2)\nfor _ in range(2):\n"
+        "    model(torch.ones(4, 3)).sum().backward()\n"
+        "    with torch.no_grad():\n        [p.sub_(p.grad) for p in model.parameters()]\n",
+        r"program\.py:4: the plan was made for another program: weight",
+    ),
 }
 """Programs that cannot be kept, and what is said."""

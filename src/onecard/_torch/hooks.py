@@ -1,14 +1,15 @@
-"""Hooks of all modules, taken off without a rest; and what hooks of pruning make."""
+"""Hooks of all modules, taken off without a rest; and what hooks of pruning and of weight norm make."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 # Which hooks are given keywords. In its place: none, so that nothing is taken off it.
 _given_keywords: dict[int, bool] = getattr(modules, "_global_forward_hooks_with_kwargs", {})
@@ -30,14 +31,20 @@ def after_all_modules(hook: Callable[..., None]) -> Callable[[], None]:
 
 @contextmanager
 def without_products(module: nn.Module) -> Iterator[None]:
-    """Inside, no module has what ``nn.utils.prune`` makes of a parameter and its mask: the graph of it holds both."""
+    """Inside, no module has what ``nn.utils.prune`` and ``nn.utils.weight_norm`` make of parameters ahead of each forward: the
+    graph of it holds them.
+    """
     hooks = [
-        (m, h) for m in module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)
+        (m, h, name)
+        for m in module.modules()
+        for h in m._forward_pre_hooks.values()
+        if isinstance(h, (BasePruningMethod, WeightNorm))
+        and isinstance(vars(m).get(name := h._tensor_name if isinstance(h, BasePruningMethod) else h.name), Tensor)
     ]
-    for m, hook in hooks:
-        vars(m).pop(hook._tensor_name, None)
+    for m, _, name in hooks:
+        vars(m).pop(name)
     try:
         yield
     finally:
-        for m, hook in hooks:
+        for m, hook, _ in hooks:
             hook(m, None)

@@ -34,7 +34,8 @@ def over(overlay: Overlay, stack: ExitStack) -> None:
         put(module, "open", lambda real: opened)
     put(os, "open", calls.os_open)
     for name in ("stat", "lstat", "access", "readlink", "statvfs", "pathconf", "listxattr", "getxattr"):
-        put(os, name, calls.at(overlay.reading))
+        if hasattr(os, name):
+            given.append((os, name, calls.looks(getattr(os, name))))
     for name in ("chmod", "utime", "truncate", "setxattr", "removexattr", "chown", "lchown"):
         put(os, name, calls.at(lambda path: overlay.writing(path, True)))
     for name in ("remove", "unlink", "mkfifo", "mknod"):
@@ -97,9 +98,9 @@ def _is_temporary() -> bool:
     return str(sys._getframe(3).f_globals.get("__name__", "")) == "tempfile"
 
 
-def _is_sockets() -> bool:
+def _is_sockets(depth: int = 3) -> bool:
     """Whether a call of ours comes from ``multiprocessing``: its sockets are this rank's, and made past us."""
-    return str(sys._getframe(3).f_globals.get("__name__", "")).startswith("multiprocessing.")
+    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 class _Calls:
@@ -120,6 +121,17 @@ class _Calls:
             return call
 
         return make
+
+    def looks(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Of calls that change nothing, which an import makes by the thousand: whose they are is asked where it matters."""
+
+        def call(path: Any, *rest: Any, **given: Any) -> Any:
+            here = path if given.get("dir_fd") is not None else self.overlay.reading(path)
+            if here is path or _is_sockets(2) or _is_checkpoints():
+                return real(path, *rest, **given)
+            return told(path, real, here, *rest, **given)
+
+        return call
 
     def open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """``open``."""

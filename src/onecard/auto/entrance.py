@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -48,6 +49,8 @@ class Entrance:
 
         def laid_out(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.ndim or len(x) != rows or x.requires_grad:
+                return x
+            if x.layout is not torch.strided:  # the operator that takes it says what it cannot
                 return x
             return shard_tensor(x, self.mesh, self._rows)
 

@@ -74,6 +74,7 @@ class Overlay:
         self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
         self.own: set[str] = set()
         self._copied: set[str] = set()
+        self._passed = (*_SYSTEM, self.folder + "/")
 
     def flush(self) -> None:
         """What files that are still open hold back, at the program's end."""
@@ -88,7 +89,7 @@ class Overlay:
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.path.abspath(os.fsdecode(path))
-        if text == self.folder or text.startswith((*_SYSTEM, self.folder + "/")):
+        if text == self.folder or text.startswith(self._passed):
             return None
         return None if any(text == each or text.startswith(each + "/") for each in self.own) else text
 
@@ -213,6 +214,8 @@ class Overlay:
 
     def _is_governed(self, text: str) -> bool:
         """Whether a path is what this rank's copies say: it has one of the folder, or one from which the way there is gone."""
+        if not self._copied:
+            return False
         below, folder = text, os.path.dirname(text)
         while folder not in self._copied:
             if folder == os.path.dirname(folder):
@@ -235,7 +238,9 @@ class Overlay:
             found = _lstat(text)
         except OSError:
             return False
-        return (born(text) if stat.S_ISDIR(found.st_mode) else found.st_ctime) > self.since
+        if found.st_ctime <= self.since:  # a folder was made before it was last changed
+            return False
+        return not stat.S_ISDIR(found.st_mode) or born(text) > self.since
 
 
 class Noted(Overlay):

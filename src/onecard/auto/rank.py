@@ -104,8 +104,8 @@ def _tell(overlay: Overlay, watch: ProgramWatch) -> None:
     overlay.flush()
     board = getattr(sys.modules.get("_onecard_launcher"), "board", "")  # beside it is the note of how this rank failed
     failed = bool(board) and os.path.exists(f"{os.path.splitext(board)[0]}.json")
-    if not watch.roots and world.get_rank() == 0 and not failed:
-        print("onecard run --auto: no module has trained: every rank has done all of it", file=sys.stderr)
+    if (ended := watch.ended()) and world.get_rank() == 0 and not failed:
+        print(f"onecard run --auto: {ended}", file=sys.stderr)
     notes = os.path.dirname(os.path.realpath(board)) if board else None
     theirs = [path for path in overlay.written if os.path.dirname(path) != notes and os.path.isfile(path)]
     names = [os.path.relpath(path) for path in theirs]
@@ -143,6 +143,8 @@ class ProgramWatch:
 
     def forward(self, module: nn.Module, args: Any) -> Any:
         """A module is about to run: the first one that trains is laid out."""
+        if self.roots and not self._placed and self._trains_by_hand(module):
+            raise self._of_another_program()
         if id(module) in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -166,6 +168,11 @@ class ProgramWatch:
         for optimizer in self._optimizers:
             self._lay_out(optimizer)
         return entrance(module, args, {})[0]  # torch has listed this call's hooks already
+
+    def _trains_by_hand(self, module: nn.Module) -> bool:
+        """Whether a module that is laid out runs again, with gradients that no optimizer of the program takes."""
+        runs_again = not self._optimizers and any(module is root for root in self.roots)
+        return runs_again and any(p.grad is not None for p in module.parameters())
 
     def _says_transformed(self, module: nn.Module) -> None:
         if not self._transformed and world.get_rank() == 0:
@@ -216,11 +223,20 @@ class ProgramWatch:
     def step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: the plan's model has run, for what is looked at for a plan ends here."""
         if self.roots and not self._placed:
-            raise AutoError(
-                f"{user_line()}: the plan was made for another program: {self._unlike(self.roots[0])}. Make it again: "
-                "onecard run --auto --dry_run plan.json"
-            )
+            raise self._of_another_program()
         self._lay_out(optimizer)
+
+    def ended(self) -> str:
+        """What has to be said of the plan at the program's end; "" if it was kept."""
+        if not self.roots:
+            return "no module has trained: every rank has done all of it"
+        return "" if self._placed else f"the plan was not used: {self._unlike(self.roots[0])}"
+
+    def _of_another_program(self) -> AutoError:
+        return AutoError(
+            f"{user_line()}: the plan was made for another program: {self._unlike(self.roots[0])}. Make it again: "
+            "onecard run --auto --dry_run plan.json"
+        )
 
 
 watching: Kept[ProgramWatch | None] = Kept(lambda: None)

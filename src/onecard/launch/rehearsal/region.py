@@ -1,10 +1,13 @@
-"""The part of a program from the end of its first optimizer step to the end of its second one, written down."""
+"""The part of a program from the end of its first optimizer step to the end of its second one, written down. Of one that has no
+optimizer and changes its parameters itself: from the forward behind one ``backward()`` to the one behind the next.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +40,7 @@ class Rehearsed:
     """What was written down.
 
     Attributes:
-        step: the region's graph; roots: the outermost modules that ran in it; optimizer: whose steps bound it.
+        step: the region's graph; roots: the outermost modules that ran in it; optimizer: whose steps bound it; None: by hand.
         kinds: for each input what it is: "parameters", "gradients", "states", "buffers", "batch and others".
         gradients: nodes that make gradients of parameters.
         unpriced: names of messages that no price knows.
@@ -46,7 +49,7 @@ class Rehearsed:
 
     step: RecordedStep
     roots: tuple[nn.Module, ...]
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     kinds: dict[fx.Node, str]
     gradients: frozenset[fx.Node]
     unpriced: tuple[str, ...]
@@ -57,7 +60,7 @@ class RehearsedSteps:
     """Waits for the first step, then writes down until the second one has ended.
 
     Attributes:
-        steps: that the first optimizer has done; found: the region, once it is there.
+        steps: that the first optimizer has done, or the program by hand; found: the region, once it is there.
     """
 
     def __init__(self) -> None:
@@ -66,13 +69,15 @@ class RehearsedSteps:
         self.found: Rehearsed | None = None
         self.recorder: RegionRecorder | None = None
         self._optimizer: Optimizer | None = None
-        self._has_modules = self._armed = False
+        self._has_modules = self._armed = self._by_hand = self._backward = False
         self._stack = ExitStack()
 
     def __enter__(self) -> RehearsedSteps:
         self._hooks = ExitStack()
         self._hooks.callback(register_module_forward_pre_hook(self._module).remove)
         self._hooks.enter_context(self.phases.watched(lambda optimizer: None, self._stepped))
+        self._hooks.enter_context(patch.object(Optimizer, "__init__", self._made(Optimizer.__init__)))
+        self._by_hand = True
         return self
 
     def __exit__(self, *fault: Any) -> None:
@@ -84,11 +89,37 @@ class RehearsedSteps:
         if not torch.is_grad_enabled() or not module.training:
             return
         self._has_modules = True
+        if self._by_hand and self._backward:
+            self._stepped_by_hand()
         if self._armed:
             self._begin()
 
+    def heard(self, func: Any, *_: Any) -> None:
+        """A call of torch's."""
+        self._backward |= func is Tensor.backward
+
+    def ended(self) -> None:
+        """The program has ended: its last step by hand has, too."""
+        if self._by_hand and self._backward and self.recorder is not None:
+            self._end()
+
+    def _made(self, made: Any) -> Any:
+        def __init__(optimizer: Any, *args: Any, **given: Any) -> None:
+            self._by_hand &= self.recorder is not None
+            made(optimizer, *args, **given)
+
+        return __init__
+
+    def _stepped_by_hand(self) -> None:
+        self.steps, self._backward = self.steps + 1, False
+        if self.steps == 1:
+            self._armed = True
+        elif self.recorder is not None:
+            self._end()
+            raise SecondStepEnded
+
     def _stepped(self, optimizer: Optimizer) -> None:
-        if not _torch.fakes():  # a trial of the library's own, on data
+        if self._by_hand or not _torch.fakes():  # a trial of the library's own, on data
             return
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -119,7 +150,7 @@ class RehearsedSteps:
 
     def _end(self) -> None:
         recorder, optimizer = self.recorder, self._optimizer
-        assert recorder is not None and optimizer is not None
+        assert recorder is not None
         self._leave()
         roots = tuple(self.phases.roots)
         kinds = _kinds(roots, self.phases.optimizers)

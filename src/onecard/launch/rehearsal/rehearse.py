@@ -1,4 +1,4 @@
-"""Run a program up to its second optimizer step; say in a line what stops it."""
+"""Run a program up to its second optimizer step, or its second step by hand; say in a line what stops it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rehearse(
 
     Args:
         script, arguments: what runs, as ``__main__``.
-        program: listens to it.
+        program: listens to it, as one for one card, which nobody's launcher has started.
 
     Raises:
         RehearsalError: the line that stopped it.
@@ -43,17 +43,19 @@ def rehearse(
         stack.enter_context(patch.object(sys, "argv", [str(script), *arguments]))
         stack.enter_context(patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
         stack.enter_context(pretend(world, rank, machine, fake=True))
-        stack.enter_context(stage(world, rank, machine.per_host))
+        stack.enter_context(stage(world, rank, machine.per_host, launched=program is None))
         values = RehearsedValues()
         calls = RehearsedCalls(values)
         stack.enter_context(values)
         stack.enter_context(calls)
         stack.enter_context(region)
+        calls.listeners.append(region.heard)
         if program is not None:  # behind the region, which begins as a module does
             calls.listeners.append(program.heard)
             stack.enter_context(program)
         try:
             runpy.run_path(str(script), run_name="__main__")
+            region.ended()
         except SecondStepEnded:
             pass
         except SystemExit as stop:

@@ -21,14 +21,17 @@ from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch.names import no_fakes
 from onecard._torch.uncompiled import uncompiled
+from onecard.auto.one_card import LAUNCHERS
 from onecard.launch.rehearsal.loaded import load_by
 from onecard.launch.rehearsal.replicated import Replicated
 from onecard.launch.rehearsal.values import on_cpu
 
 
 @contextmanager
-def stage(world: int, rank: int, per_host: int) -> Iterator[None]:
-    """Inside, the process looks as one that a launcher has started as a rank of a world, on a machine with GPUs or without."""
+def stage(world: int, rank: int, per_host: int, launched: bool = True) -> Iterator[None]:
+    """Inside, the process looks as one that a launcher has started as a rank of a world, on a machine with GPUs or without; if
+    not ``launched``, as one that nobody's launcher has started.
+    """
     local = rank % (per_host or world)
     environment = {
         "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": min(per_host or world, world),
@@ -36,6 +39,8 @@ def stage(world: int, rank: int, per_host: int) -> Iterator[None]:
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in environment.items()}))
+        for name in () if launched else LAUNCHERS:
+            os.environ.pop(name, None)
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", ".*available devices, and torch.random.fork_rng")
@@ -118,6 +123,7 @@ def _programs() -> list[tuple[Any, str, Any]]:
         (torch, "load", load_by(torch.load)), (torch.serialization, "load", load_by(torch.load)),
         (nn.Module, "compile", _nothing),
         (onecard.checkpoint, "save", _nothing), (DataLoader, "__init__", loader),
+        (torch.distributions.Distribution, "_validate_args", False),  # of values, which there are none of
         (fakes.loader_iterator, "__init__", start), (fakes.loader_iterator, "__next__", next_batch),
     ]  # fmt: skip
 

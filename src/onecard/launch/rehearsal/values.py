@@ -52,16 +52,18 @@ class RehearsedValues(TorchDispatchMode):
 
     def _without(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on tensors of which one has no data."""
-        if func is aten.index.Tensor:
-            args = (args[0], [_positions(index) for index in args[1]])
-        if func is aten.index_put_.default:
-            args = (args[0], [_positions(index) for index in args[1]], *args[2:])
+        if func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
+            args = (args[0], [x for index in args[1] for x in _positions(index)], *args[2:])
+        if func is aten.masked_select.default and args[0].shape == args[1].shape:
+            func, args = aten.index.Tensor, (args[0], _positions(args[1]))
         if func is aten._pack_padded_sequence.default and not fakes.is_fake(args[1]):
             return _packed(*args)
         args, kwargs = tree_map(_without_data, (args, kwargs))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype == torch.bool:
             result._stand_in = _answer(func, args, kwargs)  # type: ignore[attr-defined]
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            args[1]._stand_in = 0.0  # no gradient is infinite, or no optimizer would step
         return result
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -128,14 +130,12 @@ def _without_data(x: Any) -> Any:
     return fakes.as_fake(x) if isinstance(x, Tensor) and not fakes.is_fake(x) else x
 
 
-def _positions(index: Any) -> Any:
-    """A mask with data as the positions that it takes: how many there are is known then."""
+def _positions(index: Any) -> list[Any]:
+    """A mask with data as the positions that it takes, in each of its dims: how many there are is known then."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8) or fakes.is_fake(index):
-        return index
-    if index.ndim != 1:
-        return index
+        return [index]
     with no_fakes():
-        return index.nonzero().flatten()
+        return [*index.nonzero().unbind(1)] if index.ndim else [index]
 
 
 def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from onecard import random
 from onecard.comm.agree.agree import first_to_say, when_met
 from onecard.comm.base.state import Kept
+from onecard.comm.issue import trace
 from onecard.comm.world import world
 from onecard.errors import DispatchError
 from onecard.place.layout import Layout
@@ -268,7 +269,7 @@ def _choose(p: Tensor, count: int, again: bool, key: Key, shape: tuple[int, ...]
 
     Without replacement by a race of exponential variates (Efraimidis and Spirakis, 2006), with it by inversion.
     """
-    if p.device.type == "cpu":
+    if p.device.type == "cpu" and not trace.faking():
         _check_probabilities(p, 1 if again else count)
     if again and count > 1:
         ends = p.double().cumsum(-1)  # in order, row by row: sums alike under every layout

@@ -1,0 +1,142 @@
+"""Programs for one card whose plan is found: what a rehearsal must not stumble over, and what torch.compile gives."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecard as oc
+from onecard._torch.uncompiled import is_wrapper, uncompiled
+from onecard.auto.entrance import Entrance
+from onecard.auto.rank import Job, begin
+from onecard.commands.find import searched
+from onecard.errors import DispatchError
+from onecard.testing import run_ranks
+
+BEGIN = "import os, torch, torch.nn as nn, torch.nn.functional as F\nnet = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))\n"
+ADAM = "opt = torch.optim.Adam(net.parameters())\n"
+PROGRAMS = {
+    "by hand": """
+for i in range(100):
+    assert i < 3  # what is looked for is known by then
+    net.zero_grad()
+    F.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+    for p in net.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+""",
+    "two steps by hand, the last ones": """
+for _ in range(2):
+    net.zero_grad()
+    F.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+""",
+    "a scaler": ADAM
+    + """
+scaler = torch.amp.GradScaler("cpu")
+for i in range(3):
+    opt.zero_grad()
+    scaler.scale(F.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,)))).backward()
+    scaler.step(opt)
+    scaler.update()
+""",
+    "a distribution": ADAM
+    + """
+for _ in range(3):
+    opt.zero_grad()
+    found = torch.distributions.Categorical(logits=net(torch.randn(8, 4)))
+    (-found.log_prob(found.sample())).mean().backward()
+    opt.step()
+""",
+    "masks of more than one dim": ADAM
+    + """
+for _ in range(3):
+    opt.zero_grad()
+    x, y = torch.randn(8, 5, 4), torch.randint(4, (8, 5)) - 1
+    out, mask = net(x), y != -1
+    F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-1).backward()
+    opt.step()
+    right = (out.argmax(-1)[mask] == y[mask]).sum() + out.argmax(-1).masked_select(mask).sum()
+    y[mask] = out.argmax(-1)[mask]
+""",
+    "nobody's launcher": ADAM
+    + """
+assert int(os.environ.get("RANK", -1)) == -1 and "WORLD_SIZE" not in os.environ
+net = torch.compile(net)
+for _ in range(3):
+    opt.zero_grad()
+    net(torch.randn(8, 4)).sum().backward()
+    opt.step()
+assert [*net.state_dict()][0] == "_orig_mod.0.weight"
+""",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_plan_is_found(tmp_path: Path, name: str) -> None:
+    (script := tmp_path / "program.py").write_text(BEGIN + PROGRAMS[name])
+    before = dict(os.environ)
+    found, names = searched(script, [], 2, oc.Machine.preset("A100"), 0.0)
+    assert found.best.world == 2 and [*names] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert dict(os.environ) == before
+
+
+def _compiled() -> list[Any]:
+    begin(Job(oc.Plan(per_host=0), {"0.weight": [8, 4], "0.bias": [8]}).to_json())
+    torch.manual_seed(0)
+    net = torch.compile(nn.Sequential(nn.Linear(4, 8)), mode="max-autotune")
+    square = torch.compile(dynamic=True)(torch.square)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        square(net(torch.ones(4, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(net.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(net.eval())))
+    kind = type(copied).__mro__[1].__name__
+    return [
+        list(torch.load(file)),
+        list(copied.state_dict()),
+        kind,
+        copied.training,
+        net(torch.ones(1, 4)).sum().item(),
+    ]
+
+
+def test_a_compiled_module_has_torchs_names():
+    """Checkpoints are those of one card: ``_orig_mod.`` is in front of each name."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        net(torch.ones(4, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = ["_orig_mod.0.weight", "_orig_mod.0.bias"]
+    for *said, value in run_ranks(_compiled, 1):
+        assert said == [names, names, "OptimizedModule", False]
+        assert value == pytest.approx(net(torch.ones(1, 4)).sum().item(), rel=1e-5)
+
+
+def test_what_compiles_nothing_keeps_what_it_is_given():
+    net = nn.Linear(2, 2)
+    wrapped = uncompiled(net)
+    assert is_wrapper(wrapped) and not is_wrapper(net) and uncompiled(wrapped) is wrapped
+    assert uncompiled(len) is len and uncompiled(fullgraph=True)(len) is len
+    assert torch.equal(wrapped(torch.ones(1, 2)), net(torch.ones(1, 2)))
+
+
+def test_a_sparse_operand_enters_as_it_is():
+    """Who takes it says what it cannot, at the model's own line."""
+    mesh = oc.ProcessMesh([0], ["dp"])
+    graph, rows = Entrance(mesh, ("dp",)).divided((torch.eye(4).to_sparse(), torch.ones(4, 2)), {})[0]
+    assert graph.layout is torch.sparse_coo and isinstance(rows, oc.DistTensor)
+    with pytest.raises(DispatchError, match="to_dense"):
+        graph @ rows
