@@ -28,6 +28,8 @@ from onecard.tensor.dist_tensor import DistTensor, copies_claim, has_copies
 from onecard.tensor.spec import STALE
 
 programs: Kept[Recent] = Kept(Recent)
+divided: Kept[set[str]] = Kept(set)
+"""Names of the axes along which an operand of some operator was cut, or pending."""
 by_value: dict[Any, bool] = {}
 
 
@@ -78,6 +80,9 @@ def _miss(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
     if older is not None:
         return older
     given = [x for v in (*args, *kwargs.values()) for x in (v if isinstance(v, list | tuple) else (v,))]
+    for layout in {v._spec.layout for v in given if isinstance(v, DistTensor)}:
+        names = zip(layout.mesh.dim_names, layout.placements, strict=True)
+        divided.here.update(name for name, where in names if not where.is_replicate())
     stale = [v for v in given if isinstance(v, DistTensor) and v._spec.alias == STALE]
     if stale:
         for value in stale:

@@ -18,6 +18,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
 from onecard.train.layer import replaced
+from onecard.train.zero import undivided
 from onecard.train.zero.last_hooks import keep_last
 from onecard.train.zero.reducer import Reducer, reduce_gradients
 from onecard.train.zero.resume import is_like, lay_out_loaded, lay_out_states, load_state_dict, sharders
@@ -77,6 +78,7 @@ def shard_optimizer(
         def reduce() -> None:
             if reducer is not None:
                 reducer.before_step()
+            undivided.tell(p for p in params_of(opt) if p.grad is not None)
             due = [cut for p in params_of(opt) if isinstance(p, DistTensor) and (cut := _as_parameter(p)) is not None]
             reduce_gradients(due)
             reduce_all([p.grad for group in opt.param_groups for p in group["params"]], "gradients", explicit=False)

@@ -23,6 +23,7 @@ from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.room import Room
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.train.summands import anywhere
+from onecard.train.zero import undivided
 
 SHARES, LEAST = 24, 2**20  # buckets of a model whose sums overlap with backward, at least; bytes of one, at least
 AT_ONCE = 4  # buckets under way, each with a copy of its gradients, before the oldest is awaited
@@ -136,6 +137,8 @@ class Reducer:
         if task in self._tasks:
             return
         self._tasks.add(task)
+        if self._every and self._zero is None:  # what it sums is cut, and computed with, before the step
+            undivided.tell(self._bucket_of)
         if all(p.grad is None for p in self._bucket_of) and not self._kept:
             self._backwards = 0
         self._backwards += 1

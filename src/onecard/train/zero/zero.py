@@ -26,6 +26,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.buckets import Cut, gather_all, reduce_all
 from onecard.tensor.spec import OWN, Spec
+from onecard.train.zero import undivided
 from onecard.train.zero.blocks import BlockSpec, Policy, of_marks
 from onecard.train.zero.last_hooks import register_last
 from onecard.train.zero.master import Masters
@@ -214,6 +215,7 @@ class ShardedUpdate:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._end(optimizer, args, kwargs)  # of a step that was interrupted
+        undivided.tell(p for p in params_of(optimizer) if p.grad is not None)
         self.reducer.before_step()
         self._take_parts(optimizer)
         return with_closure(args, kwargs, lambda given: self._evaluate(optimizer, given))

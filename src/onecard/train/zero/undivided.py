@@ -1,0 +1,33 @@
+"""An axis of the mesh along which ranks do the same work: said once, before the first step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from onecard.comm.base.record import user_line
+from onecard.comm.base.state import Kept, faked
+from onecard.comm.issue import trace
+from onecard.comm.world import world
+from onecard.tensor import DistTensor
+from onecard.tensor.dispatch.entry import divided
+from onecard.tensor.dist_tensor import as_one_card
+
+_told: Kept[set[str]] = Kept(set)
+
+
+def tell(params: Iterable[Any]) -> None:
+    """Warn of axes along which no operand was cut or pending, now that these have gradients: each rank has the whole batch."""
+    meshes = {p.mesh for p in params if isinstance(p, DistTensor)}
+    sizes = {name: size for mesh in meshes for name, size in zip(mesh.dim_names, mesh.shape, strict=True)}
+    idle = [name for name, size in sizes.items() if size > 1 and name not in divided.here and name not in _told.here]
+    if not idle or as_one_card.here or faked.here or trace.faking() or world.alone.here:
+        return
+    _told.here.update(idle)
+    name = idle[0]
+    warnings.warn(
+        f"{user_line()}: nothing is divided along {name!r}: each of its {sizes[name]} ranks has read the whole batch and "
+        f"computes all of it. Each has its rows by loader = onecard.shard_dataloader(loader, mesh, shard_dims={name!r})",
+        stacklevel=2,
+    )
