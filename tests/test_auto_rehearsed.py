@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,30 @@ def test_a_compiled_module_has_torchs_names():
     for *said, value in run_ranks(_compiled, 1):
         assert said == [names, names, "OptimizedModule", False]
         assert value == pytest.approx(net(torch.ones(1, 4)).sum().item(), rel=1e-5)
+
+
+def _whole_module(zero: int) -> tuple[bytes, bytes, float]:
+    begin(Job(oc.Plan(dp=2, zero=zero, per_host=0)).to_json())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        net(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(net, file := io.BytesIO())
+    return file.getvalue(), pickle.dumps(copy.deepcopy(net)), net(torch.ones(3, 4)).sum().item()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_whole_module_is_one_cards(zero):
+    """It runs where there is one process, and no onecard: what divides batches or gathers parameters stays behind."""
+    for saved, pickled, value in run_ranks(_whole_module, 2, zero):
+        assert not re.search(rb"onecard\.[a-z]", saved + pickled)
+        for net in (torch.load(io.BytesIO(saved), weights_only=False), pickle.loads(pickled)):
+            assert net(torch.ones(3, 4)).sum().item() == pytest.approx(value, rel=1e-5)
+            net(torch.ones(3, 4)).sum().backward()
+            assert type(net[0].weight) is nn.Parameter and type(net[0].weight.grad) is torch.Tensor
 
 
 def test_what_compiles_nothing_keeps_what_it_is_given():

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from onecard._torch.hooks import LeftBehind
 from onecard._torch.leaves import is_transformed, outside_transforms
 from onecard._torch.names import tree_leaves, tree_map
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
 
 
-class Entrance:
+class Entrance(LeftBehind):
     """Divides the rows of what a model is called with over axes of a mesh; every rank has the whole batch.
 
     Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are. Any

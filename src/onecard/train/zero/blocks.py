@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch import names as _torch
+from onecard._torch.hooks import LeftBehind
 from onecard._torch.leaves import outside_transforms
 from onecard._torch.names import tree_leaves
 from onecard.tensor import DistTensor
@@ -28,7 +29,7 @@ from onecard.train.zero.reducer import hook
 Policy = bool | Callable[[str, nn.Module], bool]
 
 
-class Hook:
+class Hook(LeftBehind):
     """A hook on modules that stays with them: a copy of a module does not have it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
