@@ -17,7 +17,7 @@ import pytest
 from amounts import amount
 from launching import python
 
-from onecard.auto import rank
+from onecard.auto import calls, rank
 from onecard.auto.calls import over
 from onecard.auto.files import Noted, Overlay
 
@@ -213,3 +213,16 @@ def test_what_is_said_at_the_end_of_a_program_that_failed(tmp_path, monkeypatch,
     rank._tell(overlay, watch)
     said = capsys.readouterr().err
     assert "has trained" not in said and "best.pt" in said and "rank0.json" not in said
+
+
+def test_a_look_at_what_nobody_has_changed_costs_no_walk_of_the_stack(tmp_path, monkeypatch):
+    """An import asks for thousands of paths, from frames that lie deep."""
+    (tmp_path / "made").mkdir()
+    with ExitStack() as stack:
+        over(Overlay(tmp_path / "own"), stack)
+        with monkeypatch.context() as patched:
+            patched.setattr(calls, "_is_checkpoints", lambda: pytest.fail("asked who looks"))
+            assert os.path.realpath(__file__) == str(Path(__file__).resolve()) and os.stat(__file__).st_size
+        (tmp_path / "made" / "file").write_text("mine")
+        assert os.stat(tmp_path / "made" / "file").st_size == 4
+    assert not (tmp_path / "made" / "file").exists()

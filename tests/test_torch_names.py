@@ -29,6 +29,7 @@ THE_FILES = [
         "graphs",
         "modes",
         "hooks",
+        "uncompiled",
     )
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in THE_FILES)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _kind() -> type[nn.Module] | None:
     """torch's class of compiled modules, which computes as what it holds; None: this torch has none. Imported when needed."""
     try:
@@ -19,7 +19,7 @@ def _kind() -> type[nn.Module] | None:
     except (ImportError, AttributeError):
         return None
 
-    class Uncompiled(made):  # type: ignore[misc]
+    class Uncompiled(made):
         def __init__(self, module: nn.Module) -> None:
             super().__init__(module, _as_it_is)
             self._torchdynamo_orig_callable = module.forward

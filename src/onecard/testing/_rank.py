@@ -129,6 +129,7 @@ def _set_environment(job: RankJob) -> None:
         warnings.filterwarnings("default", module=module)  # theirs to repair
     # Python 3.12 on says so of every fork, for example of a DataLoader's worker: the second thread is ours.
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*nothing is divided along", UserWarning)  # a test may want the whole batch
 
 
 def _open_group(job: RankJob) -> None:

@@ -19,9 +19,12 @@ _told: Kept[set[str]] = Kept(set)
 
 def tell(params: Iterable[Any]) -> None:
     """Warn of axes along which no operand was cut or pending, now that these have gradients: each rank has the whole batch."""
-    meshes = {p.mesh for p in params if isinstance(p, DistTensor)}
-    sizes = {name: size for mesh in meshes for name, size in zip(mesh.dim_names, mesh.shape, strict=True)}
+    held = [p for p in params if isinstance(p, DistTensor)]
+    sizes = {
+        name: size for mesh in {p.mesh for p in held} for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
+    }
     idle = [name for name, size in sizes.items() if size > 1 and name not in divided.here and name not in _told.here]
+    idle = [name for name in idle if not any(_is_divided(p.grad, name) for p in held)]
     if not idle or as_one_card.here or faked.here or trace.faking() or world.alone.here:
         return
     _told.here.update(idle)
@@ -31,3 +34,11 @@ def tell(params: Iterable[Any]) -> None:
         f"computes all of it. Each has its rows by loader = onecard.shard_dataloader(loader, mesh, shard_dims={name!r})",
         stacklevel=2,
     )
+
+
+def _is_divided(grad: Any, name: str) -> bool:
+    """Whether a gradient is cut or pending along an axis: fleet's are, of which no operator knows."""
+    if not isinstance(grad, DistTensor):
+        return False
+    pairs = zip(grad.mesh.dim_names, grad.placements, strict=True)
+    return any(axis == name and not where.is_replicate() for axis, where in pairs)
