@@ -10,16 +10,18 @@ import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from amounts import amount
 from launching import python
+from torch import nn
 
 from onecard.auto import calls, rank
 from onecard.auto.calls import over
 from onecard.auto.files import Noted, Overlay
+from onecard.planning.plan import Plan
 
 NAMES = ["a", "b", "d", "d/x", "d/y", "e/z", "new"]
 
@@ -204,11 +206,16 @@ def test_what_is_said_at_the_end_of_a_program_that_failed(tmp_path, monkeypatch,
     launcher.__dict__["board"] = str(notes / "rank0.board")
     monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
     monkeypatch.setattr("onecard.comm.world.world.get_world_size", lambda: 2)
-    overlay, watch = Noted(), SimpleNamespace(roots=[])
+    monkeypatch.setattr(rank, "Applied", lambda plan: None)  # there is one rank here
+    overlay, watch = Noted(), rank.ProgramWatch(rank.Job(Plan(dp=2), {"weight": [2, 2]}))
     overlay.written = {str(notes / "rank0.json"): None, str(theirs): None}
     theirs.touch()
     rank._tell(overlay, watch)
     assert "no module has trained" in capsys.readouterr().err
+    watch.roots.append(nn.Linear(3, 2))
+    rank._tell(overlay, watch)
+    assert "the plan was not used: weight is [2, 3] in Linear, and [2, 2] in the plan" in capsys.readouterr().err
+    watch.roots.clear()
     (notes / "rank0.json").touch()
     rank._tell(overlay, watch)
     said = capsys.readouterr().err
