@@ -53,7 +53,7 @@ def loop(
     outside: Callable[[int, Any], Any] = lambda i, loss: None,
     batches: Any = None,
     steps: int = STEPS,
-    result: Callable[[Tensor], Any] = lambda loss: loss.detach(),
+    result: Callable[[Tensor], Any] | None = None,
     read: Callable[[Any], Tensor] = lambda found: found,
 ) -> list[Any]:
     """``between``: backward and step, ``after``: the step, inside of the step's function; ``outside`` of it, after each."""
@@ -69,9 +69,10 @@ def loop(
         for opt in opts:
             opt.zero_grad()
         after()
-        return result(loss)
+        return loss.detach() if result is None else result(loss)
 
-    run, seen = at.step(step), []
+    run = at.fitted(net, opts, loss_of, between, after) if result is None else None
+    run, seen = run or at.step(step), []
     for i, (x, y) in enumerate(batches if batches is not None else at.batches(steps)):
         found = at.mean(read(run(x, y)))
         seen.append(found)

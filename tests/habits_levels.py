@@ -12,7 +12,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -39,6 +39,10 @@ class At:
     def step(self, one: Callable[..., Any]) -> Callable[..., Any]:
         """One step of a loop, as this level runs it."""
         return one
+
+    def fitted(self, net: Any, opts: Sequence[Any], loss_of: Any, between: Any, after: Any) -> Any:
+        """A function of a batch that trains and gives the loss, where a level has steps of its own; None: ``step`` makes it."""
+        return None
 
     def backward(self, net: Any, x: Any, y: Any, loss_fn: Callable[..., Any] = cross_entropy) -> Tensor:
         """``loss_fn(net(x), y).backward()``, as this level says it; the loss."""
@@ -436,7 +440,7 @@ def trained(
             each.zero_grad()
         return loss
 
-    run = at.step(one)
+    run = at.fitted(net, optimizers, lambda x, y: cross_entropy(net(x), y), between, None) or at.step(one)
     return [at.mean(run(x, y)) for x, y in at.batches(steps)]
 
 

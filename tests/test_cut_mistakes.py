@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -209,7 +210,8 @@ def test_no_mistakes() -> None:
 
 
 def _alone() -> None:
-    """Rank 1 alone is wrong, after a step that went well."""
+    """Rank 1 alone is wrong, after steps that went well."""
+    warnings.simplefilter("ignore")
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -227,6 +229,6 @@ def _alone() -> None:
 
 
 def test_a_mistake_of_one_rank_ends_all() -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 failed first") as caught:
+    with pytest.raises(RankError, match="has 6 rows, which cannot be cut in 4") as caught:
         run_ranks(_alone, 2, timeout=60.0)
-    assert "argument 'x'" in str(caught.value) or "rank 1" in str(caught.value)
+    assert "rank 1: RecordingError" in str(caught.value)  # as rank 0 quotes it

@@ -68,6 +68,49 @@ class Step(At):
         return {k: v for each in every for k, v in each.items()}
 
 
+class Unfit(Exception):
+    """A habit for which a level has no place."""
+
+
+class _WithLoss(nn.Module):
+    """A net whose forward is the habit's loss."""
+
+    def __init__(self, net: nn.Module, loss_of: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.net, self.given = net, [loss_of]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.given[0](x, y)
+
+
+class Fitted(Step):
+    """``Engine.fit``, one batch at a time; or a ``DistModel``. What is between backward and the step are hooks of optimizers."""
+
+    def __init__(self, dist_model: bool = False, **fields: Any) -> None:
+        self.strategy, self.dist_model = oc.Strategy(fields), dist_model
+
+    def step(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        raise Unfit("the step is the program's own")
+
+    def fitted(self, net: Any, opts: Sequence[Any], loss_of: Any, between: Any, after: Any) -> Any:
+        if not isinstance(net, nn.Module) or not opts:
+            raise Unfit("no model, or no optimizer")
+        opts[0].register_step_pre_hook(lambda *_: between() and None)
+        if after is not None:
+            opts[-1].register_step_post_hook(lambda *_: after() and None)
+        given: Any = [*opts] if len(opts) > 1 else opts[0]
+        if self.dist_model:
+            made = oc.to_static(_WithLoss(net, loss_of), None, lambda loss, y: loss, given, self.strategy)
+            made.train()
+            return lambda x, y: torch.as_tensor(made((x, y), y))
+        engine = oc.Engine(_WithLoss(net, loss_of), None, given, strategy=self.strategy)
+
+        def fit(x: Any, y: Any) -> Tensor:
+            return torch.as_tensor(engine.fit(iter([(x, y)]), verbose=0).losses[-1])  # a dataset's loader draws
+
+        return fit
+
+
 class Auto(At):
     """A rank of ``run --auto``: the program is one card's."""
 
@@ -157,6 +200,7 @@ def _filled(made: Any, layer: nn.Linear) -> nn.Module:
 
 
 COLUMN, ROW = "tp: Shard(0)", "tp: Shard(1)"
+PIPELINE = {"enable": True, "accumulate_steps": 2, "micro_batch_size": 4}
 TP = {"tp": 2, "placements": old.CUT}
 LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "micro": (1, lambda: Step(microbatches=2)),
@@ -172,6 +216,11 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "ZeRO 1 x pp": (4, lambda: Step(pp=2, dp=2, zero=1, microbatches=2)),
     "ZeRO 3 x pp": (4, lambda: Step(pp=2, dp=2, zero=3, microbatches=2, schedule="ZBH1")),
     "tp x pp": (4, lambda: Step(pp=2, microbatches=2, **TP)),
+    "Engine dp": (2, Fitted),
+    "Engine 1F1B": (2, lambda: Fitted(pipeline=PIPELINE)),
+    "Engine ZeRO 2": (2, lambda: Fitted(sharding={"enable": True, "stage": 2})),
+    "DistModel dp": (2, lambda: Fitted(True)),
+    "DistModel 1F1B": (2, lambda: Fitted(True, pipeline=PIPELINE)),
     "auto dp": (2, lambda: Auto(dp=2)),
     "auto ZeRO 1": (2, lambda: Auto(dp=2, zero=1)),
     "auto ZeRO 3": (2, lambda: Auto(dp=2, zero=3)),
@@ -196,7 +245,8 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "grid ZeRO 2": (4, lambda: Grid(oc.ShardingStage2)),
     "grid ZeRO 3": (4, lambda: Grid(oc.ShardingStage3)),
 }  # fmt: skip
-PLAIN = tuple(n for n in LEVELS if n.startswith(("auto", "plan", "recorded")))
+FITTED = tuple(n for n in LEVELS if n.startswith(("Engine", "DistModel")))
+PLAIN = tuple(n for n in LEVELS if n.startswith(("auto", "plan", "recorded", *FITTED)))
 CUT = ("micro", "dp micro", "1F1B", "VPP", "ZBV", "ZBH1", "dp x pp", "ZeRO 1 x pp", "ZeRO 3 x pp", "tp x pp")
 CLOSE = crossed_habits.CLOSE
 LATER = crossed_later  # its habits are among them
@@ -256,6 +306,8 @@ def cell(habit: str, level: str) -> Outcome:
         try:
             at = LEVELS[level][1]()
             found = at.joined(HABITS[habit](at))
+        except Unfit as error:
+            return "void", str(error)
         except Exception as error:
             where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
             words = f"{type(error).__name__}: {' '.join(str(error).split())[:700]} @ {' '.join(where[-5:])}"
@@ -293,7 +345,7 @@ def work(cells: Sequence[tuple[str, str]], folder: str) -> None:
                 store.wait(names, timedelta(seconds=PATIENCE))
             except RuntimeError:
                 return
-            if any(store.get(n) not in (b"right",) for n in names):
+            if any(store.get(n) not in (b"right", b"void") for n in names):
                 return
 
 

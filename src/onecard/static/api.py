@@ -32,7 +32,7 @@ from onecard.static.run.bound import BoundRecording
 from onecard.static.run.elsewhere import in_order, settle
 from onecard.static.run.rechecked import Recounted, given_to
 from onecard.static.step import refusals
-from onecard.static.step.step import MISS
+from onecard.static.step.step import ANEW, MISS
 
 ENOUGH = 2  # recordings that were not what the step does: after so many it runs as it is
 
@@ -158,6 +158,7 @@ class Static:
         self.fn = fn
         self._bound: list[BoundRecording[Recording]] = []
         self._warm = self._full = False
+        self._made = 0  # recordings of a step in stages: all ranks make them together
         self._unlike = 0  # how often a recording was not what the step does
         self._whole: BatchRows | None = None  # of a call on a whole batch
         self._recounted = Recounted()
@@ -193,6 +194,8 @@ class Static:
             except Exception as fault:
                 note_line(fault, bound.recording._run)
                 raise
+            if result is ANEW:
+                return self._miss(args, kwargs, agreed=True)
             if result is not MISS:
                 checks.calls += 1
                 if self._parts is not None:
@@ -228,6 +231,8 @@ class Static:
         if given is MISS:
             return MISS
         if self._sketched:
+            if not self._in_turn(bound, given):
+                return ANEW
             bound.checks.sketched(functools.partial(sketched_again, self.fn, leaves, names, tree, self._options))
             if not bound.checks.found:
                 return bound.replay(args, kwargs)
@@ -262,34 +267,40 @@ class Static:
             stacklevel=3,
         )
 
-    def _miss(self, args: Any, kwargs: Any) -> Any:
+    def _miss(self, args: Any, kwargs: Any, agreed: bool = False) -> Any:
+        """A call that fits no recording; ``agreed``: here it does, and another rank has to record it anew."""
         leaves, names, tree = flat(self.fn, args, kwargs)
-        for i, bound in enumerate(self._bound):
+        for i, bound in enumerate(self._bound if not agreed else ()):
             fits = bound.kinds_fit(leaves) and tree == bound.recording.call and not bound.seen_differs()
             made = bound.again() if fits else None
             result = made.replay(args, kwargs) if made is not None else MISS
+            if result is ANEW:
+                agreed = True
+                break
             if made is not None and result is not MISS:
                 self._bound[i] = made
                 return result
+        why = ""
         if self._bound:
-            lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
-            all_record(name_of(self.fn), [*lines.values()], self._changed(leaves, names))
+            why = next((b.turn.why for b in self._bound if b.turn and b.turn.why), "") if agreed else ""
+            why = why or self._changed(leaves, names)
+            self._all_record(why, agreed)
         if len(self._bound) >= self._options.limit:
             if self._sketched:
                 raise RecordingError(
                     f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; a step that is cut into stages cannot "
-                    f"run as it is. {self._changed(leaves, names)}; limit= keeps more of them"
+                    f"run as it is. {why}; limit= keeps more of them"
                 )
             if not self._full:
                 self._full = True
                 warnings.warn(
                     f"{name_of(self.fn)}: {self._options.limit} recordings, and none fits; calls that fit none run as they are "
-                    f"from now on. {self._changed(leaves, names)}",
+                    f"from now on. {why}",
                     stacklevel=3,
                 )
             return self._as_it_is(args, kwargs)
         if self._bound:
-            warnings.warn(f"{name_of(self.fn)} is recorded anew: {self._changed(leaves, names)}", stacklevel=3)
+            warnings.warn(f"{name_of(self.fn)} is recorded anew: {why}", stacklevel=3)
         recording, result = recorded(self.fn, leaves, names, tree, self._options, self._whole)
         if self._sketched:
             return self._begun(recording, args, kwargs)
@@ -299,16 +310,26 @@ class Static:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)
 
+    def _all_record(self, why: str, agreed: bool) -> None:
+        """Whoever exchanges messages with this rank records the step anew as well."""
+        if not self._sketched:
+            lines = {line.ranks: line for bound in self._bound for line in bound.checks.lines}
+            all_record(name_of(self.fn), [*lines.values()], why)
+        elif not agreed and self._bound[0].turn is not None:
+            self._bound[0].turn.records(why)
+
     def _begun(self, recording: Recording, args: Any, kwargs: Any) -> Any:
         """The first replay of a step that has not been done: one that makes states, or the first gradients, is replayed once."""
         bound = recording.bound
-        assert bound is not None
+        assert bound is not None and bound.turn is not None
+        self._made += 1
+        bound.turn.number = self._made
         try:
             result = bound.replay(args, kwargs)
         except Exception as fault:
             note_line(fault, recording._run)
             raise
-        assert result is not MISS  # ``check_begins``
+        assert result is not MISS and result is not ANEW  # ``check_begins``, on all ranks
         # Later ones leave gradients, too, of parameters that other ranks have.
         again, self._warm = recording.makes_states or (not self._warm and recording.leaves_gradients), True
         if again:
@@ -318,6 +339,11 @@ class Static:
         else:
             self._bound.insert(0, bound)
         return result
+
+    def _in_turn(self, bound: BoundRecording[Recording], given: Sequence[Any]) -> bool:
+        """Whether all ranks are about to replay this recording."""
+        known = zip(bound.recording.inputs, given, strict=True)
+        return bound.turn is None or bound.turn.replays(*(x for i, x in known if i.kind == "number"))
 
     def _changed(self, leaves: Sequence[Any], names: Sequence[str]) -> str:
         bound = self._bound[0]

@@ -21,7 +21,7 @@ from onecard.static.run.bound import BoundRecording
 from onecard.static.show import timeline
 from onecard.static.show.draw import draw
 from onecard.static.show.show import head, text
-from onecard.static.step.step import MISS, Input, Output, RecordedStep
+from onecard.static.step.step import ANEW, MISS, Input, Output, RecordedStep
 
 
 @dataclass(slots=True, repr=False)
@@ -82,6 +82,8 @@ class Recording(RecordedStep):
             raise RecordingError(
                 f"{self.name}: {self.file} calls what cannot be: {said}. Record the step again"
             ) from fault
+        if result is ANEW:
+            raise RecordingError(f"the recording of {self.name} fits here, and not on another rank of its step")
         if result is not MISS:
             return result
         names = [name for name, _ in self.arguments]

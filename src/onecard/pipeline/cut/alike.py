@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from onecard._torch.names import OpOverload, tree_leaves
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.sparse_check import Subject
 from onecard.comm.base import record
@@ -115,7 +116,11 @@ def _gathered(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
 
 def _line(node: fx.Node) -> str:
     facts = node.meta.get("tensor")
-    return f"{words(node)}{f' of shape {[*facts[0]]}' if facts else ''}"
+    given = ""
+    if isinstance(node.target, OpOverload):
+        numbers = [x for x in tree_leaves([node.args, node.kwargs]) if type(x) in (int, float, bool)]
+        given = f" given {numbers}" if numbers else ""
+    return f"{words(node)}{f' of shape {[*facts[0]]}' if facts else ''}{given}"
 
 
 def _code(text: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -166,6 +167,70 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
         sparse_check.stop(
             f"{words} {missing}: a rank that replays and one that records send different messages. What a step depends on has to "
             "be the same on all ranks: make the flag an argument that is equal everywhere, or torch.where(flag, a, b)"
+        )
+
+
+class Turn:
+    """What ranks that do one step together say of a call before any of them sends: which recording they replay, if any.
+
+    So one that has to record it anew does not wait for others that wait for its messages, and all read the same numbers: a rate
+    that one rank alone lowers would train its stage alone otherwise. One small message for each call.
+
+    Attributes:
+        number: of the recording among those of the step, by which all ranks mean the same one.
+        why: the last time that they did not all replay it, as another rank says it.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], numbers: Sequence[str]) -> None:
+        self._name, self._ranks, self._numbers, self.number, self.why = name, tuple(ranks), numbers, 0, ""
+
+    def replays(self, *numbers: float) -> bool:
+        """This rank replays; whether all others do, too.
+
+        Raises:
+            RecordingError: they do, with other numbers; on all ranks alike.
+        """
+        packed = struct.pack(f"{len(numbers)}d", *numbers)
+        said = self._said(self.number, zlib.crc32(packed))
+        if any(number != self.number for number, _ in said):
+            self.why = self._reasons("")
+            return False
+        if len({code for _, code in said}) > 1:
+            self._apart(numbers)
+        return True
+
+    def records(self, why: str) -> None:
+        """This rank records the step anew, and so do all."""
+        self._said(-1, 0)
+        self._reasons(why)
+
+    def _reasons(self, mine: str) -> str:
+        if len(self._ranks) < 2 or pretending() or trace.faking():
+            return mine
+        theirs = self._gathered(torch.tensor([[*mine.encode()[:_QUOTED].ljust(_QUOTED)]], dtype=torch.uint8))
+        said = (bytes(row.tolist()).decode(errors="replace").strip() for row in theirs)
+        found = ((rank, words) for rank, words in zip(self._ranks, said, strict=True) if words)
+        return next((f"on rank {rank} {words}" for rank, words in found), "other ranks replay another recording")
+
+    def _said(self, *mine: int) -> list[list[int]]:
+        if len(self._ranks) < 2 or pretending() or trace.faking():
+            return [[*mine]]
+        found: list[list[int]] = self._gathered(torch.tensor([mine])).tolist()
+        return found
+
+    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+        record.serving.here = ("to_static", "turn", ())
+        theirs: Any = collectives.all_gather(mine, of_ranks(self._ranks, "stages"), 0, [1] * len(self._ranks))
+        return torch.as_tensor(theirs)
+
+    def _apart(self, numbers: Sequence[float]) -> NoReturn:
+        theirs = self._gathered(torch.tensor([numbers], dtype=torch.float64))
+        at = next(i for i in range(len(numbers)) if len(set(theirs[:, i].tolist())) > 1)
+        said = ", ".join(f"{x!r} on rank {rank}" for rank, x in zip(self._ranks, theirs[:, at].tolist(), strict=True))
+        raise RecordingError(
+            f"{self._name}: {self._numbers[at]} is {said}; each rank of a pipeline does its part of one program, so that what a "
+            "step reads of Python's numbers is the same on all: step schedulers, and set rates and weights, on every rank "
+            "(not within 'if onecard.get_rank() == 0:')"
         )
 
 

@@ -16,8 +16,9 @@ from onecard.static.guards.arguments import ADVICE, in_words, is_same, kind_of, 
 from onecard.static.guards.fits import Fits
 from onecard.static.guards.lines import checks
 from onecard.static.guards.seen import Seen
+from onecard.static.run.agreed import Turn
 from onecard.static.run.rechecked import NEVER, Checks
-from onecard.static.step.step import AnyStep, Effect, Output
+from onecard.static.step.step import ANEW, AnyStep, Effect, Output
 
 
 class BoundRecording(Generic[AnyStep]):
@@ -26,14 +27,24 @@ class BoundRecording(Generic[AnyStep]):
     Attributes:
         seen: what the function reaches by name, if that is to be as it was, too.
         checks: when it is compared with the step itself, and what with.
+        turn: asked before a replay sends anything, where ranks do the step together.
     """
 
-    def __init__(self, recording: AnyStep, roots: Sequence[Any], kinds: Sequence[Any], facts: Any = None) -> None:
+    def __init__(
+        self,
+        recording: AnyStep,
+        roots: Sequence[Any],
+        kinds: Sequence[Any],
+        facts: Any = None,
+        turn: Turn | None = None,
+    ) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         self._facts: dict[Any, Any] = {} if facts is None else facts
         self.seen: Seen | None = None
         self.checks: Checks = NEVER
+        self.turn = turn
         self._writer = _ReplayCode(recording, self.roots, self.kinds, self._facts)
+        self._writer.turn = turn
 
     @cached_property
     def replay(self) -> Callable[[Any, Any], Any]:
@@ -74,7 +85,7 @@ class BoundRecording(Generic[AnyStep]):
     def again(self) -> BoundRecording[AnyStep] | None:
         """Bound anew, to the tensors that are now in the places: states that were loaded. All else must be as it was."""
         try:
-            made = BoundRecording(self.recording, self.roots, self.kinds, self._facts)
+            made = BoundRecording(self.recording, self.roots, self.kinds, self._facts, self.turn)
         except (KeyError, AttributeError, IndexError):
             return None
         made.checks = self.checks
@@ -86,6 +97,8 @@ _FORM = "how the arguments are put together: other keys or another order in a di
 
 class _ReplayCode(Fits):
     """The functions of a bound recording."""
+
+    turn: Turn | None = None
 
     def why(self) -> Any:
         """A function that says of leaves why the recording does not fit; None if it does."""
@@ -110,6 +123,11 @@ class _ReplayCode(Fits):
         body = [self.code("try:"), *(self.code("    {}", line) for line in lines)]
         # What it is bound to is no longer there.
         body.append(self.code("except (KeyError, AttributeError, IndexError, ValueError): return MISS"))
+        if self.turn is not None:
+            inputs = zip(self.recording.inputs, self.given, strict=True)
+            numbers = self.joined(", ", (given for known, given in inputs if known.kind == "number"))
+            asked = self.code("if not {}({}): return {}", self.slot(self.turn.replays), numbers, self.slot(ANEW))
+            body.append(asked)
         return self.function(self.code("args, kwargs"), [*body, *self._run()])
 
     def _run(self) -> list[Code]:

@@ -15,6 +15,8 @@ from onecard.tensor.spec import Spec
 
 MISS = object()
 """What a replay gives that was not done: the recording does not fit."""
+ANEW = object()
+"""The same, where it fits here and not on another rank that does the step with this one: all of them record it anew."""
 Where = tuple[Any, ...]
 """A place in the program: ("argument", i), ("parameter" or "buffer", root, path), ("member", root, group, i) of an optimizer,
 ("gradient", where), ("state", root, group, i, key), ("group", root, group, key, i or None), ("object", root)."""
