@@ -9,29 +9,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cut_programs import K
 from test_cut_beside import Program
+from torch import nn
 
 import onecard as oc
+from onecard.comm.issue.message import issue, message
+from onecard.comm.issue.ranks import of_ranks
 from onecard.errors import StageError
 from onecard.fleet.gradients import hooks
 from onecard.testing import run_ranks
 from onecard.train.absent import let_go
-from onecard.train.shard import is_elsewhere
+from onecard.train.shard import is_elsewhere, note_read, note_stage
 
 HABITS: dict[str, Callable[[Any], Any]] = {
-    "list operators": lambda p: torch._foreach_mul([q.detach() for q in p.model.parameters()], 2.0),
-    "list norms": lambda p: torch._foreach_norm(list(p.model.parameters())),
-    "a vector of all": lambda p: torch.nn.utils.parameters_to_vector(p.model.parameters()),
+    "a norm of all": lambda p: float(torch.nn.utils.parameters_to_vector(p.model.parameters()).norm()),
     "a number": lambda p: sum(q.sum().item() for q in p.model.parameters()),
-    "forward by hand": lambda p: p.model(torch.zeros(2, 3, dtype=torch.int64)),
-    "a copy": lambda p: copy.deepcopy(p.model),
+    "forward by hand": lambda p: p.model(torch.zeros(2, 3, dtype=torch.int64)).sum().item(),
     "numpy": lambda p: [q.detach().numpy() for q in p.model.parameters()],
     "torch.save": lambda p: torch.save(p.model.state_dict(), io.BytesIO()),
     "torch.save of states": lambda p: torch.save(p.optimizer.state_dict(), io.BytesIO()),
-    "an average": lambda p: [q.detach().clone() for q in p.model.parameters()],
     "drawn anew": lambda p: [q.data.normal_() for q in p.model.parameters()],
-    "other data": lambda p: [setattr(q, "data", torch.ones(q.shape)) for q in p.model.parameters() if is_elsewhere(q)],
+    "a sum that is trained": lambda p: sum(q.square().sum() for q in p.model.parameters()).backward(),
+    "other data": lambda p: [setattr(q, "data", torch.ones(2, 5)) for q in p.model.parameters() if is_elsewhere(q)],
     "another dtype": lambda p: p.model.double(),
 }
 
@@ -64,10 +65,60 @@ def test_every_habit_is_told():
         assert "oc.checkpoint.save" in found["torch.save"]
 
 
+def _lost(shape: tuple[int, ...], stage: int = 1) -> nn.Parameter:
+    x = nn.Parameter(torch.ones(shape))
+    x.untyped_storage().resize_(0)
+    let_go(x, (stage,), "x")
+    return x
+
+
+def test_what_is_computed_of_it_is_as_absent():
+    x, y = _lost((3, 2)), torch.ones(3, 2)
+    with torch.no_grad():
+        x.mul_(2).add_(y).clamp_(-1, 1)[0] = 3
+        x.data = 0.9 * x.data
+        made = [x + y, x.T, x[0], x.norm(), torch.stack([x.norm(), y.norm()]), x.detach().double(), copy.deepcopy(x)]
+        made += torch._foreach_norm([x])
+        mixed = torch._foreach_mul([y, x], [2.0, 3.0])
+    assert all(is_elsewhere(each) for each in (*made, mixed[1]))
+    assert [tuple(each.shape) for each in made[:5]] == [(3, 2), (2, 3), (2,), (), (2,)]
+    assert (made[5].dtype, made[0].device.type, type(made[6])) == (torch.float64, "cpu", type(x))
+    assert torch.equal(mixed[0], 2 * y)
+
+
+def test_what_it_is_written_into_becomes_absent_with_all_that_have_its_memory():
+    x, average = _lost((3, 2)), nn.Linear(2, 3)
+    seen, assigned, listed = average.weight.detach(), torch.ones(3, 2), torch.ones(3, 2)
+    with torch.no_grad():
+        average.weight.mul_(0.9).add_(x, alpha=0.1)
+        assigned.data = 0.5 * x.data
+        torch._foreach_lerp_([listed], [x], 0.1)
+    assert all(map(is_elsewhere, (average.weight, seen, assigned, listed)))
+    assert isinstance(average.weight, nn.Parameter) and average.weight.requires_grad
+    base, trained, read = torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 2)
+    note_stage(trained, True, (0,))
+    note_read(read)
+    for into, why in ((base[1:], "another tensor has"), (trained, "this rank trains"), (read, "or reads")):
+        with torch.no_grad(), pytest.raises(StageError, match=why):
+            into.add_(x[: len(into)])
+        assert torch.equal(into, torch.ones_like(into))
+
+
+def test_nothing_is_drawn_nor_sent_of_it():
+    x = _lost((3, 2))
+    for draws in (torch.randn_like, lambda x: x.data.uniform_(), lambda x: F.dropout(x, 0.5)):
+        before = torch.get_rng_state()
+        with torch.no_grad(), pytest.raises(StageError, match="random numbers"):
+            draws(x)
+        assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(StageError, match="all_gather of x"):
+        issue(message(of_ranks([0]), "all_gather_into_tensor", 1), torch.ones(3, 2), x.detach())
+
+
 def test_a_gradient_may_be_asked_for_where_fleet_is_in_use():
     hooks.install()  # Tensor.grad is a property of ours then, which has no name
     x = torch.nn.Parameter(torch.ones(2))
     let_go(x, (1,), "x")
     assert x.grad is None
     with torch.no_grad(), pytest.raises(StageError, match="of x"):
-        x.sum()
+        x.sum().item()

@@ -39,6 +39,7 @@ from onecard.auto.rank import Job, begin
 from onecard.errors import OnecardError, StageError
 from onecard.place.boxes import slices
 from onecard.testing import RankError, RankTimeout, run_ranks
+from onecard.train.shard import is_elsewhere
 
 
 class Step(At):
@@ -52,9 +53,10 @@ class Step(At):
 
     def whole(self, x: Tensor) -> Tensor:
         try:
-            return super().whole(x)
+            found = super().whole(x)
         except StageError:  # another stage's
             return None
+        return None if is_elsewhere(found) else found
 
     def joined(self, seen: Seen) -> Seen:
         every: list[Any] = [None] * oc.get_world_size()
@@ -253,12 +255,17 @@ LATER = crossed_later  # its habits are among them
 HABITS = crossed_habits.HABITS | {f"old {k}": v for k, v in old.HABITS.items()}
 OF_PARTS = ("sam", "norm_by_hand", "clipped_each", "centralised", "centralised_by_a_hook")
 """Habits that join elements of one gradient themselves: by hand a rank has a part of it."""
-PATIENCE = 40.0
+DRAWS = ("r_drop",)
+"""Habits that draw for rows: microbatches draw each for itself."""
+PATIENCE, REFUSED = 40.0, 5.0
+"""Seconds that a rank waits for the others at the end of a cell."""
 Outcome = tuple[str, str]
 
 
 def fits(habit: str, level: str) -> bool:
     """Whether there is such a cell: what compares rows is another program where a rank has its own rows."""
+    if habit in DRAWS and (level in CUT or level.endswith("1F1B")):
+        return False
     if habit.startswith("old "):
         return level in PLAIN or level in CUT or level.startswith("grid")
     by_hand = level in ("os", "os_g", "p_g_os") or level.startswith("fleet")
@@ -341,9 +348,11 @@ def work(cells: Sequence[tuple[str, str]], folder: str) -> None:
             file.write(json.dumps([kind, words]) + "\n")
             store.set(f"crossed/{number}/{rank}", kind)
             names = [f"crossed/{number}/{r}" for r in range(oc.get_world_size())]
-            try:
-                store.wait(names, timedelta(seconds=PATIENCE))
+            try:  # one that is refused ends soon, as its program would: the others hear of it
+                store.wait(names, timedelta(seconds=REFUSED if kind == "refused" else PATIENCE))
             except RuntimeError:
+                if kind == "refused":
+                    raise
                 return
             if any(store.get(n) not in (b"right", b"void") for n in names):
                 return
@@ -357,12 +366,12 @@ def run(cells: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Outcome
         if portion[0][1].startswith("auto"):  # begins once in a process
             portion = portion[:1]
         nproc = LEVELS[portion[0][1]][0]
-        fault = ""
+        fault, ended = "", Exception()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run_ranks(work, nproc, portion, folder, timeout=60 + 15.0 * len(portion))
             except (RankError, RankTimeout) as error:
-                fault = str(error)
+                fault, ended = str(error), error
             said = [
                 [json.loads(line) for line in Path(folder, str(r)).read_text().splitlines()]
                 if Path(folder, str(r)).exists()
@@ -375,7 +384,10 @@ def run(cells: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Outcome
             have = [s[number] if number < len(s) else ["HANG", fault[-1500:]] for s in said]
             kinds = {h[0] for h in have}
             done += 1
-            if len(kinds) == 1:
+            if kinds == {"refused", "HANG"} and isinstance(ended, RankError):
+                said_by = next(h[1] for h in have if h[0] == "refused")
+                yield portion[number], ("refused", f"on one rank, whose end is that of all: {said_by}")
+            elif len(kinds) == 1:
                 yield portion[number], (have[0][0], have[0][1])
             elif kinds <= {"refused", "right", "told"} and "refused" in kinds:
                 yield portion[number], ("UNEQUAL", " | ".join(f"{h[0]}: {h[1][:300]}" for h in have))

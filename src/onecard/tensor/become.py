@@ -60,7 +60,8 @@ def _was_used(_: Any) -> None:
 def _assign(tensor: Any, value: Any) -> None:
     """``tensor.data = value``: torch would put a distributed tensor's inside into a plain object, and crash when it is used."""
     if not isinstance(value, DistTensor) or isinstance(tensor, DistTensor):
-        _torch.set_data(tensor, value)
+        taken = getattr(value, "taken_by", None) if type(value) not in (Tensor, nn.Parameter) else None
+        _torch.set_data(tensor, value) if taken is None else taken(tensor)
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise DispatchError(

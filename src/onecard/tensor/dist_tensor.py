@@ -127,6 +127,9 @@ class DistTensor(Tensor):
     def _take(self, value: DistTensor) -> None:
         """Become an alias of another tensor: the same layout, the same memory."""
         value._refresh()
+        if hasattr(self._local, "refused"):  # what only other stages of a pipeline have stays theirs
+            self._local.data = value._local
+            return
         self._local, self._spec, self._memory = value._local, value._spec, None
         if value._memory is not None or value._spec.layout.pending:
             memory.share(value, self)

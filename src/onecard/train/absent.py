@@ -1,22 +1,26 @@
 """What only other ranks of a pipeline have: a tensor of this program without memory here, which says so to who computes with it.
 
-Its place is kept, so that all ranks look alike: the same objects, names, shapes, optimizers. Recorded steps run their part; all
-else that would read it is told who has it. Without that, torch's operators on lists read memory that is not there.
+Its place is kept, so that all ranks look alike: the same objects, names, shapes, optimizers. Recorded steps run their part. What
+else is computed of it is as absent (``of_absent.py``); who wants a value is told who has it. Without that, torch's operators on
+lists read memory that is not there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onecard import recorded
+from onecard._torch import patches
 from onecard._torch.names import without_torch_function
 from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
 from onecard.comm.world import world
 from onecard.errors import StageError
+from onecard.train.of_absent import Needed, computed, tensors
 from onecard.train.shard import note_stage, stages_of
 
 _TOLD = frozenset((
@@ -32,40 +36,62 @@ _TOLD = frozenset((
 """What may be asked of it: all but values."""
 _CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
-_WRITES = frozenset((
-    "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__", "__setitem__", "abs_", "add_", "addcdiv_", "addcmul_",
-    "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "fill_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "neg_",
-    "pow_", "renorm_", "sqrt_", "sub_", "zero_",
-))  # fmt: skip
-"""What may be written into it: who has it does so, and here nobody reads it. None of these draws."""
+_DEVICE = "_onecard_device"
+"""Of a result that was never in memory: where it would be."""
 
 
 class Absent(Tensor):
     """A tensor that only other ranks of a pipeline have."""
+
+    def refused(self, name: str) -> StageError:
+        """The error for who wants its values."""
+        return StageError(_error(self, name))
+
+    def taken_by(self, x: Tensor) -> None:
+        """``x.data = self``, of a plain tensor: it is what it is given."""
+        if not _like(self, x):
+            raise self.refused("data")
+        with torch.no_grad():
+            x.copy_(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
         if recorded.recorder is None and name not in _TOLD:
-            x = next(x for x in _tensors((args, kwargs)) if isinstance(x, Absent))
+            found = [x for x in tensors((args, kwargs)) if isinstance(x, Absent)]
+            x = found[0]
             if name in ("__repr__", "__format__"):
                 return f"{type(x).__name__}({_words(x)})"
-            if name == "to" and _stays(x, args[1:], kwargs):
+            if name in ("to", "cpu") and _stays(x, args[1:], kwargs):
                 return x
-            if name.partition(".")[0] in _WRITES and _written_elsewhere(args, kwargs):
-                return args[0]
-            if name not in _ALIASES or _sets(func, x, args):
-                raise StageError(_error(x, name))
-            made = _plainly(func, args, kwargs)
-            return _as_absent(made, x) if isinstance(made, Tensor) else made
+            if name == "data" and len(args) > 1:
+                if _like(args[1], x):  # its holders' affair
+                    return None
+                raise x.refused(name)
+            if name in _ALIASES:
+                return _left(_plainly(func, args, kwargs), found)
+            if (name in _CONVERSIONS and isinstance(x, nn.Parameter)) or _sends(func):
+                raise x.refused(name)
+            try:
+                return computed(func, args, kwargs, _is_absent, lambda made: _left(made, found))
+            except Needed as why:
+                raise StageError(_error(x, name, str(why))) from why.__cause__
+        if name == "device" and _DEVICE in vars(args[0]):
+            return vars(args[0])[_DEVICE]
         return _plainly(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StageError(_error(self, "pickle (torch.save)"))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise StageError(_error(self, "deepcopy"))
+        if id(self) not in memo:
+            made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+            made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+            made.untyped_storage().resize_(0)
+            let_go(made, stages_of(self), words_of(self))
+            memo[id(self)] = made
+        return memo[id(self)]
 
 
 class AbsentParameter(Absent, nn.Parameter):
@@ -83,50 +109,50 @@ def let_go(x: Tensor, holders: tuple[int, ...], name: str) -> None:
     if not words_of(x):
         call(x, name)
     kind = {Tensor: Absent, nn.Parameter: AbsentParameter}.get(type(x))
+    patches.begin()  # assignments to ``x.data`` are seen
     if kind is not None:
         x.__class__ = kind  # type: ignore[assignment]
 
 
-def _as_absent(made: Tensor, x: Tensor) -> Tensor:
+def _left(made: Any, of: Sequence[Tensor]) -> Any:
+    """What is made of absent tensors; and a tensor of the program that these are written into, whose memory is given back."""
     if type(made) in (Tensor, nn.Parameter):
-        let_go(made, stages_of(x), words_of(x))
+        if not made.is_meta and made.untyped_storage().nbytes() and made.untyped_storage().resizable():
+            made.untyped_storage().resize_(0)
+        elif made.is_meta:
+            setattr(made, _DEVICE, of[0].device)
+        let_go(made, _holders(of), words_of(of[0]))
     return made
 
 
-def _sets(func: Any, x: Tensor, args: Any) -> bool:
-    """Whether ``x.data = y`` gives it another memory, which no step would read."""
-    return getattr(func, "__name__", "") == "__set__" and len(args) > 1 and args[1] is not x
+def _holders(of: Sequence[Tensor]) -> tuple[int, ...]:
+    """Who has all of some tensors; of a pipeline with several stages on a rank those that are needed."""
+    stages = [{*stages_of(x)} for x in of if stages_of(x)]
+    return tuple(sorted(set.intersection(*stages) or set.union(*stages))) if stages else ()
 
 
-def _written_elsewhere(args: Any, kwargs: Any) -> bool:
-    """Whether only an absent tensor is written to, with what its holders have as well."""
-    into = args[0]
-    if not isinstance(into, Absent) or (into.requires_grad and torch.is_grad_enabled()):
-        return False
-    others = [x for x in _tensors((args[1:], kwargs)) if isinstance(x, Absent)]
-    return all(not stages_of(x) or {*stages_of(into)} <= {*stages_of(x)} for x in others)  # else its holder refuses
+def _is_absent(x: Any) -> bool:
+    return isinstance(x, Absent)
+
+
+def _like(y: Any, x: Tensor) -> bool:
+    return isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
+
+
+def _sends(func: Any) -> bool:
+    """Whether it is a message, which takes no part in what only others have."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
 def _stays(x: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether ``to`` has nothing to do: optimizers ask it of states that they load."""
+    """Whether ``to`` or ``cpu`` has nothing to do: optimizers ask it of states that they load."""
     asked = [*args, *kwargs.values()]
-    return all(each in (x.dtype, x.device, None, False) for each in asked)
+    return (bool(asked) or x.device.type == "cpu") and all(each in (x.dtype, x.device, None, False) for each in asked)
 
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
     with without_torch_function():
         return func(*args, **kwargs)
-
-
-def _tensors(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for each in x:
-            yield from _tensors(each)
-    elif isinstance(x, dict):
-        for each in x.values():
-            yield from _tensors(each)
 
 
 def _name(func: Any) -> str:
@@ -146,8 +172,8 @@ def _words(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}, which {who}"
 
 
-def _error(x: Tensor, name: str) -> str:
-    here = f"its memory here, on rank {world.get_rank()}, was given back"
+def _error(x: Tensor, name: str, why: str = "") -> str:
+    here = f"its memory here, on rank {world.get_rank()}, was given back{f', and {why}' if why else ''}"
     if name in _CONVERSIONS:
         return (
             f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. A model that is cut into stages keeps "

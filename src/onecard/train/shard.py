@@ -18,7 +18,7 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.errors import FleetError
 from onecard.place.boxes import Box, cut, slices, whole
 
-_NAME, _STAGE = "_onecard_shard", "_onecard_stage"
+_NAME, _STAGE, _READ = "_onecard_shard", "_onecard_stage", "_onecard_read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,16 @@ def noted(parameter: Any) -> Shard | str | None:
 def note_stage(tensor: Tensor, here: bool, stages: tuple[int, ...]) -> None:
     """Note that only some stages of a pipeline have a tensor, and whether it is here: else it has no memory."""
     setattr(tensor, _STAGE, (here, stages))
+
+
+def note_read(tensor: Tensor) -> None:
+    """Note that a step that is cut into stages takes a tensor for what it is on every rank."""
+    setattr(tensor, _READ, True)
+
+
+def is_read(tensor: Any) -> bool:
+    """Whether a step that is cut into stages does."""
+    return hasattr(tensor, _READ)
 
 
 def stages_of(tensor: Any) -> tuple[int, ...]:

@@ -130,7 +130,8 @@ class _Waits:
 def come(
     channel: str, ranks: Sequence[int], slow: Callable[[list[int]], None], word: str = ""
 ) -> tuple[dict[int, str], list[int]]:
-    """Wait until these ranks have come to the same place, as often as this one; their words, and who has not come in time.
+    """Wait until these ranks have come to the same place, as often as this one; their words, and who has not come: in time, or as
+    one of them has ended.
 
     Args:
         channel: the place; ``slow``: is told once, after some seconds, who is still missing.
@@ -141,12 +142,17 @@ def come(
     here = f"come/{channel}/{_meetings.here[channel]}"
     store.set(f"{here}/{me}", word)
     others = [rank for rank in ranks if rank != me]
-    until, missing = time.monotonic() + world.TIMEOUT.total_seconds(), others
-    while missing and _wait(store, f"{here}/{missing[0]}", min(_SLOW, until - time.monotonic())):
+    since, missing, quiet = time.monotonic(), others, False
+    until = since + world.TIMEOUT.total_seconds()
+    while missing:
+        came = _wait(store, f"{here}/{missing[0]}", min(_LOOK, until - time.monotonic()))
+        never = [] if came else gone.ended(missing)
         missing = [rank for rank in missing if not store.check([f"{here}/{rank}"])]
-    if missing and time.monotonic() < until:
-        slow(missing)
-        missing = [rank for rank in missing if not _wait(store, f"{here}/{rank}", until - time.monotonic())]
+        if {*never} & {*missing} or time.monotonic() >= until:
+            break
+        if missing and not quiet and time.monotonic() - since > _SLOW:
+            quiet = True
+            slow(missing)
     return {rank: store.get(f"{here}/{rank}").decode() for rank in others if rank not in missing}, missing
 
 

@@ -17,7 +17,7 @@ from onecard.static.run.rechecked import given_to
 from onecard.static.step.step import MISS, Elsewhere, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.train.absent import Absent, let_go
-from onecard.train.shard import note_stage
+from onecard.train.shard import note_read, note_stage
 
 
 def settle(step: RecordedStep, roots: Sequence[Any]) -> None:
@@ -58,6 +58,10 @@ def make_room(step: RecordedStep, roots: Sequence[Any]) -> None:
             _, root, group, i, _ = effect.where
             roots[root].state[optimizer_at(roots[root]).param_groups[group]["params"][i]]  # a defaultdict
     settle(step, roots)
+    elsewhere = {known.where for known in step.elsewhere}
+    for known in step.inputs:
+        if known.kind in ("parameter", "buffer", "state", "tensor") and known.where not in elsewhere:
+            note_read(at(known.where, roots, ()))
 
 
 def check_begins(bound: Any, leaves: Sequence[Any], names: Sequence[str]) -> None:
