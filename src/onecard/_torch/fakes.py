@@ -44,9 +44,14 @@ def is_of(x: Any, mode: Any) -> bool:
     return not is_fake(x) or x.fake_mode is mode
 
 
+DEVICE = "_onecard_device"
+"""Noted on a tensor that has never been in memory: where it would be."""
+
+
 def device_of(x: Tensor) -> torch.device:
     """A tensor's device; one without data would run an operator to tell, which every mode sees."""
-    return x.fake_device if is_fake(x) else x.device  # type: ignore[attr-defined]
+    found: torch.device = x.fake_device if is_fake(x) else getattr(x, DEVICE, x.device)  # type: ignore[attr-defined]
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch import patches
+from onecard._torch.fakes import DEVICE
 from onecard._torch.names import without_torch_function
 from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
@@ -36,9 +37,6 @@ _TOLD = frozenset((
 """What may be asked of it: all but values."""
 _CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
-_DEVICE = "_onecard_device"
-"""Of a result that was never in memory: where it would be."""
-
 
 class Absent(Tensor):
     """A tensor that only other ranks of a pipeline have."""
@@ -77,8 +75,8 @@ class Absent(Tensor):
                 return computed(func, args, kwargs, _is_absent, lambda made: _left(made, found))
             except Needed as why:
                 raise StageError(_error(x, name, str(why))) from why.__cause__
-        if name == "device" and _DEVICE in vars(args[0]):
-            return vars(args[0])[_DEVICE]
+        if name == "device" and DEVICE in vars(args[0]):
+            return vars(args[0])[DEVICE]
         return _plainly(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -120,7 +118,7 @@ def _left(made: Any, of: Sequence[Tensor]) -> Any:
         if not made.is_meta and made.untyped_storage().nbytes() and made.untyped_storage().resizable():
             made.untyped_storage().resize_(0)
         elif made.is_meta:
-            setattr(made, _DEVICE, of[0].device)
+            setattr(made, DEVICE, of[0].device)
         let_go(made, _holders(of), words_of(of[0]))
     return made
 

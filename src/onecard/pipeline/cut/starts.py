@@ -76,18 +76,20 @@ def _as_before(nodes: list[fx.Node], stages: int, calls: set[int]) -> list[fx.No
     """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have nothing to do."""
     found: list[fx.Node] = []
     homes: dict[fx.Node, tuple[int, ...]] = {}
+    earlier = False  # also where the first stage has all parameters
     first = nodes[0]  # of the call that a node is of
     for before, node in pairwise([nodes[0], *nodes]):
         first = first if is_one_call(before, node, calls) else node
         known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
         if not known:
             continue
+        earlier = True
         if only_names(node):
             homes[node] = known[0]
             continue
         later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
         found += [first] * (min(later) - len(found) if later else 0)
-    return found + [nodes[-1]] * (stages - 1 - len(found)) if found else []
+    return found + [nodes[-1]] * (stages - 1 - len(found)) if earlier else []
 
 
 def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node]:

@@ -53,7 +53,9 @@ class HeldTensors:
             return [x.__self__, x.__func__]
         if isinstance(x, functools.partial):
             return [x.func, x.args, x.keywords]
-        if isinstance(x, Tensor | Optimizer | type | types.ModuleType):
+        if isinstance(x, Optimizer):
+            return [*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values()]
+        if isinstance(x, Tensor | type | types.ModuleType):
             return []
         if isinstance(x, nn.Module | types.SimpleNamespace) or users(str(type(x).__module__)):
             return [vars(x)] if hasattr(x, "__dict__") else []
