@@ -103,6 +103,43 @@ def test_a_number_of_one_rank_alone_is_refused_when_it_is_recorded() -> None:
         assert "given [0.25]" in told
 
 
+def of_another_rate() -> list[str]:
+    """What is said where rank 1 alone lowers its rate after two steps, and then where it alone changes a flag."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    flags = {"twice": False}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(net(x), y) * (2 if flags["twice"] else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step, plan=oc.Plan(**PLAN))
+    x, y = torch.ones(8, 6), torch.arange(8) % 3
+    found = [f"no fault: {run(x, y).item() > run(x, y).item()}"]
+    for rate, twice in ((0.25, False), (0.5, True)):
+        if oc.get_rank() == 1:
+            optimizer.param_groups[0]["lr"], flags["twice"] = rate, twice
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found.append(f"nothing was said: {run(x, y)}")
+            except RecordingError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_rate_or_a_flag_of_one_rank_alone_is_refused_on_all_before_anything_is_sent() -> None:
+    first, second = run_ranks(of_another_rate, 2)
+    assert first == second
+    begun, rate, flag = first
+    assert begun == "no fault: True"
+    assert "['lr'] is 0.5 on rank 0, 0.25 on rank 1" in rate
+    assert "given [1]" in flag and "given [2]" in flag
+
+
 def test_what_changes_nothing_is_not_told() -> None:
     for done, told in run_ranks(nothing, 2):
         assert (done, told) == (69, [])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.comm.agree import meeting
 from onecard.errors import OnecardError
 from onecard.testing import RankError, run_ranks
 
@@ -226,6 +227,15 @@ def _alone() -> None:
     for i in range(3):
         rows = 6 if i == 2 and oc.get_rank() else 8
         run(torch.ones(rows, 4), torch.arange(rows) % 3)
+
+
+def test_who_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told = torch.distributed.HashStore(), list[Any]()
+    monkeypatch.setattr(meeting.attempt, "store", lambda: store)
+    monkeypatch.setattr(meeting.gone, "ended", lambda ranks: [r for r in ranks if r == 2])
+    store.set("come/ended/1/1", "a word")
+    assert meeting.come("ended", (0, 1, 2), told.append) == ({1: "a word"}, [2])
+    assert not told  # which takes some seconds
 
 
 def test_a_mistake_of_one_rank_ends_all() -> None:

@@ -27,7 +27,7 @@ from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewrit
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording
-from onecard.static.run.agreed import Turn, all_or_none, check_agreed, together
+from onecard.static.run.agreed import ReplayTurn, all_or_none, check_agreed, together
 from onecard.static.run.bound import BoundRecording, kinds_of
 from onecard.static.run.difference import between
 from onecard.static.run.elsewhere import check_begins, make_room
@@ -163,7 +163,7 @@ def recorded(
                 make_room(recording, roots)
             if not faked.here and (sketched or not recording.makes_states):
                 numbers = [known.name for known in recording.inputs if known.kind == "number"]
-                turn = Turn(name, found[0].ranks, numbers) if sketched else None
+                turn = ReplayTurn(name, found[0].ranks, numbers) if sketched else None
                 still = still_before(capture.before, capture.places.roots)
                 recording.bound = BoundRecording(recording, roots, kinds, still, turn)
                 recording.bound.checks = Checks(capture.script, [*lines, *beside])

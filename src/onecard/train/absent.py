@@ -38,6 +38,7 @@ _TOLD = frozenset((
 _CONVERSIONS = frozenset(("_to_copy", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))
 _ALIASES = frozenset(("detach", "detach_", "data", "alias"))
 
+
 class Absent(Tensor):
     """A tensor that only other ranks of a pipeline have."""
 

@@ -170,7 +170,7 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
         )
 
 
-class Turn:
+class ReplayTurn:
     """What ranks that do one step together say of a call before any of them sends: which recording they replay, if any.
 
     So one that has to record it anew does not wait for others that wait for its messages, and all read the same numbers: a rate

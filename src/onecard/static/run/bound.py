@@ -16,7 +16,7 @@ from onecard.static.guards.arguments import ADVICE, in_words, is_same, kind_of, 
 from onecard.static.guards.fits import Fits
 from onecard.static.guards.lines import checks
 from onecard.static.guards.seen import Seen
-from onecard.static.run.agreed import Turn
+from onecard.static.run.agreed import ReplayTurn
 from onecard.static.run.rechecked import NEVER, Checks
 from onecard.static.step.step import ANEW, AnyStep, Effect, Output
 
@@ -36,7 +36,7 @@ class BoundRecording(Generic[AnyStep]):
         roots: Sequence[Any],
         kinds: Sequence[Any],
         facts: Any = None,
-        turn: Turn | None = None,
+        turn: ReplayTurn | None = None,
     ) -> None:
         self.recording, self.roots, self.kinds = recording, list(roots), tuple(kinds)
         self._facts: dict[Any, Any] = {} if facts is None else facts
@@ -98,7 +98,7 @@ _FORM = "how the arguments are put together: other keys or another order in a di
 class _ReplayCode(Fits):
     """The functions of a bound recording."""
 
-    turn: Turn | None = None
+    turn: ReplayTurn | None = None
 
     def why(self) -> Any:
         """A function that says of leaves why the recording does not fit; None if it does."""

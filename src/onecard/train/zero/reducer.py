@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from onecard._torch import names as _torch
 from onecard.comm.issue.ranks import of_ranks
 from onecard.tensor import DistTensor
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.buckets import Cut, fill, start_reduce, start_scatter
+from onecard.tensor.convert import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.room import Room
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -310,6 +312,9 @@ def take(param: DistTensor, cut: Cut, part: Tensor) -> None:
 
 def reduce_gradients(cuts: Sequence[Cut]) -> None:
     """Give the gradients of parameters the layouts with the cut, those that are pending in few large messages."""
+    for x in {id(cut.x): cut.x for cut in cuts if type(cut.x.grad) is Tensor}.values():
+        # A program has put it there: what each rank has whole, as one card does.
+        x.grad = shard_tensor(x.grad, x.mesh, [Replicate()] * x.mesh.ndim)
     due = [cut for cut in cuts if cut.x.grad._spec.layout is not cut.layout]  # type: ignore[union-attr]
     given = [_of_gradient(cut.x, cut) for cut in due]
     for cut, gradient, part in zip(due, given, start_scatter(given, "gradients", later=False)(), strict=True):
