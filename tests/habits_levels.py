@@ -88,7 +88,8 @@ class At:
     def ended(self, net: Any, *more: Any) -> Seen:
         """All parameters as they are at the end, by name."""
         found = {n: self.whole(p) for n, p in net.named_parameters()}
-        return found | {f"seen {i}": torch.as_tensor(x).detach().double() for i, x in enumerate(more) if x is not None}
+        seen = {f"seen {i}": x if x is None else torch.as_tensor(x).detach().double() for i, x in enumerate(more)}
+        return found | seen
 
 
 class Marks(At):

@@ -36,6 +36,8 @@ ENDS: dict[str, dict[str, str]] = {
         "averaged_model_inside": "right",
         "averaged_model": "right",
         "both_states_back": "right",
+        "shadow_swapped_in": "right",
+        "as_one_vector": "refused .*written into what this rank trains or reads",
         "batches_of_other_sizes": "right",
         "byol_followed_outside": "refused .*written into what this rank trains or reads",
         "momentum_by_get": "told .*the step puts tensors into a dict, list or object of the program",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -233,6 +234,7 @@ def test_who_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     store, told = torch.distributed.HashStore(), list[Any]()
     monkeypatch.setattr(meeting.attempt, "store", lambda: store)
     monkeypatch.setattr(meeting.gone, "ended", lambda ranks: [r for r in ranks if r == 2])
+    monkeypatch.setattr(meeting.world, "TIMEOUT", timedelta(seconds=8))
     store.set("come/ended/1/1", "a word")
     assert meeting.come("ended", (0, 1, 2), told.append) == ({1: "a word"}, [2])
     assert not told  # which takes some seconds

@@ -1,7 +1,8 @@
 """Habits of other libraries' users times levels: each cell is one card's numbers, refused or told?
 
-Rows are the habits of `crossed_habits`, `crossed_later` and `habits_levels`; columns the levels here: steps under a plan
-(microbatches, pipelines, other axes beside), scripts of ``run --auto``, models laid out in place, fleet, marks on two axes.
+Rows are the habits of `crossed_habits`, `crossed_later`, `crossed_between` and `habits_levels`; columns the levels here: steps
+under a plan (microbatches, pipelines, other axes beside), `Engine` and `DistModel`, scripts of ``run --auto``, models laid out in
+place, fleet, marks on two axes.
 
 ``python -m fuzz.crossed --seed 3 --count 100``: cells by chance; ``--habit NAME --level NAME``: those.
 """
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import crossed_between
 import crossed_habits
 import crossed_later
 import habits_levels as old
@@ -67,7 +69,10 @@ class Step(At):
                 not torch.allclose(have[0].double(), v.double(), rtol=1e-5, atol=1e-7, equal_nan=True) for v in have
             ):
                 return {f"{name} differs between ranks": have[0]}
-        return {k: v for each in every for k, v in each.items()}
+        found = {k: v for each in every for k, v in each.items()}
+        if lost := {*seen} - {*found}:
+            raise StageError(f"no rank has {sorted(lost)[0]}")
+        return found
 
 
 class Unfit(Exception):
@@ -251,7 +256,7 @@ FITTED = tuple(n for n in LEVELS if n.startswith(("Engine", "DistModel")))
 PLAIN = tuple(n for n in LEVELS if n.startswith(("auto", "plan", "recorded", *FITTED)))
 CUT = ("micro", "dp micro", "1F1B", "VPP", "ZBV", "ZBH1", "dp x pp", "ZeRO 1 x pp", "ZeRO 3 x pp", "tp x pp")
 CLOSE = crossed_habits.CLOSE
-LATER = crossed_later  # its habits are among them
+LATER = crossed_between, crossed_later  # their habits are among them
 HABITS = crossed_habits.HABITS | {f"old {k}": v for k, v in old.HABITS.items()}
 OF_PARTS = ("sam", "norm_by_hand", "clipped_each", "centralised", "centralised_by_a_hook")
 """Habits that join elements of one gradient themselves: by hand a rank has a part of it."""
