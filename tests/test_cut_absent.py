@@ -95,6 +95,11 @@ def test_what_it_is_written_into_becomes_absent_with_all_that_have_its_memory():
         torch._foreach_lerp_([listed], [x], 0.1)
     assert all("which stage 1" in repr(each) for each in (average.weight, seen, assigned, listed))
     assert isinstance(average.weight, nn.Parameter) and average.weight.requires_grad
+    count, number = torch.tensor(3.0), _lost((2,)).detach().sum()
+    count.copy_(number)
+    assert (
+        "which stage 1" in repr(count) and count.untyped_storage().nbytes()
+    )  # a look at a step computes with counters
     base, trained, read = torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 2)
     note_stage(trained, True, (0,))
     note_read(read)

@@ -86,8 +86,10 @@ class Absent(Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
             made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+            made = made if made.dim() else made.zero_()  # which is looked at
             made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
-            made.untyped_storage().resize_(0)
+            if made.dim():
+                made.untyped_storage().resize_(0)
             let_go(made, stages_of(self), words_of(self))
             memo[id(self)] = made
         return memo[id(self)]
@@ -116,7 +118,9 @@ def let_go(x: Tensor, holders: tuple[int, ...], name: str) -> None:
 def _left(made: Any, of: Sequence[Tensor]) -> Any:
     """What is made of absent tensors; and a tensor of the program that these are written into, whose memory is given back."""
     if type(made) in (Tensor, nn.Parameter):
-        if not made.is_meta and made.untyped_storage().nbytes() and made.untyped_storage().resizable():
+        memory = made.untyped_storage()
+        # One number's memory stays, as of all that is let go: a look at a step computes with counters.
+        if not made.is_meta and made.dim() and memory.nbytes() and memory.resizable():
             made.untyped_storage().resize_(0)
         elif made.is_meta:
             setattr(made, DEVICE, of[0].device)
