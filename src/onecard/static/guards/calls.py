@@ -48,7 +48,7 @@ class Calls:
         """Note what a call looks at that is not the program's own Python, which is followed. Spread arguments are one tuple."""
         if not self.of_library:
             self._files(f, args, e, line)
-        self._beside(f, args, e, line)
+            self._beside(f, args, e, line)
         if _one_of(f, _LOOKS) and len(args) >= 2 and e.name is None and args[0] is not UNKNOWN:
             self._by_name(f, args[0], args[1], text(e.args[0]), line)
         elif _is_followed(f) or _one_of(f, _NO_LOOK):
@@ -69,17 +69,9 @@ class Calls:
     def _beside(self, f: Any, args: list[Any], e: Expr, line: str) -> None:
         """What is asked of files, of a log's level, of another thread, of a generator of random numbers of the program's own."""
         own, name = getattr(f, "__self__", None), getattr(f, "__name__", "")
-        if _one_of(f, (open, io.open)) or (
-            isinstance(own, pathlib.Path) and name in ("open", "read_text", "read_bytes")
-        ):
-            path = own if isinstance(own, pathlib.Path) else args[0] if args and e.name is None else UNKNOWN
-            if isinstance(path, str | os.PathLike):
-                self.seen.ask(
-                    f"the file {os.fspath(path)}",
-                    functools.partial(_state_of, path),
-                    f"the file {os.fspath(path)}",
-                    line,
-                )
+        if (path := _file_that_is_read(f, own, name, args if e.name is None else [])) is not None:
+            file = f"the file {os.fspath(path)}"
+            self.seen.ask(file, functools.partial(_state_of, path), file, line)
         elif isinstance(own, logging.Logger) and name in ("getEffectiveLevel", "isEnabledFor"):
             self.seen.ask(own, own.getEffectiveLevel, f"{text(e.base)}()", line)
         elif isinstance(own, threading.Thread | concurrent.futures.Executor) and name in ("start", "submit", "map"):
@@ -164,6 +156,18 @@ class Calls:
             self.seen.never = (
                 f"the step takes the next of {name} at {line}: take it before the step and pass it as an argument"
             )
+
+
+def _file_that_is_read(f: Any, own: Any, name: str, args: list[Any]) -> Any:
+    """The path that a call opens to read; None of any other call."""
+    of_path = isinstance(own, pathlib.Path)
+    if of_path and name in ("read_text", "read_bytes"):
+        return own
+    if not (_one_of(f, (open, io.open)) or (of_path and name == "open")):
+        return None
+    path, mode, *_ = [*([own] if of_path else []), *args, None, None]
+    writes = isinstance(mode, str) and {*mode} & {*"wax+"}
+    return path if isinstance(path, str | os.PathLike) and not writes else None
 
 
 def _state_of(path: Any) -> tuple[int, ...]:
