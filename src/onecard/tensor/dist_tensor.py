@@ -127,8 +127,9 @@ class DistTensor(Tensor):
     def _take(self, value: DistTensor) -> None:
         """Become an alias of another tensor: the same layout, the same memory."""
         value._refresh()
-        if hasattr(self._local, "refused"):  # what only other stages of a pipeline have stays theirs
-            self._local.data = value._local
+        mine = getattr(self, "_local", None)  # a row that is about to be spread has none yet
+        if mine is not None and hasattr(mine, "refused"):  # what only other stages of a pipeline have stays theirs
+            mine.data = value._local
             return
         self._local, self._spec, self._memory = value._local, value._spec, None
         if value._memory is not None or value._spec.layout.pending:

@@ -98,8 +98,11 @@ def issue(what: Message, into: Tensor, given: Tensor, later: bool = False) -> Ha
     Raises:
         CommunicationError: it failed; says which message, among whom, where this rank stands, and who is gone.
     """
-    if type(given) is not Tensor and hasattr(given, "refused"):  # what only other stages of a pipeline have
-        raise given.refused(what.name)
+    absent = (
+        getattr(given, "refused", None) if type(given) is not Tensor else None
+    )  # only other stages of a pipeline have it
+    if absent is not None and not recording():  # a step that is written down is cut: who sends has it
+        raise absent(what.name)
     if later and can_wait(given, what.group):
         return _started(what, into, given)
     _sent(what, into, given)

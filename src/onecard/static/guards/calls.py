@@ -181,7 +181,10 @@ def _state_of(path: Any) -> tuple[int, ...]:
 
 def _says_the_same(x: Any, name: str) -> bool:
     """Whether what a method of C answers is known to be told by other means, or to be no more than the object's value."""
-    base = next((base for base in type(x).__mro__ if name in vars(base)), object)
+    held = (
+        (base, vars(base).get(name)) for base in type(x).__mro__
+    )  # a class of Python's own may call this one by super
+    base = next((base for base, f in held if f is not None and not isinstance(f, types.FunctionType)), object)
     return str(base.__module__).partition(".")[0] in _TOLD
 
 

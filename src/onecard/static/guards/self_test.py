@@ -8,50 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 from onecard.errors import RecordingError
 from onecard.static.guards.ran import Ran
 
-_PROGRAM = """
-class Base:
-    of_base = 1
-
-class Cell(Base):
-    of_class = 1
-    __match_args__ = ("matched",)
-    def __init__(self):
-        self.by, self.inner, self.compared, self.matched, self.named = 1, [1], 1, 1, 1
-    def method(self):
-        return super().of_base + self.of_class
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        pass
-
-SCALE, CELL, ITEMS, MORE, FLAGS = 1, Cell(), {"key": 1, "counted": 1}, {"named": 1}, [Cell()]
-
-def made():
-    captured = Cell()
-    return lambda: captured.by
-
-def helper(*args, named):
-    return named
-
-CAPTURED = made()
-
-def step():
-    one, other = CELL.by, CELL.inner[0]
-    total = SCALE * one + other + ITEMS["key"] + CAPTURED()
-    total += CELL.method() + sum([flag.by for flag in FLAGS]) + helper(*(), **MORE)
-    ITEMS["counted"] += 1
-    with CELL as entered:
-        total += entered.compared if CELL.compared < 2 else 0
-    match CELL:
-        case Cell(matched, named=named):
-            total += matched + named
-    return total
-"""
+_PROGRAM = Path(__file__).with_name("probe_program.py")
 WANTED = frozenset(
     (
         "SCALE",
@@ -82,10 +46,12 @@ WANTED = frozenset(
 @functools.lru_cache(maxsize=1)
 def unseen() -> frozenset[str]:
     """Lookups that this Python makes and that were not noted; none where recordings can be believed."""
-    space: dict[str, Any] = {"__name__": "onecards_probe"}
-    exec(compile(_PROGRAM, "<probe>", "exec"), space)
-    step = space["step"]
-    ran = Ran(step, (), lambda tensor: False, lambda root: None, [x for x in space.values() if hasattr(x, "__code__")])
+    loader = SourceFileLoader("onecards_probe", str(_PROGRAM))  # under a name that is none of ours, as a program's own
+    program = types.ModuleType(loader.name)
+    loader.exec_module(program)
+    step = program.step
+    functions = [x for x in vars(program).values() if isinstance(x, types.FunctionType)]
+    ran = Ran(step, (), lambda tensor: False, lambda root: None, functions)
     with ran.watching():
         step()
     return WANTED - {guard.name for guard in ran.seen.guards}
