@@ -165,7 +165,7 @@ def _name(func: Any) -> str:
         ours = (
             name for name in ("grad", "data") if vars(Tensor).get(name) is owner
         )  # properties that patches put there
-        return str(getattr(owner, "__name__", "")) or next(ours, "")
+        return next(ours, "") or str(getattr(owner, "__name__", ""))  # from 3.13 on a property has a name, its getter's
     return str(getattr(func, "__name__", func)).removesuffix(".default")
 
 

@@ -45,7 +45,13 @@ class _Reader(pickle.Unpickler):
             return Record
         if (module, name) == ("torch.serialization", "_get_layout"):
             return Record
-        if module == "pathlib" and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
+        if module in ("pathlib", "pathlib._local") and name in (
+            "PosixPath",
+            "WindowsPath",
+            "PurePosixPath",
+            "PureWindowsPath",
+            "Path",
+        ):
             return Record
         if (module, name) == ("torch", "Size"):
             return torch.Size
