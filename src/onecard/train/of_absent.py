@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from onecard._torch.modes import DispatchMode
-from onecard._torch.names import storage_users, tree_flatten, tree_map, tree_unflatten, without_torch_function
+from onecard._torch.names import (
+    storage_users,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    without_torch_function,
+)
 from onecard.train.shard import is_read, is_staged
 
 
@@ -77,14 +84,7 @@ def computed(
 
 def tensors(x: Any) -> Iterator[Tensor]:
     """Those in lists, tuples and dicts."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for each in x:
-            yield from tensors(each)
-    elif isinstance(x, dict):
-        for each in x.values():
-            yield from tensors(each)
+    return (leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
 
 
 def _memory(x: Tensor) -> int:
