@@ -4,8 +4,8 @@
     make wheel PYTHON=python3.13
 
 What is tried: the sdist builds the same wheel, and installs by itself; `pip install` needs torch alone to be there; the wheel
-imports, has its version and its data; the tutorial is walked; mypy and pyright accept a typed program of a user, and see a
-wrong one.
+imports, has its version and its data, and sees what recorded steps look up; the tutorial is walked; mypy and pyright accept a
+typed program of a user, and see a wrong one.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def imported(python: Path, folder: Path, wheel: Path) -> None:
         "import onecard as oc; oc.Machine.preset('A100'); oc.Machine.preset('H100')",
         cwd=folder,
     )
+    told = "from onecard.static.guards import self_test; self_test.check()"  # its own test runs on one Python alone
+    step("this Python tells what recorded steps look up", python, "-c", told, cwd=folder)
 
 
 def walked(python: Path, folder: Path) -> None:
