@@ -1,6 +1,6 @@
 """onecard: write for one card, train on any mesh, same numbers."""
 
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from onecard import _needed as _needed  # first: it says of an old torch what is missing
 
@@ -121,8 +121,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> _ModuleType:
-    return _addresses.module_or(lambda _, name: _refuse(name))(__name__, name)
+def __getattr__(name: str) -> _Any:
+    return _addresses.module_or(lambda _, name: _addresses.of_paddle(name, _refuse))(__name__, name)
 
 
 _deprecated.install(_deprecated.TABLE)

@@ -11,12 +11,19 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onecard import _deprecated
 
 ROOT = Path(__file__).parent
 RENAMED = _deprecated.modules()
+_PADDLES = {
+    "fleet.auto": "paddle.auto_parallel",
+    "auto_parallel": "paddle.auto_parallel",
+    "sharding": "paddle.sharding",
+}
+"""Addresses that Paddle's programs import, and where they lie."""
+
 KNOWN = ("place", "machine", "moves", "reports", "launch")
 """The rooms of which modules lay in the package itself, before it had rooms: of no other is one found without its room."""
 
@@ -35,16 +42,17 @@ class _Same(Loader):
 
 
 class _Floors(MetaPathFinder):
-    """Asked when nothing lies at an address itself; of a renamed room, asked first (its folder is another's, too)."""
+    """Asked when nothing lies at an address itself; of a room whose folders are another's, too, asked first."""
 
-    def __init__(self, renamed: bool) -> None:
-        self.renamed = renamed
+    def __init__(self, first: bool) -> None:
+        self.first = first
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, address = name.partition(".")
-        if package != "onecard" or (address.partition(".")[0] in RENAMED) != self.renamed:
+        room = address.partition(".")[0]
+        if package != "onecard" or (room in RENAMED or room == "paddle") != self.first:
             return None
-        if self.renamed and address in RENAMED:
+        if address in RENAMED:
             _deprecated.tell(RENAMED[address])
         found = home_of(address)
         return None if found in (None, name) else ModuleSpec(name, _Same(str(found)), is_package=True)
@@ -62,6 +70,9 @@ def home_of(address: str) -> str | None:
     room, _, rest = address.partition(".")
     place = RENAMED[room].new.partition(".")[2] if room in RENAMED else room
     full = ".".join(filter(None, (place, rest)))
+    full = _PADDLES.get(full, full)
+    if room == "paddle" and rest and not _is_module(ROOT.joinpath(*full.split("."))):
+        return home_of(rest)  # below ``onecard.paddle`` all of onecard is found, as below ``paddle.distributed``
     *above, last = full.split(".")
     folder = ROOT.joinpath(*above)
     if not folder.is_dir():
@@ -73,7 +84,7 @@ def home_of(address: str) -> str | None:
     return ".".join(("onecard", *homes[0].relative_to(ROOT).parts)) if len(homes) == 1 else None
 
 
-def module_or(refuse: Callable[[str, str], NoReturn]) -> Callable[[str, str], ModuleType]:
+def module_or(refuse: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
     """What a package's ``__getattr__`` asks: the module of that name on one of its floors, or the error for a name it has not.
 
     Example:
@@ -82,7 +93,7 @@ def module_or(refuse: Callable[[str, str], NoReturn]) -> Callable[[str, str], Mo
         'onecard.fleet.layers.mappings'
     """
 
-    def look_up(package: str, name: str) -> ModuleType:
+    def look_up(package: str, name: str) -> Any:
         address = f"{package}.{name}".partition(".")[2]
         if address in RENAMED:
             _deprecated.tell(RENAMED[address])
@@ -90,6 +101,19 @@ def module_or(refuse: Callable[[str, str], NoReturn]) -> Callable[[str, str], Mo
         return importlib.import_module(home) if home else refuse(package, name)
 
     return look_up
+
+
+def of_house(name: str, refuse: Callable[[str], NoReturn]) -> Any:
+    """What ``onecard.paddle.NAME`` is that is not its own: onecard's."""
+    held = vars(sys.modules["onecard"])
+    home = None if name in held or name.startswith("_") else home_of(name)
+    return held[name] if name in held else importlib.import_module(home) if home else refuse(name)
+
+
+def of_paddle(name: str, refuse: Callable[[str], NoReturn]) -> Any:
+    """What ``onecard.NAME`` is that is not its own: what Paddle's programs call."""
+    found = {} if name.startswith("_") else vars(importlib.import_module("onecard.paddle"))
+    return found[name] if name in found.get("__all__", ()) else refuse(name)
 
 
 def _is_module(path: Path) -> bool:

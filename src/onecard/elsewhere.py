@@ -11,32 +11,31 @@ _SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distribut
 _SEQUENCE = (
     "`oc.reshard(x, mesh, [oc.Shard(1)])` of (batch, time, width): norms, dropout and linear layers keep the cut"
 )
+_SERVERS = "nothing: there are no parameter servers"
 _MESH = "`oc.ProcessMesh(ranks, dim_names=[...])`; `oc.from_device_mesh` converts"
 _DDP = "`oc.shard_layer(model, mesh)`, `oc.shard_optimizer(opt)`, `oc.shard_dataloader(loader, mesh)`"
 
 PADDLE = {
-    "init_parallel_env": "nothing: the first message makes the ranks meet",
-    "ParallelEnv": "`oc.get_rank()`, `oc.get_world_size()`",
-    "set_mesh": "nothing: every call takes its mesh",
-    "get_mesh": "nothing: every call takes its mesh; `x.mesh` is a tensor's",
-    "dtensor_from_local": "`oc.from_local(x, mesh, placements)`",
-    "dtensor_from_fn": "`oc.shard_tensor(fn(shape), mesh, placements)`, or `oc.rand`, `oc.randn`, `oc.deferred_init`",
-    "unshard_dtensor": "`oc.unshard(x)`",
     "DistAttr": 'placements, or for each dim its axis: `oc.shard_tensor(x, mesh, [None, "mp"])`',
-    "ReduceType": '`oc.Partial("sum")`, `"avg"`, `"max"`, `"min"`, `"product"`',
-    "group_sharded_parallel": f"`onecard.fleet.group_sharded_parallel`; by marks {_STAGE_1}, `ShardingStage2`, `ShardingStage3`",
-    "shard_scaler": "nothing: `torch.amp.GradScaler` works as it is, all ranks skip a step together",
-    "to_distributed": "`oc.parallelize(model, optimizer, loader, plan=...)`; for a whole script `onecard run --auto`",
-    "ColWiseParallel": _LINEAR,
-    "RowWiseParallel": _LINEAR,
-    "PrepareLayerInput": "`input_fn` of `oc.shard_layer`",
-    "PrepareLayerOutput": "`output_fn` of `oc.shard_layer`",
-    "SplitPoint": "a mesh for each stage and `oc.reshard` between them; `pipeline.step_by_marks` runs them under a schedule",
-    "SequenceParallelBegin": _SEQUENCE,
-    "SequenceParallelEnd": "nothing: a value is gathered where an operator needs it whole",
-    "SequenceParallelEnable": _SEQUENCE,
-    "LocalLayer": "`oc.local_map(fn, ...)`: a function of local tensors",
-    "DataParallel": _DDP,
+    "Placement": "`torch.distributed.tensor.Placement`, of which `oc.Shard`, `oc.Replicate` and `oc.Partial` are",
+    "ParallelMode": "the word that `hcg.get_parallel_mode()` returns",
+    "ToDistributedConfig": "nothing: the plan is found; one of your own is an `oc.Plan`",
+    "create_nd_mesh": "`oc.ProcessMesh(ranks, dim_names=[...])`",
+    "enable_auto_dp": "`onecard run --auto`, or `oc.parallelize(model, optimizer, loader)`",
+    "moe_global_mesh_tensor": "experts stacked in one weight, `oc.Shard(0)` along the axis of the experts",
+    "moe_sub_mesh_tensors": "experts stacked in one weight, `oc.Shard(0)` along the axis of the experts",
+    "fused_allreduce_gradients": "`fleet.sync(model.parameters())`; clipping and `optimizer.step()` do it, too",
+    "fetch": "`x.full_tensor()`, `x.item()`",
+    "rpc": "`torch.distributed.rpc`",
+    "io": "`oc.checkpoint`",
+    "gloo_init_parallel_env": "nothing: on CPUs ranks meet as they are; `ONECARD_BACKEND=gloo`",
+    "gloo_barrier": "`oc.barrier()`",
+    "gloo_release": "nothing: it is ended with the process",
+    "QueueDataset": _SERVERS,
+    "InMemoryDataset": _SERVERS,
+    "CountFilterEntry": _SERVERS,
+    "ShowClickEntry": _SERVERS,
+    "ProbabilityEntry": _SERVERS,
     "seed": "`oc.manual_seed(s)`",
 }
 
@@ -78,7 +77,6 @@ FSDP = {
     "no_sync": "nothing: gradients stay pending until the optimizer, or clipping, needs them; stages 2 and 3 of ZeRO sum in each",
     "create_selective_checkpoint_contexts": "torch's own, with `torch.utils.checkpoint`: both work as they are",
     "init_process_group": "nothing: the first message does it; a group that the program makes itself is used",
-    "destroy_process_group": "nothing: it is ended with the process",
     "all_to_all": "`oc.alltoall`, or `all_to_all` of `onecard.differentiable`; distributed tensors need no collective",
     "save": _SAVED.format("save"),
     "load": _SAVED.format("load"),
@@ -130,9 +128,9 @@ def refuse(name: str) -> NoReturn:
     """The AttributeError for a name that ``onecard`` does not have.
 
     Example:
-        >>> refuse("set_mesh")
+        >>> refuse("fetch")
         Traceback (most recent call last):
-        AttributeError: onecard has no 'set_mesh' (paddle.distributed). In its place: nothing: every call takes its mesh
+        AttributeError: onecard has no 'fetch' (paddle.distributed). In its place: `x.full_tensor()`, `x.item()`
     """
     for library, names in ALL.items():
         if name in names:

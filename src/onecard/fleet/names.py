@@ -7,6 +7,7 @@ from typing import NoReturn
 from onecard import elsewhere
 
 _NO_SERVERS = "nothing: there are no parameter servers"
+_UTIL = "`oc.barrier()`, `oc.all_reduce`, `oc.all_gather_object`"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
 _ZERO = '`fleet.group_sharded_parallel(model, optimizer, level)`: "os", "os_g" or "p_g_os"'
 
@@ -26,12 +27,41 @@ ELSEWHERE = {
     "PaddleCloudRoleMaker": _ENVIRONMENT,
     "UserDefinedRoleMaker": _ENVIRONMENT,
     "worker_endpoints": _ENVIRONMENT,
+    "server_num": _NO_SERVERS,
+    "server_index": _NO_SERVERS,
+    "server_endpoints": _NO_SERVERS,
+    "MultiSlotDataGenerator": _NO_SERVERS,
+    "Role": _ENVIRONMENT,
+    "Fleet": "`fleet` itself",
+    "UtilBase": _UTIL,
+    "util": _UTIL,
+    "base": "`fleet.DistributedStrategy`, `fleet.get_hybrid_communicate_group()`",
+    "CommunicateTopology": "`fleet.get_hybrid_communicate_group().topology()`",
+    "scaler": "`fleet.distributed_scaler`",
+    "meta_optimizers": "fields of `fleet.DistributedStrategy`",
+    "rank": "`fleet.worker_index()`",
+    "nranks": "`fleet.worker_num()`",
+    "local_rank": "`oc.paddle.ParallelEnv().local_rank`",
+    "local_device_ids": "the launcher's `--devices`",
+    "node_num": "the launcher's `--nnodes`",
+    "state_dict": "`optimizer.state_dict()`; any layout, any number of ranks: `oc.checkpoint.save`",
+    "save": "`oc.checkpoint.save`",
+    "load_model": "`oc.checkpoint.load`",
+    "set_lr": '`optimizer.param_groups[0]["lr"] = ...`',
+    "get_lr": '`optimizer.param_groups[0]["lr"]`',
     "save_inference_model": "`torch.export` of the whole model",
     "save_persistables": "`model.state_dict()` holds this rank's parts, `fleet.held(p)` says which",
     "minimize": "`optimizer.minimize(loss)`",
     "PipelineParallelWithInterleave": "`fleet.distributed_model(PipelineLayer(..., num_virtual_pipeline_stages=2))`, which is a "
     "`PipelineParallel`, too",
     "PipelineParallelWithInterleaveFthenB": '`pipeline_configs = {"schedule_mode": "BFS"}`, num_virtual_pipeline_stages=2',
+    "ShardingParallel": "`fleet.distributed_model(model)` under `sharding_degree`, or " + _ZERO,
+    "HybridParallelGradScaler": "`fleet.distributed_scaler(torch.amp.GradScaler())`",
+    "LocalSharedLayerDesc": "`fleet.SharedLayerDesc`",
+    "NoPipelineParallel": "`fleet.distributed_model(model)`",
+    "VPPFhenBInBalancedMemory": '`pipeline_configs = {"schedule_mode": "BFS"}`, num_virtual_pipeline_stages=2',
+    "PipelineDatasetPreprocessor": "nothing: `model.train_batch([x, y], optimizer)` divides the batch",
+    "PipelineParallelMicroStepLocations": "hooks of the stages' modules",
     "SegmentParallel": '`fleet.distributed_model(model)` under `hybrid_configs = {"sep_degree": n}`, with `fleet.ring_attention` '
     "or `fleet.ulysses_attention` in the model",
     "hybrid_parallel_util": "`fleet.sync(model.parameters())` for `fused_allreduce_gradients`; its broadcasts of parameters are "
