@@ -123,24 +123,33 @@ def remembering() -> type:
     fake, known = module.FakeTensor, dict[Any, Any]()
 
     class Remembering(module.FakeTensorMode):  # type: ignore[name-defined]
+        def _by_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            # A call that fails raises; torch 2.14 shows its traceback besides, above the words that the user gets.
+            log = module.log
+            was, log.disabled = log.disabled, True
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                log.disabled = was
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _DEVICE and type(args[0]) is fake:
                 return args[0].fake_device
             key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
             key.append(names.default_device())
             if not _told(key, args, self, fake) or (kwargs and not _told(key, kwargs.items(), self, fake)):
-                return super().__torch_dispatch__(func, types, args, kwargs or {})
+                return self._by_torch(func, types, args, kwargs or {})
             asked = tuple(key)
             entry = known.get(asked)
             if entry is None:
-                result = super().__torch_dispatch__(func, types, args, kwargs or {})
+                result = self._by_torch(func, types, args, kwargs or {})
                 if len(known) >= _MOST:
                     known.clear()
                 known[asked] = (func, _seen(func, args, kwargs or {}, result, fake))  # func keeps its identity
                 return result
             kind, parts = entry[1]
             if kind is None:
-                return super().__torch_dispatch__(func, types, args, kwargs or {})
+                return self._by_torch(func, types, args, kwargs or {})
             made = [args[part] if type(part) is int else _like(part, args, self, fake) for part in parts]
             return kind(made) if kind is not Tensor else made[0]
 

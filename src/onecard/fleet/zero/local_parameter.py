@@ -193,9 +193,8 @@ def mend(p: Any, twin: Any, name: str) -> None:
 
 
 def _same(x: Tensor, memory: Tensor) -> bool:
-    return (
-        x.untyped_storage()._cdata == memory.untyped_storage()._cdata and x.storage_offset() == memory.storage_offset()
-    )
+    where = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (x, memory)]
+    return bool(where[0] == where[1])
 
 
 class FixedParameters(dict[str, Any]):

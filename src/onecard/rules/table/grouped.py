@@ -31,7 +31,7 @@ def _aligned(x: Tensor) -> bool:
     begin = (
         x.storage_offset() * size if is_fake(x) else x.data_ptr()
     )  # a tensor without data will have memory of its own
-    return x.numel() > 0 and steps[0] == 1 and steps[1] * size % 16 == 0 and begin % 16 == 0
+    return bool(x.numel() > 0 and steps[0] == 1 and steps[1] * size % 16 == 0 and begin % 16 == 0)
 
 
 def _padded(x: Tensor, inner: bool = False) -> Tensor:
