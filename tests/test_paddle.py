@@ -159,6 +159,9 @@ def test_what_a_config_cannot_be() -> None:
         with pytest.raises(PlanError, match=words):
             dist.parallelize(model, optimizer, config=config)  # type: ignore[arg-type]
         assert not any(isinstance(p, oc.DistTensor) for p in model.parameters()), config
+    for arguments, options in ((mesh,), {"config": {"mp_config": {}}}), ((mesh,), {}), ((), {"config": {}}):
+        with pytest.raises(PlanError, match=r"is taken by oc\.paddle\.parallelize\(model, optimizer, mesh, config\)"):
+            oc.parallelize(Net(), None, *arguments, **options)  # type: ignore[arg-type]
     stages = oc.ProcessMesh([0, 1], ["pp"])
     tied = Net()
     tied.head.weight = tied.embed.weight

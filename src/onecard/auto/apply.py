@@ -148,6 +148,7 @@ def parallelize(
     loss: Any = None,
     machine: Machine = MACHINE,
     memory: int | None = None,
+    config: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Lay a plain model, its optimizers and its batches out as a plan says. What comes back is what was given, changed in place.
 
@@ -158,6 +159,7 @@ def parallelize(
         plan: an ``oc.Plan``, the path of one's file, or "auto": the best one for the loader's first batch (``oc.plan``).
         loss, machine, memory: of that search: (model, *batch) -> the loss, or a criterion of the model's output and the batch's
             last tensor; None if the model returns it.
+        config: None; Paddle's is taken by ``oc.paddle.parallelize(model, optimizer, mesh, config)``.
 
     Returns:
         (model, optimizer, loader).
@@ -174,6 +176,13 @@ def parallelize(
         >>> weight is model.weight, weight.placements
         (True, (Replicate(),))
     """
+    if config is not None or isinstance(loader, ProcessMesh):
+        what = "config=" if config is not None else f"loader={loader!r}"
+        raise PlanError(
+            f"parallelize: {what}: a dict of plans for layers is taken by oc.paddle.parallelize(model, optimizer, mesh, config); "
+            "oc.parallelize takes batches and an oc.Plan, or finds one",
+            "plan",
+        )
     if plan == "auto":
         plan = _found(model, loader, loss, machine, memory)
     applied = Applied(plan if isinstance(plan, Plan) else Plan.load(plan))
