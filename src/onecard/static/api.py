@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
+from onecard.comm.agree.joint_step import joint_step
 from onecard.comm.base.state import faked, unrecorded
 from onecard.comm.world import world
 from onecard.errors import RecordingError
@@ -159,6 +160,7 @@ class Static:
         self._bound: list[BoundRecording[Recording]] = []
         self._warm = self._full = False
         self._made = 0  # recordings of a step in stages: all ranks make them together
+        self._ranks: tuple[int, ...] = ()  # who does the last one
         self._unlike = 0  # how often a recording was not what the step does
         self._whole: BatchRows | None = None  # of a call on a whole batch
         self._recounted = Recounted()
@@ -178,38 +180,41 @@ class Static:
         return recorded(self.fn, leaves, names, tree, self._options, self._whole)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sketched:
-            if faked.here or world.alone.here:
-                return self._as_it_is(args, kwargs)
-            self._look_at_batch(tree_leaves((args, kwargs)))
-        elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
-            self._warm = True
-            result = self._as_it_is(args, kwargs)
-            self._whole = rows_of((args, kwargs), result) if self._parts else None
-            return result
-        for bound in self._bound:
-            checks = bound.checks
-            try:
-                result = bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
-            except Exception as fault:
-                note_line(fault, bound.recording._run)
-                raise
-            if result is ANEW:
-                return self._miss(args, kwargs, agreed=True)
-            if result is not MISS:
-                checks.calls += 1
-                if self._parts is not None:
-                    for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
-                        warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=2)
-                if bound is not self._bound[0]:
-                    self._bound.remove(bound)
-                    self._bound.insert(0, bound)
-                if checks.found:
-                    self._drop(bound)
+        with joint_step(name_of(self.fn), self._ranks) if self._ranks else nullcontext():
+            if self._sketched:
+                if faked.here or world.alone.here:
+                    return self._as_it_is(args, kwargs)
+                self._look_at_batch(tree_leaves((args, kwargs)))
+            elif check.on or faked.here or unrecorded.here or not self._warm or self._unlike >= ENOUGH:
+                self._warm = True
+                result = self._as_it_is(args, kwargs)
+                self._whole = rows_of((args, kwargs), result) if self._parts else None
                 return result
-            if not self._bound:
-                break
-        return self._miss(args, kwargs)
+            for bound in self._bound:
+                checks = bound.checks
+                try:
+                    result = (
+                        bound.replay(args, kwargs) if checks.calls < checks.due else self._checked(bound, args, kwargs)
+                    )
+                except Exception as fault:
+                    note_line(fault, bound.recording._run)
+                    raise
+                if result is ANEW:
+                    return self._miss(args, kwargs, agreed=True)
+                if result is not MISS:
+                    checks.calls += 1
+                    if self._parts is not None:
+                        for said in self._recounted.told(bound.recording, tree_leaves((args, kwargs))):
+                            warnings.warn(f"{name_of(self.fn)}: k_steps={self._parts.k_steps}: {said}", stacklevel=2)
+                    if bound is not self._bound[0]:
+                        self._bound.remove(bound)
+                        self._bound.insert(0, bound)
+                    if checks.found:
+                        self._drop(bound)
+                    return result
+                if not self._bound:
+                    break
+            return self._miss(args, kwargs)
 
     def _look_at_batch(self, leaves: Sequence[Any]) -> None:
         """Whether all ranks of a step that is cut into stages were given one batch; told on all while they still record."""
@@ -323,9 +328,10 @@ class Static:
         bound = recording.bound
         assert bound is not None and bound.turn is not None
         self._made += 1
-        bound.turn.number = self._made
+        bound.turn.number, self._ranks = self._made, bound.turn.ranks
         try:
-            result = bound.replay(args, kwargs)
+            with joint_step(name_of(self.fn), self._ranks):
+                result = bound.replay(args, kwargs)
         except Exception as fault:
             note_line(fault, recording._run)
             raise

@@ -17,6 +17,7 @@ from onecard import recorded
 from onecard._torch import patches
 from onecard._torch.fakes import DEVICE
 from onecard._torch.names import without_torch_function
+from onecard.comm.agree import joint_step
 from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
 from onecard.comm.world import world
@@ -44,7 +45,7 @@ class Absent(Tensor):
 
     def refused(self, name: str) -> StageError:
         """The error for who wants its values."""
-        return StageError(_error(self, name))
+        return _refusal(self, name)
 
     def taken_by(self, x: Tensor) -> None:
         """``x.data = self``, of a plain tensor: it is what it is given."""
@@ -75,13 +76,13 @@ class Absent(Tensor):
             try:
                 return computed(func, args, kwargs, _is_absent, lambda made: _left(made, found))
             except Needed as why:
-                raise StageError(_error(x, name, str(why))) from why.__cause__
+                raise _refusal(x, name, str(why)) from why.__cause__
         if name == "device" and DEVICE in vars(args[0]):
             return vars(args[0])[DEVICE]
         return _plainly(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StageError(_error(self, "pickle (torch.save)"))
+        raise _refusal(self, "pickle (torch.save)")
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
@@ -173,6 +174,13 @@ def _words(x: Tensor) -> str:
     stages = ", ".join(map(str, stages_of(x)))
     who = f"stage {stages} of the pipeline has" if stages else "other stages of the pipeline have"
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}, which {who}"
+
+
+def _refusal(x: Tensor, name: str, why: str = "") -> StageError:
+    """The error; ranks that wait for this one in the next step are told of it."""
+    said = _error(x, name, why)
+    joint_step.refused(said)
+    return StageError(said)
 
 
 def _error(x: Tensor, name: str, why: str = "") -> str:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onecard.comm.base import attempt, flight, record
+from onecard.comm.base import attempt, failed, flight, record
 from onecard.comm.base.state import Kept
 from onecard.comm.world import gone, world
+from onecard.errors import CommunicationError
 
 _meetings: Kept[Counter[str]] = Kept(Counter)
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two looks into the store
@@ -150,6 +151,8 @@ def come(
         missing = [rank for rank in missing if not store.check([f"{here}/{rank}"])]
         if {*never} & {*missing} or time.monotonic() >= until:
             break
+        if said := failed.looked():
+            raise CommunicationError(said)
         if missing and not quiet and time.monotonic() - since > _SLOW:
             quiet = True
             slow(missing)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from onecard.comm.base import failed
 from onecard.comm.shm import futex, peers
 from onecard.comm.shm.segment import (
     ABSENT,
@@ -192,6 +193,8 @@ class Channel:
             if not self.lives(rank):
                 pid = words[rank_word(rank, PID)]
                 self.fail(f"rank {self.ranks[rank]} (process {pid}) died before or in {self.what()}")
+        if said := failed.looked():
+            self.fail(said)
         if time.monotonic() >= deadline:
             names = ", ".join(f"rank {self.ranks[r]}, {self._whereabouts(r)}" for r in missing)
             self.fail(f"timed out in {self.what()}; missing: {names}")

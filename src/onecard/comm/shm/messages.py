@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from onecard.comm.base import failed
 from onecard.comm.shm import futex, tensors
 from onecard.comm.shm.channel import Channel
 from onecard.comm.shm.envelopes import CODES, HEADER, Arriving, Inbox, Receiving, Sending
@@ -367,4 +368,6 @@ class Messages:
             return f"{name} is gone: it left the group, or ended, before {what}"
         if not self._channel.lives(rank):
             return f"{name} died before or in {what}"
+        if said := failed.looked():
+            return said
         return f"timed out in {what} on rank {self._channel.ranks[self._rank]}" if now > deadline else None

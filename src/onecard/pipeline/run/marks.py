@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch.names import tree_leaves
+from onecard.comm.agree.joint_step import joint_step
 from onecard.comm.world import world
 from onecard.errors import ScheduleError
 from onecard.pipeline.run import batches, shares
@@ -73,7 +74,8 @@ class MarkedRunner(Runtime):
     def step(self, inputs: Any, targets: Any, schedule: Any = "1F1B", microbatches: int = 4) -> Tensor:
         """Forward and backward of a batch; see ``step_by_marks``."""
         chosen = self.schedule(schedule, microbatches)
-        with torch.enable_grad(), hooks_wait(_parameters(self.model)):
+        ranks = sorted({rank for mesh in self.meshes for rank in mesh.process_ids})
+        with joint_step("a step by marks", ranks), torch.enable_grad(), hooks_wait(_parameters(self.model)):
             walk = _MarkedWalk(self, chosen, inputs, targets)
             walk.go_through()
         return walk.loss()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecard.comm.agree.joint_step import joint_step
 from onecard.comm.base.state import arrives
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import ScheduleError
@@ -96,8 +97,8 @@ class Runner(StageRuntime):
             ScheduleError: a schedule that cannot run, or that these stages do not fit; a batch that does not divide.
             CommunicationError: a message that does not come; names the rank and the action that waited.
         """
-        self._fit(schedule)
-        with torch.enable_grad(), self.hooks():
+        with joint_step("a step of the pipeline", self.group.ranks), torch.enable_grad(), self.hooks():
+            self._fit(schedule)
             run = StageWalk(self, schedule.ranks[self.group.index], schedule, inputs, targets, sizes, weights, scale)
             return run.go(share)
 
@@ -112,11 +113,12 @@ class Runner(StageRuntime):
             The loss, as of ``step``; or, with ``loss=False``, what the last stage returned, of the whole batch. Without
             ``share`` on the rank with the last stage only, and None elsewhere.
         """
-        self._fit(schedule)
-        forward = ("F", "SEND_F", "RECV_F")
-        row = tuple(action for action in schedule.ranks[self.group.index] if action.kind in forward)
-        run = StageWalk(self, row, schedule, inputs, targets, sizes, weights, 1.0, loss)
-        return run.go(share) if loss else run.outputs_after(share)
+        with joint_step("an evaluation of the pipeline", self.group.ranks):
+            self._fit(schedule)
+            forward = ("F", "SEND_F", "RECV_F")
+            row = tuple(action for action in schedule.ranks[self.group.index] if action.kind in forward)
+            run = StageWalk(self, row, schedule, inputs, targets, sizes, weights, 1.0, loss)
+            return run.go(share) if loss else run.outputs_after(share)
 
     def _fit(self, schedule: Schedule) -> None:
         """Prove a schedule, once, and that it means these ranks and stages."""

@@ -177,12 +177,13 @@ class ReplayTurn:
     that one rank alone lowers would train its stage alone otherwise. One small message for each call.
 
     Attributes:
+        ranks: who does the step.
         number: of the recording among those of the step, by which all ranks mean the same one.
         why: the last time that they did not all replay it, as another rank says it.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], numbers: Sequence[str]) -> None:
-        self._name, self._ranks, self._numbers, self.number, self.why = name, tuple(ranks), numbers, 0, ""
+        self._name, self.ranks, self._numbers, self.number, self.why = name, tuple(ranks), numbers, 0, ""
 
     def replays(self, *numbers: float) -> bool:
         """This rank replays; whether all others do, too.
@@ -205,28 +206,28 @@ class ReplayTurn:
         self._reasons(why)
 
     def _reasons(self, mine: str) -> str:
-        if len(self._ranks) < 2 or pretending() or trace.faking():
+        if len(self.ranks) < 2 or pretending() or trace.faking():
             return mine
         theirs = self._gathered(torch.tensor([[*mine.encode()[:_QUOTED].ljust(_QUOTED)]], dtype=torch.uint8))
         said = (bytes(row.tolist()).decode(errors="replace").strip() for row in theirs)
-        found = ((rank, words) for rank, words in zip(self._ranks, said, strict=True) if words)
+        found = ((rank, words) for rank, words in zip(self.ranks, said, strict=True) if words)
         return next((f"on rank {rank} {words}" for rank, words in found), "other ranks replay another recording")
 
     def _said(self, *mine: int) -> list[list[int]]:
-        if len(self._ranks) < 2 or pretending() or trace.faking():
+        if len(self.ranks) < 2 or pretending() or trace.faking():
             return [[*mine]]
         found: list[list[int]] = self._gathered(torch.tensor([mine])).tolist()
         return found
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         record.serving.here = ("to_static", "turn", ())
-        theirs: Any = collectives.all_gather(mine, of_ranks(self._ranks, "stages"), 0, [1] * len(self._ranks))
+        theirs: Any = collectives.all_gather(mine, of_ranks(self.ranks, "stages"), 0, [1] * len(self.ranks))
         return torch.as_tensor(theirs)
 
     def _apart(self, numbers: Sequence[float]) -> NoReturn:
         theirs = self._gathered(torch.tensor([numbers], dtype=torch.float64))
         at = next(i for i in range(len(numbers)) if len(set(theirs[:, i].tolist())) > 1)
-        said = ", ".join(f"{x!r} on rank {rank}" for rank, x in zip(self._ranks, theirs[:, at].tolist(), strict=True))
+        said = ", ".join(f"{x!r} on rank {rank}" for rank, x in zip(self.ranks, theirs[:, at].tolist(), strict=True))
         raise RecordingError(
             f"{self._name}: {self._numbers[at]} is {said}; each rank of a pipeline does its part of one program, so that what a "
             "step reads of Python's numbers is the same on all: step schedulers, and set rates and weights, on every rank "

@@ -1,0 +1,117 @@
+"""Who has failed in what ranks do together, so that those that wait for it hear of it while they wait.
+
+A rank that fails leaves word in the rendezvous' store. A rank that waits in such a step looks there: for one that has failed in
+this very step nobody can go on, and the wait ends with its words; of one that has failed before, and has not come since, they
+are told: its program may have caught the error, and come yet.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from onecard.comm.base import attempt
+from onecard.comm.base.state import Kept
+
+_ANY = "failed"
+GRACE = 1.0
+"""Seconds for ranks that fail alike: each has an error of its own, which says more."""
+_OFTEN = 0.25  # seconds between two looks
+QUOTED = 1000
+"""Characters of what another rank says."""
+
+
+@dataclass
+class Together:
+    """A step that ranks do together.
+
+    Attributes:
+        name: what people call it; ``ranks``: who does it; ``me``: this rank; ``number``: of the step among those of its name.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    me: int
+    number: int
+    looked: float = field(default_factory=time.monotonic)
+    seen: dict[int, float] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+
+    def failed(self, why: str) -> None:
+        """Leave word that this rank cannot go on with it."""
+        _say(self.me, [self.name, [*self.ranks], self.number, why])
+
+    def look(self) -> str:
+        """Why it cannot be done any more, as another rank says; "" where nobody does. Asked by who waits."""
+        now = time.monotonic()
+        if now - self.looked < _OFTEN:
+            return ""
+        self.looked = now
+        said = {rank: word for rank in self.ranks if rank != self.me and (word := _word(rank))}
+        self.seen = {rank: self.seen.get(rank, now) for rank in said}
+        for rank, (name, ranks, number, why) in said.items():
+            if now - self.seen[rank] < GRACE:
+                continue
+            if (name, tuple(ranks), number) == (self.name, self.ranks, self.number):
+                return (
+                    f"rank {rank} has failed in {name} (call {number}), in which rank {self.me} waits for others. "
+                    f"Rank {rank} says: {why}"
+                )
+            if rank not in self.told:
+                self.told.add(rank)
+                warnings.warn(
+                    f"rank {self.me} waits in {self.name} (call {self.number}), to which rank {rank} has not come since it "
+                    f"failed. Rank {rank} says: {why}",
+                    stacklevel=2,
+                )
+        return ""
+
+
+under_way: Kept[Together | None] = Kept(lambda: None)
+"""The step that this rank is in."""
+_left: Kept[set[int]] = Kept(set)
+"""This rank, where it has left word."""
+
+
+def looked() -> str:
+    """Why what is waited for cannot come, as another rank says; "" outside of steps that ranks do together."""
+    step = under_way.here
+    return "" if step is None else step.look()
+
+
+def between(me: int, why: str) -> None:
+    """Leave word of an error between steps; taken back by ``comes``."""
+    _say(me, ["", [], 0, why])
+
+
+def comes(me: int) -> None:
+    """This rank goes on: what it has said is over."""
+    if _left.here:
+        _left.here.clear()
+        with suppress(RuntimeError, ValueError, dist.DistError):
+            attempt.store().set(f"{_ANY}/{me}", "")
+
+
+def _say(me: int, word: Sequence[object]) -> None:
+    _left.here.add(me)
+    with suppress(RuntimeError, ValueError, dist.DistError):
+        store = attempt.store()
+        store.set(f"{_ANY}/{me}", json.dumps(word))
+        store.set(_ANY, "")
+
+
+def _word(rank: int) -> list[Any]:
+    """What a rank has said, of what, and why; [] where it has said nothing."""
+    with suppress(RuntimeError, ValueError, dist.DistError):
+        store = attempt.store()
+        if store.check([_ANY]) and store.check([f"{_ANY}/{rank}"]):
+            found = store.get(f"{_ANY}/{rank}").decode()
+            return list(json.loads(found)) if found else []
+    return []
