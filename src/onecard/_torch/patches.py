@@ -50,6 +50,10 @@ TABLE: dict[str, Patch] = {
         Patch(
             "torch.Tensor.data", TENSOR, "a plain tensor may be assigned a distributed one", "an assignment is a Python call"
         ),
+        Patch(
+            "torch.nn.Module._apply", TENSOR,
+            "conversions that cannot be (`model.double()` of stages) are refused on all ranks",
+        ),
         Patch("json.JSONEncoder.default", TENSOR, "encoders that know plain tensors (wandb's) are given a whole one"),
         Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
@@ -57,7 +61,7 @@ TABLE: dict[str, Patch] = {
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),
         Patch("torch.distributed.distributed_c10d._maybe_attach_flight_recorder", SHM, "it asks groups for what only C++ has"),
         Patch("torch.Tensor.grad", FLEET, "who reads a gradient has it summed first", "a read is a Python call"),
-        Patch("torch.nn.Module._apply", FLEET, "a parameter that is converted stays a part of the same whole"),
+        Patch("fleet: torch.nn.Module._apply", FLEET, "a parameter that is converted stays a part of the same whole"),
         Patch("torch.nn.Parameter.__deepcopy__", FLEET, "a copied parameter stays a part of the same whole"),
         Patch(
             "torch.nn.modules.module._global_parameter_registration_hooks", FLEET, "what takes its place is a part, too"
@@ -212,11 +216,13 @@ class unpatch:
 
     def __init__(self) -> None:
         global begun
-        self._undone = {what: patch for what, patch in _made.items() if not patch.stays()}
+        undone: dict[str, _Made] = {}
         self._begun, begun = begun, False
-        for what, patch in reversed(self._undone.items()):
-            patch.undo()
-            del _made[what]
+        for what, patch in reversed([*_made.items()]):
+            if not patch.stays():  # asked now: what lay on it may have been ours
+                patch.undo()
+                undone[what] = _made.pop(what)
+        self._undone = dict(reversed(undone.items()))
 
     def __enter__(self) -> unpatch:
         return self

@@ -62,7 +62,7 @@ class Absent(Tensor):
             found = [x for x in tensors((args, kwargs)) if isinstance(x, Absent)]
             x = found[0]
             if name in ("__repr__", "__format__"):
-                return f"{type(x).__name__}({_words(x)})"
+                return f"{type(x).__name__}({in_words(x)})"
             if name in ("to", "cpu") and _stays(x, args[1:], kwargs):
                 return x
             if name == "data" and len(args) > 1:
@@ -139,6 +139,14 @@ def _is_absent(x: Any) -> bool:
     return isinstance(x, Absent)
 
 
+KEEPS = (
+    "A model that is cut into stages keeps its dtype and device: convert it before the first call of the step (model.double() "
+    "above oc.to_static(step, plan=...)); of a trained one oc.checkpoint.save(path, {'model': model}), then oc.checkpoint.load "
+    "into a model that was converted when it was new"
+)
+"""What to do instead of converting it."""
+
+
 def _like(y: Any, x: Tensor) -> bool:
     return isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
 
@@ -170,7 +178,7 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func)).removesuffix(".default")
 
 
-def _words(x: Tensor) -> str:
+def in_words(x: Tensor) -> str:
     stages = ", ".join(map(str, stages_of(x)))
     who = f"stage {stages} of the pipeline has" if stages else "other stages of the pipeline have"
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}, which {who}"
@@ -186,14 +194,9 @@ def _refusal(x: Tensor, name: str, why: str = "") -> StageError:
 def _error(x: Tensor, name: str, why: str = "") -> str:
     here = f"its memory here, on rank {world.get_rank()}, was given back{f', and {why}' if why else ''}"
     if name in _CONVERSIONS:
-        return (
-            f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. A model that is cut into stages keeps "
-            "its dtype and device: convert it before the first call of the step (model.double() above "
-            "oc.to_static(step, plan=...)); of a trained one oc.checkpoint.save(path, {'model': model}), then oc.checkpoint.load "
-            "into a model that was converted when it was new"
-        )
+        return f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. {KEEPS}"
     return (
-        f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {_words(x)}: {here}. "
+        f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. "
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
         "oc.checkpoint.save(path, {'model': model}) saves all stages as one model, and oc.checkpoint.load(path) on one process "
         "gives the whole of it"

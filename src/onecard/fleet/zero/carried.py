@@ -25,7 +25,7 @@ def install() -> None:
     """Watch what takes a parameter's place."""
     hooks = "torch.nn.modules.module._global_parameter_registration_hooks"
     patches.hook(hooks, register_module_parameter_registration_hook, _registered)
-    patches.replace("torch.nn.Module._apply", nn.Module, "_apply", _over_apply)
+    patches.replace("fleet: torch.nn.Module._apply", nn.Module, "_apply", _over_apply)
     patches.replace("torch.nn.Parameter.__deepcopy__", nn.Parameter, "__deepcopy__", _over_deepcopy)
 
 

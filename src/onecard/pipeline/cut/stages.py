@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -189,7 +190,8 @@ class Stages(Microbatches):
         """The recording of this rank's share of the step."""
         ranks, place, name = self.line_of(recording)
         schedule = self.schedule_for(len(ranks))
-        if not any(True for _ in recording.nodes("backward")):
+        trains = any(True for _ in recording.nodes("backward"))
+        if not trains:
             schedule = forward_of(schedule)
         recorded_graph = recording.graph
         recording = recording.with_graph(halved(self.counting(recording, seen).graph))
@@ -211,6 +213,8 @@ class Stages(Microbatches):
             made = replaced(made, adding_products(made.graph))
             made, weave = woven(made, schedule, ranks, name)
             mine = on_rank(made, weave, place)
+        if trains and not recording.makes_states and (said := _without_parameters(recording, weave, self.at)):
+            warnings.warn(f"{recording.name}: {said}", stacklevel=6)
         emptied(weave.places.graph)
         return mine
 
@@ -242,6 +246,22 @@ def _check_gradients(recording: RecordedStep, parts: Parts) -> None:
         "step takes it, so that it would grow from step to step: give it to the optimizer "
         "(torch.optim.AdamW(model.parameters())), freeze it (requires_grad_(False)), and put optimizer.step() and "
         "optimizer.zero_grad() into the step"
+    )
+
+
+def _without_parameters(recording: RecordedStep, weave: Weave, at: Sequence[str]) -> str:
+    """What to say of ranks that have nothing to train, of a step that trains."""
+    nodes = zip(recording.inputs, weave.places.graph.find_nodes(op="placeholder"), strict=True)
+    used: set[int] = set()
+    for known, node in nodes:
+        used |= weave.places.holders(node) if known.kind == "parameter" else set()
+    idle = [rank for i, rank in enumerate(weave.ranks) if i not in used]
+    if not idle or not used:
+        return ""
+    why = f"at={[*at]} leaves them none" if at else "layers are small beside messages, by the price of the step"
+    return (
+        f"rank(s) {idle} have no parameter: {why}. Fewer ranks along the pipeline do as much, or say where it is cut: "
+        "oc.Stages(..., at=['blocks.2'])"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard._torch import patches
 from onecard.comm.base.record import words_of
 from onecard.comm.world.world import get_rank
 from onecard.errors import RecordingError
@@ -22,6 +23,8 @@ from onecard.train.shard import note_read, note_stage
 
 def settle(step: RecordedStep, roots: Sequence[Any]) -> None:
     """Give back the memory of what this rank has not, and note who has what."""
+    if step.elsewhere:
+        patches.begin()  # conversions are seen, also where all parameters are here
     for known in step.elsewhere:
         x = _there(known, roots)
         if x is None:

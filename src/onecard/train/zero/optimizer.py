@@ -17,6 +17,7 @@ from onecard.errors import LayoutError
 from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
+from onecard.train import converted as _converted  # noqa: F401 - it is installed with this
 from onecard.train.layer import replaced
 from onecard.train.zero import undivided
 from onecard.train.zero.last_hooks import keep_last

@@ -1,0 +1,55 @@
+"""Models that cannot be converted any more (``model.double()``, ``model.to(device)``): told on all ranks, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecard import recorded
+from onecard._torch import patches
+from onecard.comm.base.record import user_line, words_of
+from onecard.comm.world import world
+from onecard.errors import DispatchError, StageError
+from onecard.tensor.dist_tensor import DistTensor
+from onecard.train.absent import KEEPS, in_words
+from onecard.train.shard import is_staged
+
+
+@patches.with_first_tensor
+def install() -> None:
+    """Watch what is converted."""
+    patches.replace("torch.nn.Module._apply", nn.Module, "_apply", _over_apply)
+
+
+def _over_apply(torchs: Any) -> Any:
+    def _apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorded.recorder is None:
+            _check_stages(self, fn)
+        try:
+            return torchs(self, fn, *args, **kwargs)
+        except RuntimeError as fault:
+            held = next((name for name, p in self._parameters.items() if isinstance(p, DistTensor)), "")
+            if not held or "swap" not in str(fault) or isinstance(fault, DispatchError):
+                raise
+            raise DispatchError(
+                f"{user_line()}: {type(self).__name__}.{held} is a distributed tensor that an optimizer or a recorded step holds "
+                "by now, and keeps its dtype and device: convert the model when it is new, before shard_optimizer, and before "
+                "the first call of a step under a plan"
+            ) from fault
+
+    return _apply
+
+
+def _check_stages(module: nn.Module, fn: Any) -> None:
+    """Refuse what would give parameters of some stages another dtype or device: the others' have no memory here."""
+    kinds: dict[Any, tuple[str, Tensor]] = {}
+    for name, p in module.named_parameters():
+        if is_staged(p):
+            kinds.setdefault((p.dtype, p.device), (name, p))
+    for (dtype, device), (name, p) in kinds.items():
+        made = fn(torch.empty(0, dtype=dtype, device=device))
+        if (made.dtype, made.device) != (dtype, device):
+            said = f"{words_of(p) or name} {in_words(p)}; this is rank {world.get_rank()}"
+            raise StageError(f"{user_line()}: {type(module).__name__} to {made.dtype}, {made.device}: {said}. {KEEPS}")
