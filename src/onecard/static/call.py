@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard.comm.base.record import user_line
 from onecard.comm.base.state import faked
 from onecard.comm.issue.groups import Group
 from onecard.errors import OnecardError, RecordingError
@@ -203,8 +204,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
         if undo is not None:
             undo.back(counts=fault is None)
     if fault is not None:
-        if batch is not None and batch.parts.sketched:
-            _said_of_the_batch(batch)
+        if batch is not None and (batch.parts.sketched or not isinstance(fault, OnecardError)):
+            _said_of_the_batch(batch, fault)
         raise fault
     _check_backward(recording)
     seen = None
@@ -273,14 +274,31 @@ def sketched_again(
     return found
 
 
-def _said_of_the_batch(batch: _WholeCall) -> None:
-    """The same refusal in the user's numbers, if the step can be looked at again as it is left (a scaler cannot)."""
+def _said_of_the_batch(batch: _WholeCall, fault: Exception) -> None:
+    """What a microbatch cannot, in the user's numbers, if the step can be looked at again as it is left (a scaler cannot).
+
+    Raises:
+        OnecardError: the same refusal, of the whole batch.
+        RecordingError: the whole batch can be done: something is as long as that.
+    """
+    errors = RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError
     try:
         batch.rows()
     except OnecardError:
         raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+    except errors:
         return
+    if isinstance(fault, errors) and not isinstance(fault, OnecardError):
+        inner = fault.__traceback__
+        while inner is not None and inner.tb_next is not None:
+            inner = inner.tb_next
+        where = user_line(inner.tb_frame if inner is not None else None)
+        raise RecordingError(
+            f"{name_of(batch.fn)}: what can be done with the whole batch cannot with one of its {batch.parts.k_steps} "
+            f"microbatches, at {where}: {type(fault).__name__}: {fault}. Something there is as long as the batch, and is no "
+            "argument: a state of each row that is carried from batch to batch, a mask or positions that are made outside. Make "
+            "it of the rows at hand (torch.arange(len(x))), give it as an argument, or use one microbatch"
+        ) from fault
 
 
 def _sets_up(capture: Capture) -> bool:

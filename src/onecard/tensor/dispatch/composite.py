@@ -146,8 +146,10 @@ def _cross_entropy(
             aten.cross_entropy_loss.default, keyset, x, target, weight, reduction, ignore_index, label_smoothing
         )
     summed = aten.cross_entropy_loss(x, target, weight, _SUM, ignore_index, label_smoothing)
-    counted = -torch.ones_like(x, dtype=summed.dtype, requires_grad=False)
-    return summed / aten.nll_loss_nd(counted, target, weight.to(summed.dtype), _SUM, ignore_index)
+    counts = target != ignore_index
+    # Of labels and weights alone: microbatches count it ahead of what the model makes.
+    weights = aten.embedding(weight.detach().to(summed.dtype).unsqueeze(1), torch.where(counts, target, 0).long())
+    return summed / (weights.squeeze(-1) * counts).sum()
 
 
 # ---- Composite operators with out=
