@@ -76,7 +76,10 @@ FLOORS = {
         "notation", "rule", "work", "refine", "decide", "call", "traits", "local", "foretell", "spelling", "registry", "estimate",
         "table", "samples", "verify", "stated", "register",
     ],
-    "train": ["balance", "shard", "of_absent", "absent", "converted", "norms", "summands", "data", "layer", "local_code", "zero", "modules"],
+    "train": [
+        "balance", "shard", "of_absent", "absent", "converted", "norms", "summands", "data", "layer", "local_code", "zero",
+        "modules",
+    ],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [
         "step", "code", "guards", "capture", "price", "passes", "run", "file", "show", "recording", "call", "api", "measure",

@@ -48,8 +48,8 @@ def _check_stages(module: nn.Module, fn: Any) -> None:
     for name, p in module.named_parameters():
         if is_staged(p):
             kinds.setdefault((p.dtype, p.device), (name, p))
-    for (dtype, device), (name, p) in kinds.items():
+    for (dtype, device), (name, x) in kinds.items():
         made = fn(torch.empty(0, dtype=dtype, device=device))
         if (made.dtype, made.device) != (dtype, device):
-            said = f"{words_of(p) or name} {in_words(p)}; this is rank {world.get_rank()}"
+            said = f"{words_of(x) or name} {in_words(x)}; this is rank {world.get_rank()}"
             raise StageError(f"{user_line()}: {type(module).__name__} to {made.dtype}, {made.device}: {said}. {KEEPS}")
