@@ -203,6 +203,7 @@ def _no_mistakes() -> list[list[float]]:
     frozen = layers()
     frozen[:2].requires_grad_(False)
     rows = [(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), ["1"]), (Twice(), ["second"]), (frozen, ["2"])]
+    warnings.filterwarnings("ignore", ".*have no parameter")
     return [trained(model, at=at) for model, at in rows]
 
 

@@ -151,3 +151,37 @@ def test_a_refusal_between_steps_is_told_to_who_waits_for_the_next() -> None:
     (seconds, said), _ = run_ranks(_cut, 2, False, timeout=patience(60.0))
     assert "to which rank 1 has not come since it failed. Rank 1 says:" in said and "its memory here" in said, said
     assert seconds < patience(5.0)
+
+
+def _flagged() -> tuple[float, str]:
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    torch.manual_seed(0)
+    net = oc.shard_layer(nn.Linear(4, 2), mesh)
+    opt = oc.shard_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    flag = {"on": False}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        if flag["on"]:
+            loss = 2 * loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    run = oc.to_static(step)
+    x = oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Shard(0)])
+    for _ in range(5):
+        run(x)
+    flag["on"] = oc.get_rank() == 1
+    found = _heard(lambda: run(x))
+    _stays("heard 0")
+    _stays("heard 1")
+    return found
+
+
+def test_a_flag_of_one_rank_in_a_recorded_step() -> None:
+    (seconds, said), (others, heard) = run_ranks(_flagged, 2, timeout=patience(60.0))
+    assert "rank 1 records anew step (call " in said and "make the flag an argument" in said, said
+    assert "rank 0 has failed in step (call " in heard, heard
+    assert seconds < patience(5.0) and others < patience(9.0)

@@ -311,6 +311,7 @@ class Static:
             return self._begun(recording, args, kwargs)
         if recording.bound is not None:
             self._bound.insert(0, recording.bound)
+            self._ranks = tuple(sorted({rank for line in recording.bound.checks.lines for rank in line.ranks}))
         if self._parts is None:
             return result
         return recording(*args, **kwargs) if recording.bound is not None else self._as_it_is(args, kwargs)

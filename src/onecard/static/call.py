@@ -295,9 +295,10 @@ def _said_of_the_batch(batch: _WholeCall, fault: Exception) -> None:
         where = user_line(inner.tb_frame if inner is not None else None)
         raise RecordingError(
             f"{name_of(batch.fn)}: what can be done with the whole batch cannot with one of its {batch.parts.k_steps} "
-            f"microbatches, at {where}: {type(fault).__name__}: {fault}. Something there is as long as the batch, and is no "
-            "argument: a state of each row that is carried from batch to batch, a mask or positions that are made outside. Make "
-            "it of the rows at hand (torch.arange(len(x))), give it as an argument, or use one microbatch"
+            f"microbatches, at {where}: {type(fault).__name__}: {fault}. Something there is as long as the batch, and is not cut "
+            "with it (a state of each row that is carried from batch to batch, a mask or positions that are made outside), or "
+            "is cut with it and is none of its rows (an argument that is a table of as many entries). Make it of the rows at "
+            "hand (torch.arange(len(x))), give rows as arguments and tables as attributes, or use one microbatch"
         ) from fault
 
 

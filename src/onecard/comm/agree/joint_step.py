@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -18,39 +17,42 @@ from onecard.comm.base.state import REAL, Kept, faked, home
 from onecard.comm.shm.group import ShmGroup
 from onecard.comm.world import world
 
-_numbers: Kept[Counter[Any]] = Kept(Counter)
+_steps: Kept[dict[Any, failed.Together]] = Kept(dict)
 _LOOK = 1.0  # seconds between two looks of the thread
 
 
-@contextmanager
-def joint_step(name: str, ranks: Sequence[int] = ()) -> Iterator[None]:
+class joint_step:
     """Around a step that ranks do together, on all of them: what ends it on one is told to those that wait in it.
 
     Args:
-        ranks: who does it; all of the world if left out. One within another is that one's affair.
+        ranks: who does it. One within another is that one's affair.
 
     Example:
-        >>> with joint_step("step"):
+        >>> with joint_step("step", (0,)):
         ...     pass
     """
-    size = world.get_world_size()
-    if size == 1 or not dist.is_initialized() or failed.under_way.here is not None or _apart():
-        yield
-        return
-    whole = tuple(ranks) or tuple(range(size))
-    key = name, whole
-    _numbers.here[key] += 1
-    me = world.get_rank()
-    failed.comes(me)
-    step = failed.under_way.here = failed.Together(name, whole, me, _numbers.here[key])
-    _watch()
-    try:
-        yield
-    except BaseException as why:
-        step.failed(f"{type(why).__name__}: {why}"[: failed.QUOTED])
-        raise
-    finally:
-        failed.under_way.here = None
+
+    __slots__ = ("_key", "_step")
+    _step: failed.Together | None
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self._key, self._step = (name, tuple(ranks)), None
+
+    def __enter__(self) -> None:
+        if len(self._key[1]) < 2 or failed.under_way.here is not None or not world.has_met() or _apart():
+            return
+        step = _steps.here.get(self._key)
+        if step is None:
+            step = _steps.here[self._key] = failed.Together(*self._key, world.get_rank())
+            _watch()
+        step.begins()
+        self._step = failed.under_way.here = step
+
+    def __exit__(self, kind: Any, why: BaseException | None, trace: Any) -> None:
+        if self._step is not None:
+            failed.under_way.here = None
+            if why is not None:
+                self._step.failed(f"{type(why).__name__}: {why}")
 
 
 def refused(why: str) -> None:
@@ -79,7 +81,7 @@ def _looks() -> None:
     while True:
         time.sleep(_LOOK)
         step = failed.under_way.here
-        if step is not None and step is not told and (said := step.look()):
-            told = step
+        if step is not None and (step, step.number) != told and (said := step.look()):
+            told = step, step.number
             with suppress(OSError, ValueError):
                 print(f"onecard: {said}. This wait ends with that rank's process", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ _ANY = "failed"
 GRACE = 1.0
 """Seconds for ranks that fail alike: each has an error of its own, which says more."""
 _OFTEN = 0.25  # seconds between two looks
+TURNS = "records anew"
 QUOTED = 1000
 """Characters of what another rank says."""
 
@@ -39,14 +40,30 @@ class Together:
     name: str
     ranks: tuple[int, ...]
     me: int
-    number: int
-    looked: float = field(default_factory=time.monotonic)
+    number: int = 0
+    looked: float = 0.0
     seen: dict[int, float] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
+    other: bool = False
+
+    def begins(self) -> None:
+        """The next one; what this rank has said is over."""
+        self.number += 1
+        if self.seen or self.told or self.other:
+            self.seen, self.told, self.other = {}, set(), False
+        comes(self.me)
 
     def failed(self, why: str) -> None:
         """Leave word that this rank cannot go on with it."""
-        _say(self.me, [self.name, [*self.ranks], self.number, why])
+        self._say("has failed in", why)
+
+    def turns(self, why: str) -> None:
+        """Leave word that this rank does it another way, for which it waits for all others."""
+        self.other = True
+        self._say(TURNS, why)
+
+    def _say(self, does: str, why: str) -> None:
+        _say(self.me, [self.name, [*self.ranks], self.number, does, why[:QUOTED]])
 
     def look(self) -> str:
         """Why it cannot be done any more, as another rank says; "" where nobody does. Asked by who waits."""
@@ -54,17 +71,17 @@ class Together:
         if now - self.looked < _OFTEN:
             return ""
         self.looked = now
-        said = {rank: word for rank in self.ranks if rank != self.me and (word := _word(rank))}
+        said = {rank: word for rank in self.ranks if rank != self.me and (word := _word(rank))} if _anybody() else {}
         self.seen = {rank: self.seen.get(rank, now) for rank in said}
-        for rank, (name, ranks, number, why) in said.items():
-            if now - self.seen[rank] < GRACE:
+        for rank, (name, ranks, number, does, why) in said.items():
+            if now - self.seen[rank] < GRACE or (does == TURNS and self.other):
                 continue
-            if (name, tuple(ranks), number) == (self.name, self.ranks, self.number):
+            if (name, number) == (self.name, self.number) and self.me in ranks:
                 return (
-                    f"rank {rank} has failed in {name} (call {number}), in which rank {self.me} waits for others. "
+                    f"rank {rank} {does} {name} (call {number}), in which rank {self.me} waits for others. "
                     f"Rank {rank} says: {why}"
                 )
-            if rank not in self.told:
+            if rank not in self.told and does != TURNS:
                 self.told.add(rank)
                 warnings.warn(
                     f"rank {self.me} waits in {self.name} (call {self.number}), to which rank {rank} has not come since it "
@@ -88,7 +105,7 @@ def looked() -> str:
 
 def between(me: int, why: str) -> None:
     """Leave word of an error between steps; taken back by ``comes``."""
-    _say(me, ["", [], 0, why])
+    _say(me, ["", [], 0, "", why])
 
 
 def comes(me: int) -> None:
@@ -107,11 +124,18 @@ def _say(me: int, word: Sequence[object]) -> None:
         store.set(_ANY, "")
 
 
+def _anybody() -> bool:
+    """Whether any rank has ever said something."""
+    with suppress(RuntimeError, ValueError, dist.DistError):
+        return attempt.store().check([_ANY])
+    return False
+
+
 def _word(rank: int) -> list[Any]:
     """What a rank has said, of what, and why; [] where it has said nothing."""
     with suppress(RuntimeError, ValueError, dist.DistError):
         store = attempt.store()
-        if store.check([_ANY]) and store.check([f"{_ANY}/{rank}"]):
+        if store.check([f"{_ANY}/{rank}"]):
             found = store.get(f"{_ANY}/{rank}").decode()
             return list(json.loads(found)) if found else []
     return []

@@ -14,7 +14,7 @@ import torch
 
 from onecard.comm.agree import sparse_check
 from onecard.comm.agree.meeting import come
-from onecard.comm.base import record
+from onecard.comm.base import failed, record
 from onecard.comm.base.state import faked
 from onecard.comm.issue import collectives, trace
 from onecard.comm.issue.groups import Group, group
@@ -162,12 +162,19 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
             f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
         )
 
+    if failed.under_way.here is not None:
+        failed.under_way.here.turns(f"{why or 'nothing is known to differ'}. {_ALIKE}")
     _, missing = come(f"record/{name}", ranks, slow)
     if missing:
         sparse_check.stop(
-            f"{words} {missing}: a rank that replays and one that records send different messages. What a step depends on has to "
-            "be the same on all ranks: make the flag an argument that is equal everywhere, or torch.where(flag, a, b)"
+            f"{words} {missing}: a rank that replays and one that records send different messages. {_ALIKE}"
         )
+
+
+_ALIKE = (
+    "What a step depends on has to be the same on all ranks: make the flag an argument that is equal everywhere, or "
+    "torch.where(flag, a, b)"
+)
 
 
 class ReplayTurn:
