@@ -131,11 +131,11 @@ def _cut(hook: bool) -> tuple[float, str]:
 
         def waits() -> None:
             until = time.monotonic() + LONG
-            failed.under_way.here = failed.Together("step", (0, 1), 0, 3)
+            failed.doing.here = failed.Together("step", (0, 1), 0, 3)
             while not caught and time.monotonic() < until:
                 assert failed.looked() == ""
                 time.sleep(0.05)
-            failed.under_way.here = None
+            failed.doing.here = None
 
         seconds, _ = _heard(waits)
     return seconds, str([str(w.message) for w in caught])

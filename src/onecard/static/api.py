@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from onecard._torch.graphs import emptied
 from onecard._torch.names import tree_leaves, tree_unflatten
 from onecard.comm.agree import check
-from onecard.comm.agree.joint_step import joint_step
+from onecard.comm.agree.joint import joint_step
 from onecard.comm.base.state import faked, unrecorded
 from onecard.comm.world import world
 from onecard.errors import RecordingError

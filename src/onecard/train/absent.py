@@ -17,7 +17,7 @@ from onecard import recorded
 from onecard._torch import patches
 from onecard._torch.fakes import DEVICE
 from onecard._torch.names import without_torch_function
-from onecard.comm.agree import joint_step
+from onecard.comm.agree import joint
 from onecard.comm.base.record import name as call
 from onecard.comm.base.record import user_line, words_of
 from onecard.comm.world import world
@@ -187,7 +187,7 @@ def in_words(x: Tensor) -> str:
 def _refusal(x: Tensor, name: str, why: str = "") -> StageError:
     """The error; ranks that wait for this one in the next step are told of it."""
     said = _error(x, name, why)
-    joint_step.refused(said)
+    joint.refused(said)
     return StageError(said)
 
 

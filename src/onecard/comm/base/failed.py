@@ -91,7 +91,7 @@ class Together:
         return ""
 
 
-under_way: Kept[Together | None] = Kept(lambda: None)
+doing: Kept[Together | None] = Kept(lambda: None)
 """The step that this rank is in."""
 _left: Kept[set[int]] = Kept(set)
 """This rank, where it has left word."""
@@ -99,7 +99,7 @@ _left: Kept[set[int]] = Kept(set)
 
 def looked() -> str:
     """Why what is waited for cannot come, as another rank says; "" outside of steps that ranks do together."""
-    step = under_way.here
+    step = doing.here
     return "" if step is None else step.look()
 
 

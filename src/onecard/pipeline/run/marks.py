@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch.names import tree_leaves
-from onecard.comm.agree.joint_step import joint_step
+from onecard.comm.agree.joint import joint_step
 from onecard.comm.world import world
 from onecard.errors import ScheduleError
 from onecard.pipeline.run import batches, shares

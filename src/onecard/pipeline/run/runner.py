@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecard.comm.agree.joint_step import joint_step
+from onecard.comm.agree.joint import joint_step
 from onecard.comm.base.state import arrives
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import ScheduleError

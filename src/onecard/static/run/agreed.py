@@ -162,8 +162,8 @@ def all_record(name: str, lines: Sequence[Group], why: str) -> None:
             f"{words} {missing}, it seems, which have not come to record it anew; waiting for them", stacklevel=5
         )
 
-    if failed.under_way.here is not None:
-        failed.under_way.here.turns(f"{why or 'nothing is known to differ'}. {_ALIKE}")
+    if failed.doing.here is not None:
+        failed.doing.here.turns(f"{why or 'nothing is known to differ'}. {_ALIKE}")
     _, missing = come(f"record/{name}", ranks, slow)
     if missing:
         sparse_check.stop(

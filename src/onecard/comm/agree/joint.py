@@ -39,25 +39,25 @@ class joint_step:
         self._key, self._step = (name, tuple(ranks)), None
 
     def __enter__(self) -> None:
-        if len(self._key[1]) < 2 or failed.under_way.here is not None or not world.has_met() or _apart():
+        if len(self._key[1]) < 2 or failed.doing.here is not None or not world.has_met() or _apart():
             return
         step = _steps.here.get(self._key)
         if step is None:
             step = _steps.here[self._key] = failed.Together(*self._key, world.get_rank())
             _watch()
         step.begins()
-        self._step = failed.under_way.here = step
+        self._step = failed.doing.here = step
 
     def __exit__(self, kind: Any, why: BaseException | None, trace: Any) -> None:
         if self._step is not None:
-            failed.under_way.here = None
+            failed.doing.here = None
             if why is not None:
                 self._step.failed(f"{type(why).__name__}: {why}")
 
 
 def refused(why: str) -> None:
     """This rank has refused something of the program's between two steps: whoever waits for it in the next one is told."""
-    if world.get_world_size() > 1 and dist.is_initialized() and failed.under_way.here is None and not _apart():
+    if world.get_world_size() > 1 and dist.is_initialized() and failed.doing.here is None and not _apart():
         failed.between(world.get_rank(), why[: failed.QUOTED])
 
 
@@ -80,7 +80,7 @@ def _looks() -> None:
     told = None
     while True:
         time.sleep(_LOOK)
-        step = failed.under_way.here
+        step = failed.doing.here
         if step is not None and (step, step.number) != told and (said := step.look()):
             told = step, step.number
             with suppress(OSError, ValueError):
