@@ -221,3 +221,35 @@ def test_which_modules_are_blocks() -> None:
     assert found(net, asked) == [("trunk.layers.0.mlp", 4), ("trunk.layers.0", 2), ("", 10)]
     with pytest.raises(LayoutError, match=r"Wrapped has no module 'tail' below it; .*blocks=\['trunk'\]"):
         found(net, ["tail"])
+
+
+def _assigned() -> tuple[list[float], str]:
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    torch.manual_seed(0)
+    net = oc.shard_layer(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), mesh)
+    plain_sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = oc.shard_optimizer(plain_sgd, oc.ShardingStage3("dp", mesh, model=net))
+    x = oc.shard_tensor(torch.linspace(-1, 1, 16).view(4, 4), mesh, [oc.Shard(0)])
+    return _with_vectors(net, optimizer, x), str(net[0].weight.placements)
+
+
+def _with_vectors(net: nn.Module, optimizer: Any, x: Any) -> list[float]:
+    """Weights go through one vector between steps: what is assigned to them lies whole on each rank."""
+    seen = []
+    for _ in range(3):
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
+        seen.append(float(loss.detach()))
+    return seen
+
+
+def test_what_is_assigned_to_a_parameter_is_cut_as_its_block_gathers_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    expected = _with_vectors(net, torch.optim.SGD(net.parameters(), 0.1), torch.linspace(-1, 1, 16).view(4, 4))
+    for found, placements in run_ranks(_assigned, 2, timeout=60.0):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert placements == "(Shard(dim=0),)"

@@ -141,7 +141,7 @@ def _is_absent(x: Any) -> bool:
 
 KEEPS = (
     "A model that is cut into stages keeps its dtype and device: convert it before the first call of the step (model.double() "
-    "above oc.to_static(step, plan=...)); of a trained one oc.checkpoint.save(path, {'model': model}), then oc.checkpoint.load "
+    "above oc.to_static(step, plan=...)); of a trained one oc.checkpoint.save({'model': model}, path), then oc.checkpoint.load "
     "into a model that was converted when it was new"
 )
 """What to do instead of converting it."""
@@ -198,6 +198,6 @@ def _error(x: Tensor, name: str, why: str = "") -> str:
     return (
         f"{user_line()}: {name} of {words_of(x) or 'a tensor'} {in_words(x)}: {here}. "
         "Computations with all parameters belong into the recorded step (clipping, averages: each rank does its own part); "
-        "oc.checkpoint.save(path, {'model': model}) saves all stages as one model, and oc.checkpoint.load(path) on one process "
+        "oc.checkpoint.save({'model': model}, path) saves all stages as one model, and oc.checkpoint.load(path) on one process "
         "gives the whole of it"
     )
