@@ -95,3 +95,41 @@ def test_smoothed_losses_with_weights_are_counted_under_a_plan() -> None:
     y[:3] = 1
     for _ in range(3):
         torch.testing.assert_close(found(x, y), plain(x, y))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, and takes each second one twice as far."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.count % 2 == 0:
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(2.0)
+        return super().step(closure)
+
+
+def test_a_look_at_a_step_counts_none_of_its_optimizers_steps() -> None:
+    plan = oc.Plan(per_host=0, parameters="float32", compute="float32")
+
+    def losses(recorded: bool) -> list[float]:
+        net = _layers()
+        optimizer = Counting(net.parameters(), lr=0.3)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = oc.to_static(step, plan=plan) if recorded else step
+        found = [float(run(*_batch())) for _ in range(4)]
+        assert optimizer.count == 4
+        return found
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is recorded anew")
+        assert losses(True) == pytest.approx(losses(False), rel=1e-5)

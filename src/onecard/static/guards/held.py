@@ -20,6 +20,7 @@ from onecard._torch.fakes import is_fake
 from onecard.static.guards.lookup import users
 
 _MOST = 200_000  # containers; a program that reaches more is followed so far
+_PUT_BACK = ("state", "param_groups")
 NOTHING = object()
 
 
@@ -54,7 +55,12 @@ class HeldTensors:
         if isinstance(x, functools.partial):
             return [x.func, x.args, x.keywords]
         if isinstance(x, Optimizer):
-            return [*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values()]
+            hooks = [*x._optimizer_step_pre_hooks.values(), *x._optimizer_step_post_hooks.values()]
+            if not users(str(type(x).__module__)):
+                return hooks
+            # A count of its own (``self.k += 1``). States and groups are put back elsewhere.
+            own = self._noted(vars(x), dict(vars(x)))
+            return [*hooks, *(value for name, value in own.items() if name not in _PUT_BACK)]
         if isinstance(x, Tensor | type | types.ModuleType):
             return []
         if isinstance(x, nn.Module | types.SimpleNamespace) or users(str(type(x).__module__)):
