@@ -124,7 +124,8 @@ class DistTensor(Tensor):
             )
         kept = vars(self).get("_keeps")
         if kept is not None and value._spec.layout is not kept and value.mesh is kept.mesh:
-            value = value.detach().redistribute(kept.placements)
+            self._take(value._alias().redistribute(kept.placements))
+            return
         self._take(value)
 
     def _take(self, value: DistTensor) -> None:
