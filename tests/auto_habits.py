@@ -271,4 +271,20 @@ for i in range(3):
     opt.step()
     print(f"{l.item():.3f}")
 """,
+    "parameters made by the first call": BEGIN
+    + """
+for ahead in (True, False):
+    net = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3))
+    opt = None if ahead else torch.optim.Adam(net.parameters(), 1e-2, eps=1e-3)
+    X, Y = torch.randn(48, 6), torch.randint(3, (48,))
+    if ahead:
+        net(X[:4])
+        opt = torch.optim.Adam(net.parameters(), 1e-2, eps=1e-3)
+    for i in range(4):
+        l = F.cross_entropy(net(X), Y)
+        opt.zero_grad()
+        l.backward()
+        opt.step()
+        print(f"{l.item():.4f} {net[0].weight.norm().item():.4f} {net[1].running_var.norm().item():.4f}")
+""",
 }

@@ -7,12 +7,16 @@ import io
 import os
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from amounts import PROOF
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import onecard as oc
 from onecard._torch.uncompiled import is_wrapper, uncompiled
@@ -148,6 +152,63 @@ def test_a_whole_module_is_one_cards(zero):
             assert net(torch.ones(3, 4)).sum().item() == pytest.approx(value, rel=1e-5)
             net(torch.ones(3, 4)).sum().backward()
             assert type(net[0].weight) is nn.Parameter and type(net[0].weight.grad) is torch.Tensor
+
+
+def _with_torchs_checkpoints(folder: Path, plan: dict[str, Any] | None) -> list[float]:
+    """Losses; saved after two steps, in the background after four, both loaded again."""
+    os.chdir(folder)
+    if plan is not None:
+        begin(Job(oc.Plan(per_host=0, **plan)).to_json())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1, eps=1e-3)
+    losses = []
+
+    def train() -> None:
+        for _ in range(2):
+            loss = net(torch.randn(6, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    def state() -> dict[str, Any]:
+        model, states = get_state_dict(net, optimizer)
+        return {"model": model, "optimizer": states, "step": len(losses)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a process group, torch says
+        train()
+        dcp.save(state(), checkpoint_id="now")
+        train()
+        dcp.async_save(state(), checkpoint_id="later").result()
+        for name in ("now", "later"):
+            train()
+            dcp.load(read := state(), checkpoint_id=name)
+            set_state_dict(net, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+            losses.append(read["step"])
+        train()
+    return losses
+
+
+@pytest.mark.parametrize("zero", [0, *([3] if PROOF else [])])
+def test_checkpoints_of_torch_are_one_cards(tmp_path, zero):
+    """Each rank reads what it wrote; on the disk is all of it, whole, for one process."""
+    for name in ("one", "several"):
+        (tmp_path / name).mkdir()
+    (wanted,) = run_ranks(_with_torchs_checkpoints, 1, tmp_path / "one", None)
+    for found in run_ranks(_with_torchs_checkpoints, 2, tmp_path / "several", {"dp": 2, "zero": zero}):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    written = [
+        sorted(str(p.relative_to(tmp_path / n)) for p in (tmp_path / n).rglob("*.*")) for n in ("one", "several")
+    ]
+    assert written[0] == written[1]
+    for folder in ("now", "later"):
+        read = {"model": {"0.weight": torch.zeros(8, 4)}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(read, checkpoint_id=tmp_path / "several" / folder)
+        assert read["model"]["0.weight"].abs().min() > 0
 
 
 def test_what_compiles_nothing_keeps_what_it_is_given():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from onecard._torch.imported import when_imported
 from onecard._torch.uncompiled import uncompiled
-from onecard.auto import taken
+from onecard.auto import dcp, taken
 from onecard.comm.base.record import user_line
 from onecard.comm.base.state import Kept
 from onecard.comm.world import world
@@ -62,6 +62,7 @@ def enter(seed: int, stack: ExitStack) -> None:
     drawn.here, as_one_card.here = random.Random(seed), True
     stack.callback(setattr, as_one_card, "here", False)
     taken.put(stack, [*hidden(), *_programs(), *numbers(), *_whole()])
+    dcp.one_card(stack)
 
 
 _OURS = ("CUDA_VISIBLE_DEVICES", "WANDB_MODE")

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -148,6 +149,8 @@ class ProgramWatch:
         if id(module) in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
+        if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
+            return None  # this call makes its parameters, on each rank alike
         if any(map(is_transformed, parameters)):
             self._says_transformed(module)
             return None

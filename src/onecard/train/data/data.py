@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -25,7 +26,8 @@ from onecard.place.mesh import ProcessMesh
 from onecard.tensor import shard_tensor
 from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
-from onecard.train.data.order import LoaderOrder, refuse_shapes, same_shapes
+from onecard.train.data import rows
+from onecard.train.data.order import LoaderOrder
 from onecard.train.data.part import PartSampler, ReadBatch, again, mapped
 from onecard.train.data.position import Position, begun, skipped
 
@@ -84,6 +86,8 @@ class ShardDataloader:
             clock.mark(ranks, f"has read {self.read} batch(es) of {self.order.label}")
             if self.part is None:
                 yield self._map(batch, lambda value, i: self._cut_whole(value, i))
+            elif batch["whole"]:
+                yield self._map(batch["batch"], lambda value, i: self._cut_whole(value, i))
             else:
                 yield self._map(batch["batch"], lambda value, i, whole=batch["size"]: self._wrap_part(value, i, whole))
 
@@ -123,7 +127,7 @@ class ShardDataloader:
                 self.position.ended = True
                 return
             if self.pads and self.part is not None and self.axis is not None:
-                batch = self._as_long_as_all(batch, own, reads)
+                batch = self._made_as_of_all(batch, own, reads)
             yield batch
 
     def _sampler(self) -> PartSampler:
@@ -136,19 +140,25 @@ class ShardDataloader:
         batch = _from_first(_DONE if batch is _END else batch, self.home, self._others(), "batch")
         if isinstance(batch, str) and batch == _DONE:
             return _END
-        if self.part is not None and batch["wrong"]:
+        if self.part is not None and batch["wrong"] and not self.pads:
             raise DispatchError(batch["wrong"])
         return batch
 
-    def _as_long_as_all(self, batch: Any, own: _OwnRandom, reads: bool) -> Any:
-        """A part that is padded as the whole batch is: where the ranks' parts have other shapes, they are read again, whole."""
+    def _made_as_of_all(self, batch: Any, own: _OwnRandom, reads: bool) -> Any:
+        """A part of the whole batch: where a rank's part is none, they are read again, whole."""
         axis = cast(int, self.axis)
-        if not batch["whole"] and not same_shapes(batch["batch"], self.home, axis):
+        if not batch["whole"]:
+            known = self._sampler().whole  # of one that a worker had begun in parts
+            differs = 2 if known else rows.same_parts(batch, self.home, axis)
+            if not differs:
+                return batch
+            if differs > 1 and self.read and not known:
+                _warn_late(self.read + 1)
             self._sampler().whole = True
             batches = (self._taken(again(self.loader, read), read.of_all()) for read in [self._read]) if reads else None
             batch = self._next(batches, own, whole=True)
-        if batch["whole"] and not same_shapes(batch["batch"], self.home, axis):
-            refuse_shapes(batch["batch"], self.home, axis)
+        if rows.same_parts(batch, self.home, axis):
+            rows.refuse_parts(batch, self.home, axis)
         return batch
 
     def _others(self) -> list[int]:
@@ -175,10 +185,18 @@ class ShardDataloader:
     def _taken(self, batch: Any, read: ReadBatch) -> Any:
         """This rank's part of what the loader has read of a batch."""
         self._read = read
+        made = {"batch": batch, "size": len(read.indices), "whole": read.whole, "wrong": None}
+        if (
+            self.pads
+            and not read.whole
+            and rows.looked_at(self.read + 1)
+            and not rows.are_of_the_whole(self.loader, read)
+        ):
+            return made | {"wrong": "another batch"}
         try:
-            return {"batch": read.rows(batch), "size": len(read.indices), "whole": read.whole, "wrong": None}
+            return made | {"batch": read.rows(batch)}
         except DispatchError as error:  # for the ranks that wait for this batch, too
-            return {"wrong": str(error)}
+            return made | {"wrong": str(error)}
 
     def _map(self, batch: Any, lay_out: Any) -> Any:
         """Lay out each tensor; entry i of a tuple (or key i of ``input_keys``) goes to mesh i, the last for the rest."""
@@ -189,7 +207,8 @@ class ShardDataloader:
                 raise LayoutError(f"shard_dataloader: input_keys {missing} are not in the batch {list(batch)}")
             return {key: lay_out(value, order.index(key) if key in order else 0) for key, value in batch.items()}
         if isinstance(batch, list | tuple):
-            return type(batch)([lay_out(value, i) for i, value in enumerate(batch)])
+            made = [lay_out(value, i) for i, value in enumerate(batch)]
+            return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
         return lay_out(batch, 0)
 
     def _target(self, i: int, ndim: int) -> Layout:
@@ -219,6 +238,12 @@ class ShardDataloader:
     def _cut_whole(self, value: Any, i: int) -> Any:
         if not isinstance(value, Tensor):
             return mapped(value, lambda v: self._cut_whole(v, i) if isinstance(v, Tensor) else v)
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise DispatchError(
+                f"shard_dataloader: a batch has a {kind} tensor, and distributed tensors are dense: let collate_fn give "
+                "its indices and values, or padded rows and their lengths; or x.to_dense()"
+            )
         layout = self._target(i, value.dim())
         return shard_tensor(value, layout.mesh, layout.placements)
 
@@ -231,6 +256,17 @@ def _device(value: Tensor) -> torch.device:
 _END: Any = object()
 _ODD = 0x9E3779B97F4A7C15  # far from all seeds that differ by the number of a part
 _DONE = "onecard: no more batches"
+
+
+def _warn_late(number: int) -> None:
+    warnings.warn(
+        f"shard_dataloader: of batch {number} collate_fn makes other rows of this rank's samples than of all, where it made the "
+        "same before; so from here on each rank reads whole batches, as one card. Parts are compared in batches 1, 2, 4, 8, ...: "
+        "those before may have been such batches, too. Do what takes samples of a batch together in the step, or from the "
+        "first batch on",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _from_first(value: Any, mesh: ProcessMesh, axes: Sequence[int], what: str) -> Any:
@@ -284,11 +320,12 @@ def shard_dataloader(
     samplers give other orders are named at the first batch, or at the latest at the end of a pass. What a
     dataset draws from torch's generator is drawn apart from the program's numbers, which stay in step on all ranks.
 
-    A ``collate_fn`` may pad a batch to its longest sample: the ranks compare the shapes of their parts (for any but torch's
-    own, one message a batch), and once these differ, each reads whole batches and keeps its rows, padded as on one card.
+    A ``collate_fn`` may make of a batch what it likes: pad it to its longest sample, pack graphs, mix, sort, count. For any but
+    torch's own the ranks compare the shapes of their parts (one message a batch), and what it makes of a part with what it
+    makes of all samples (in batches 1, 2, 4, 8, ...); once these differ, each reads whole batches and keeps its rows.
 
     Args:
-        loader: a torch DataLoader; batches may be tensors, tuples, lists or dicts of tensors.
+        loader: a torch DataLoader; batches may be tensors, tuples, lists, dicts or dataclasses of tensors.
         meshes: one mesh, or one for each entry of a batch (the last serves the rest).
         shard_dims: the mesh axis that cuts dim 0, by name or index, for all meshes or for each; None: nothing is cut.
         input_keys: for dict batches, the keys in the order of ``meshes``.

@@ -1,5 +1,4 @@
-"""Whether the ranks of a loader read alike: the same samples in the same order, asked as a pass begins and as it ends; and
-parts of one shape, asked for each batch that a ``collate_fn`` of the user's makes."""
+"""Whether the ranks of a loader read alike: the same samples in the same order, asked as a pass begins and as it ends."""
 
 from __future__ import annotations
 
@@ -7,21 +6,15 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecard._torch.names import tree_leaves
 from onecard.comm.agree.agree import first_to_say, when_met
-from onecard.comm.base import record
-from onecard.comm.base.state import Kept, machine
-from onecard.comm.issue import collectives, groups
+from onecard.comm.base.state import Kept
 from onecard.comm.world import world
-from onecard.errors import CommunicationError, LayoutError
-from onecard.moves.resharding import Step
-from onecard.place.layout import Layout
+from onecard.errors import CommunicationError
 from onecard.place.mesh import ProcessMesh
 
 _loaders: Kept[Counter[str]] = Kept(Counter)
@@ -104,45 +97,3 @@ def _seed(loader: DataLoader[Any]) -> int:
     """The seed of the generator that shuffles."""
     generator = getattr(loader.sampler, "generator", None)
     return torch.initial_seed() if generator is None else generator.initial_seed()
-
-
-def same_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> bool:
-    """Whether the parts of a batch have the same shapes on all ranks along an axis, but for dim 0.
-
-    One small message, on every rank of the mesh.
-    """
-    group, digest = groups.group(mesh, axis), zlib.crc32(repr(_shapes(batch)).encode())
-    mine = torch.tensor([digest, -digest], device=world.device())
-    if record.observers.here:
-        layout = Layout.replicated(mesh, 1)
-        step = Step("all_reduce", axis, layout, layout, bytes=mine.nbytes, seconds=machine.here.message(mine.nbytes))
-        reason = "a collate_fn of the user's may pad"
-        record.tell(record.Notice(step, "shard_dataloader", "shapes", (2,), reason, record.user_line(), explicit=True))
-    record.serving.here = ("shard_dataloader", "shapes", (2,))
-    return torch.equal(collectives.all_reduce(mine, group, "max"), mine)
-
-
-def refuse_shapes(batch: Any, mesh: ProcessMesh, axis: int) -> NoReturn:
-    """Say the shapes of each rank's part, which differ; called on every rank of the mesh.
-
-    Raises:
-        LayoutError: always.
-    """
-    group = groups.group(mesh, axis)
-    words = ", ".join(f"[part, {str(shape)[1:-1]}] {dtype}" for shape, dtype in _shapes(batch))
-    every = [
-        collectives.broadcast_object(f"rank {world.get_rank()}: {words}", group, index) for index in range(group.size)
-    ]
-    cut = ", ".join("onecard.Shard(0)" if a == axis else "onecard.Replicate()" for a in range(mesh.ndim))
-    raise LayoutError(
-        "shard_dataloader: every rank has read the same whole batch, and collate_fn made tensors of different shapes of it\n  "
-        + "\n  ".join(every)
-        + "\nSo the lengths are random: the dataset or collate_fn draws them from a generator that is not the same on all ranks "
-        "(NumPy's or Python's own). Draw them from torch's, or pad to a fixed length. Or let one rank read for all, and cut "
-        f"afterwards: for x in onecard.shard_dataloader(loader, mesh): x = onecard.reshard(x, mesh, [{cut}])"
-    )
-
-
-def _shapes(batch: Any) -> list[tuple[list[int], str]]:
-    """The shape but for dim 0, and the dtype, of each tensor of a batch."""
-    return [(list(t.shape[1:]), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)]

@@ -1,11 +1,13 @@
 """A rank's part of each batch: which samples it reads, and which rows of what a ``collate_fn`` makes of them are its own.
 
-As a rule a rank reads the samples of its part. Where a ``collate_fn`` pads to the longest sample that it is given, parts have
-other lengths than the whole batch; once that is seen each rank reads whole batches, and keeps its rows.
+As a rule a rank reads the samples of its part. Where a ``collate_fn`` pads to the longest sample that it is given, or makes
+something of the batch as a whole, parts are none of it; once that is seen each rank reads whole batches, and keeps its rows.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,10 +37,10 @@ class ReadBatch:
         return replace(self, whole=True)
 
     def rows(self, batch: Any) -> Any:
-        """This rank's rows of what was read.
+        """This rank's rows of what was read; what has none is as it is, if all of the batch was read.
 
         Raises:
-            DispatchError: a tensor that has not one row for each sample.
+            DispatchError: a tensor of a part that has not one row for each sample.
         """
         return mapped(batch, self._rows)
 
@@ -49,12 +51,15 @@ class ReadBatch:
             return value[start : start + self.length] if len(value) == size else value
         if not isinstance(value, Tensor):
             return value
-        if value.dim() == 0 or value.shape[0] != size:
+        if self.whole:
+            return value  # is cut where it is laid out
+        if value.is_nested or value.dim() == 0 or value.shape[0] != size:
+            found = "another kind" if value.is_nested else list(value.shape)
             raise DispatchError(
-                f"shard_dataloader: a batch of {len(self.indices)} samples gave this rank a tensor of {list(value.shape)}, "
-                f"not {[size, *value.shape[1:]]}; collate_fn must stack samples along dim 0"
+                f"shard_dataloader: a batch of {len(self.indices)} samples gave this rank a tensor of {found}, "
+                f"not {[size, *([] if value.is_nested else value.shape[1:])]}; collate_fn must stack samples along dim 0"
             )
-        return value[start : start + self.length]
+        return value[: self.length]
 
 
 class PartSampler:
@@ -116,13 +121,30 @@ def again(loader: DataLoader[Any], read: ReadBatch) -> Any:
 
 
 def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A batch with each of its leaves replaced: what is no mapping, and no list or tuple with tensors somewhere inside."""
+    """A batch with each of its leaves replaced: what is no mapping, no dataclass, no list or tuple with tensors inside."""
     if isinstance(batch, Mapping):
         return {key: mapped(value, leaf) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and any(isinstance(v, Tensor | Mapping | tuple | list) for v in batch):
+    if isinstance(batch, list | tuple) and any(map(_holds_tensors, batch)):
         made = [mapped(value, leaf) for value in batch]
         return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
+    if _has_fields(batch):
+        made_of = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(made_of, field.name, mapped(getattr(batch, field.name), leaf))  # one that is frozen, too
+        return made_of
     return leaf(batch)
+
+
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor) or _has_fields(value)
 
 
 __all__ = ["PartSampler", "ReadBatch", "again", "mapped"]
