@@ -18,6 +18,7 @@ from amounts import PROOF
 from checkpoints import equal
 from pipeline_programs import OneCard
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
 
 import onecard as oc
 from onecard import fleet
@@ -367,3 +368,37 @@ def test_random_states_of_each_rank(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has a random state of each of 2 ranks.* this job has 1"):
         oc.checkpoint.load(tmp_path / "own", {"random": oc.checkpoint.RandomState()})
     oc.checkpoint.load(tmp_path / "alike", {"random": oc.checkpoint.RandomState()})
+
+
+def _names(flat: bool) -> None:
+    """A wrapped model's names are the model's, and torch's functions of states find them."""
+    fleet.init(is_collective=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model = fleet.distributed_model(net)
+    optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), 0.1))
+    assert [*dict(model.named_buffers())] == [*dict(net.named_buffers())]
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def train() -> list[float]:
+        losses = []
+        for i in range(2):
+            loss = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(i))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    train()
+    weights = {name: x.clone() for name, x in dcp.get_model_state_dict(model).items()}
+    states = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    expected = train()
+    dcp.set_model_state_dict(model, weights)
+    dcp.set_optimizer_state_dict(model, optimizer, states, options=options)
+    assert train() == expected
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_names_of_a_wrapped_model(flat: bool) -> None:
+    run_ranks(_names, 2, flat)

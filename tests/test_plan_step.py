@@ -109,8 +109,22 @@ class Asks(nn.Module):
         return self.table(x)
 
 
-def test_what_a_model_reads_of_its_inputs_is_guessed():
-    net, batch = Asks(), torch.randint(1, 5, (4, 3))
+class Samples(nn.Module):
+    """As variational models do: a distribution looks whether what it is made of is valid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_scale = self.layer(x.float()).chunk(2, 1)
+        found = torch.distributions.Normal(mean, log_scale.exp())
+        return torch.distributions.kl_divergence(found, torch.distributions.Normal(0.0, torch.ones(4)))
+
+
+@pytest.mark.parametrize("kind", [Asks, Samples])
+def test_what_a_model_reads_of_its_inputs_is_guessed(kind):
+    net, batch = kind(), torch.randint(1, 5, (4, 3))
 
     def step(x: Tensor) -> None:
         net(x).square().mean().backward()

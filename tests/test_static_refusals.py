@@ -49,7 +49,12 @@ def split_where_it_says(x: Tensor) -> Tensor:
     return torch.tensor_split(x, x.abs().to(torch.int64))[0]
 
 
+def distribution(x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.exp()).log_prob(x)
+
+
 WORDS = {
+    distribution: r"torch.distributions at .*refusals.py:\d+ reads.*validate_args=False",
     read_item: r"refusals.py:\d+.*\.item\(\)", read_branch: "torch.where", read_mask: "indexing by a mask.*torch.where",
     split_where_it_says: "give them as a list", read_numpy: r"numpy\(\)",
     from_numpy: "pass it as an argument", read_list: r"tolist\(\)",

@@ -89,6 +89,14 @@ class DistributedModel(nn.Module):
         """As of the model."""
         return self.module.named_parameters(*args, **kwargs)
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of the model."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` leaves out of names: each name below is one of ``module``'s."""
+        return _BelowModule(module="module")
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the model: this rank's parts."""
         return self.module.state_dict(*args, **kwargs)
@@ -126,3 +134,8 @@ class DistributedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+class _BelowModule(dict[str, str]):
+    def get(self, name: str, default: Any = None) -> Any:
+        return "module"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from onecard._torch import fakes
 from onecard._torch.names import TorchDispatchMode, no_fakes, tree_leaves, tree_map
 from onecard.comm.base import own, record
-from onecard.static.guards.reads import stand_in
+from onecard.static.guards.reads import note, stand_in
 from onecard.tensor.dist_tensor import DistTensor
 
 aten = torch.ops.aten
@@ -60,8 +59,7 @@ class RehearsedValues(TorchDispatchMode):
             return _packed(*args)
         args, kwargs = tree_map(_without_data, (args, kwargs))
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype == torch.bool:
-            result._stand_in = _answer(func, args, kwargs)  # type: ignore[attr-defined]
+        note(func, args, kwargs, result)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             args[1]._stand_in = 0.0  # no gradient is infinite, or no optimizer would step
         return result
@@ -112,18 +110,6 @@ def has_data(x: Tensor) -> bool:
 def holds_others(kind: type) -> bool:
     """Whether tensors of a class are made of others, which are what runs: distributed ones, torch's too."""
     return issubclass(kind, DistTensor) or hasattr(kind, "__tensor_flatten__") or own.is_under_way(kind)
-
-
-def _answer(func: Any, args: Any, kwargs: Any) -> bool:
-    """What a comparison says of stand-ins: a number is itself, and finite."""
-
-    def number(x: Any) -> Any:
-        return torch.tensor(getattr(x, "_stand_in", stand_in(x.dtype)), dtype=x.dtype) if isinstance(x, Tensor) else x
-
-    with no_fakes(), suppress(RuntimeError, IndexError, TypeError, ValueError):
-        args, kwargs = tree_map(number, (args, kwargs))
-        return bool(func(*args, **kwargs))
-    return False
 
 
 def _without_data(x: Any) -> Any:

@@ -155,14 +155,15 @@ class Recorder(recorded.Listener):
         if reads.sized_by_values(func, args, kwargs):
             self._count(func, args)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        for x in given:
-            if takes_gradients(x):
-                self.leaves[id(x)] = x
+        self.leaves |= {id(x): x for x in given if takes_gradients(x)}
         if draws := torch.Tag.nondeterministic_seeded in func.tags:
             self.random.check()
         with self.paused():
             self._about_to_write(changed_by(func, args, kwargs))
         result = self.run(func, args, kwargs)
+        if self.guesses:
+            with self.paused():
+                reads.note(func, args, kwargs, result)
         for x in (*given, *tensors_in(result)):
             if x.layout is not torch.strided:
                 raise refusals.not_strided(x)
@@ -206,7 +207,7 @@ class Recorder(recorded.Listener):
         """What Python is given of tensors; of those that do not depend on data it is known before a replay."""
         given, named = self._given(args), self._given(kwargs)
         data = any(n.meta["data"] for n in given if isinstance(n, fx.Node))
-        if data and self.guesses and self.phases.here()["inside"]:
+        if self.guesses and (self.phases.here()["inside"] if data else faked.here):  # without data constants have none
             return reads.guessed(func, args)
         if data and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onecard._torch.names import no_fakes, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -43,7 +46,27 @@ def stand_in(dtype: torch.dtype) -> Any:
 
 def guessed(func: Any, args: Sequence[Any]) -> Any:
     """What an operator that gives a Python value is taken to give where no data is."""
-    return stand_in(args[0].dtype) if func is aten._local_scalar_dense.default else True
+    return _number(args[0]) if func is aten._local_scalar_dense.default else True
+
+
+def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Remember what a comparison says of stand-ins: a number is itself, and finite, and in its range."""
+    if isinstance(result, Tensor) and result.dtype == torch.bool:
+        result._stand_in = _answer(func, args, kwargs)  # type: ignore[attr-defined]
+
+
+def _number(x: Tensor) -> Any:
+    return getattr(x, "_stand_in", stand_in(x.dtype))
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> bool:
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype == torch.bool]
+    with no_fakes(), suppress(RuntimeError, IndexError, TypeError, ValueError):
+        args, kwargs = tree_map(
+            lambda x: torch.tensor(_number(x), dtype=x.dtype) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        return bool(func(*args, **kwargs))
+    return _number(given[0]) if given else False  # of other sizes: a view
 
 
 def sized_by_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -27,11 +27,18 @@ def shape_depends(func: Any) -> RecordingError:
 
 def reads_data(why: str) -> RecordingError:
     """The error for a value that decides what Python does."""
-    if _in_scaler():
+    if _is_read_in("torch.amp.grad_scaler"):
         return RecordingError(
             f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording "
             "would repeat this step's answer. Let the optimizer skip by itself: torch.optim.AdamW(..., fused=True), also Adam, "
             "SGD and Adagrad. Without stages and microbatches onecard.to_static(step, ask=True) reads it before each replay, too"
+        )
+    if _is_read_in("torch.distributions.distribution"):
+        return RecordingError(
+            f"torch.distributions at {record.user_line()} reads on the host whether what it is given is valid, so that a "
+            "recording would repeat this step's answer. Leave it out: torch.distributions.Normal(mean, scale, "
+            "validate_args=False), or Distribution.set_default_validate_args(False) for all of them. Without stages and "
+            "microbatches onecard.to_static(step, ask=True) asks it before each replay, too"
         )
     return RecordingError(
         f"a tensor that depends on data at {record.user_line()}: {why}, so that a recording would repeat what this step's value "
@@ -40,10 +47,10 @@ def reads_data(why: str) -> RecordingError:
     )
 
 
-def _in_scaler() -> bool:
-    """Whether torch's ``GradScaler`` is what reads."""
+def _is_read_in(module: str) -> bool:
+    """Whether this module of torch is what reads."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
+    while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
 

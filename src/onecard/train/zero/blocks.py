@@ -74,6 +74,13 @@ class GatheredParameter:
         whole = self.whole if recorded.recorder is not None else self.whole.data
         return Cut(self.x, whole, self.layout, self.axis, self.dim)
 
+    def mend(self) -> None:
+        """The part is one again, if the program has given the parameter other data than a part (``p.data = ...``)."""
+        if self.x._spec.layout is not self.cut_spec.layout and self.x._local is not self.whole:
+            with torch.no_grad():
+                self.part.copy_(self.x._become(self.cut_spec.layout, "data", "self", "other data were given", True))
+            self.x._local, self.x._spec = self.part, self.cut_spec
+
     def allocate(self) -> None:
         """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
         if recorded.recorder is not None:
@@ -107,6 +114,7 @@ class GatheredParameter:
 
         Versions do not say whether: a write to ``p.data`` counts none.
         """
+        self.mend()
         if self.seen is self.x:
             if self.x._spec is self.whole_spec:
                 if written:
@@ -144,6 +152,7 @@ class Unit:
             return
         with torch.no_grad(), outside_transforms():
             for piece in self.pieces:
+                piece.mend()
                 piece.allocate()
             self._end = start_gather([piece.cut() for piece in self.pieces], "parameters", later, f"block {self.name}")
 
