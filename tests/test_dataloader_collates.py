@@ -142,6 +142,34 @@ def test_batches_are_those_of_one_card() -> None:
         assert whole == (collate not in (fields, named)), collate.__name__
 
 
+class Scaled(DataLoader[Any]):
+    """A class that changes batches as they come."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+class Together(Dataset[Any]):
+    """Samples that are made for a batch."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [torch.tensor([i, i - sum(indices) / len(indices)]) for i in indices]
+
+
+@multirank(2)
+def test_loaders_and_datasets_that_see_the_batch() -> None:
+    for made in (lambda: Scaled(torch.arange(24.0).view(12, 2), 5), lambda: DataLoader(Together(), 5)):
+        loader = oc.shard_dataloader(made(), MESH, "x")
+        for _ in range(2):
+            for found, wanted in zip(loader, made(), strict=True):
+                assert found.placements == (oc.Shard(0),)
+                torch.testing.assert_close(oc.unshard(found), wanted)
+
+
 @multirank(2)
 def test_mixed_by_chance_alike_on_all_ranks() -> None:
     """Rows are mixed with rows of the whole batch, by torch's numbers."""

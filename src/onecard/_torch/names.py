@@ -327,6 +327,18 @@ def reads_by_index(loader: Any) -> bool:
     return not isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
 
+def iterates_itself(loader: Any) -> bool:
+    """Whether a loader's class does something to batches where it is iterated over."""
+    return type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__
+
+
+def reads_together(dataset: Any) -> bool:
+    """Whether a dataset is given a batch's indices at once, and may look at the samples together."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -51,7 +51,7 @@ class ShardDataloader:
         self.part = self._local_loader()
         self.read = 0
         self.position = Position(loader)
-        self.pads = loader.collate_fn is not default_collate
+        self.pads = loader.collate_fn is not default_collate or _torch.reads_together(loader.dataset)
 
     @property
     def dataset(self) -> Any:
@@ -96,6 +96,8 @@ class ShardDataloader:
         old = self.loader
         place = self.home.coordinate()
         if self.axis is None or place is None or not _torch.reads_by_index(old) or old.batch_sampler is None:
+            return None
+        if _torch.iterates_itself(old):
             return None
         sampler = PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
         return DataLoader(
@@ -171,7 +173,7 @@ class ShardDataloader:
         if self.part is None:
             self.order.begin_unseen()
             whole: Any = iter(self.loader)
-            if self.loader.num_workers or not _torch.reads_by_index(self.loader):
+            if self.loader.num_workers or not _torch.reads_by_index(self.loader) or _torch.iterates_itself(self.loader):
                 return islice(whole, before, None)  # they are read again
             whole._sampler_iter = skipped(begun(whole._sampler_iter), before)
             return whole

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecard._torch.names import tree_leaves
+from onecard._torch.names import reads_together, tree_leaves
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives, groups
@@ -52,7 +52,9 @@ def are_of_the_whole(loader: DataLoader[Any], read: ReadBatch) -> bool:
         samples = _fetched(loader.dataset, read.indices)
         others = _copied(samples)  # some take apart what they are given
         rewind()
-        part = loader.collate_fn(samples[rows])
+        alone = _fetched(loader.dataset, read.indices[rows]) if reads_together(loader.dataset) else samples[rows]
+        rewind()
+        part = loader.collate_fn(alone)
         rewind()
         return _alike(part, loader.collate_fn(others), len(samples), rows)
     return True
