@@ -66,18 +66,15 @@ ATTRIBUTES = {
     "torch.amp.GradScaler._found_inf_per_device": "whether a gradient is infinite on any rank: fleet/scaling.py",
     "torch.nn.Module._apply": "exchanges parameters, of which is known what they are: fleet/carried.py",
     "torch.distributed.ProcessGroup._register_backend": "NCCL beside shm: comm/shm/other_devices.py",
-    "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "whole tensors, in one process: auto/dcp.py",
-    "torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict": "what async_save is given: auto/dcp.py",
-    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "in one process: auto/dcp.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._restart_workers": "launch/_agent.py",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": "launch/_agent.py",
 }
-# The same of objects that have them only once they are made: the agent's processes, a module's contents.
+# The same of objects that have them only once they are made or imported: the agent's processes, a module's contents.
 MADE = (
     "_pcontext", "_worker_group", "_parameters", "_buffers", "_timeout", "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
+    "_optimizer_step_post_hooks", "_save_state_dict", "_load_state_dict",
 )  # fmt: skip
 
 
@@ -325,18 +322,6 @@ def has_listeners(p: Tensor) -> bool:
 def reads_by_index(loader: Any) -> bool:
     """Whether a loader's dataset is indexed, not iterated over."""
     return not isinstance(loader.dataset, torch.utils.data.IterableDataset)
-
-
-def iterates_itself(loader: Any) -> bool:
-    """Whether a loader's class does something to batches where it is iterated over."""
-    return type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__
-
-
-def reads_together(dataset: Any) -> bool:
-    """Whether a dataset is given a batch's indices at once, and may look at the samples together."""
-    while isinstance(dataset, torch.utils.data.Subset):
-        dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ def one_card(stack: ExitStack) -> None:
 
 def _saver(stack: ExitStack, module: Any) -> None:
     def ahead(given: dict[str, Any]) -> None:
-        given["state_dict"] = module._stateful_to_state_dict(given["state_dict"])
+        state = given["state_dict"]
+        given["state_dict"] = {k: v.state_dict() if isinstance(v, module.Stateful) else v for k, v in state.items()}
         _of_whole(given)
 
     save, later = (

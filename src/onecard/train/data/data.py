@@ -28,7 +28,7 @@ from onecard.tensor.dist_tensor import wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.train.data import rows
 from onecard.train.data.order import LoaderOrder
-from onecard.train.data.part import PartSampler, ReadBatch, again, mapped
+from onecard.train.data.part import PartSampler, ReadBatch, again, iterates_itself, mapped, reads_together
 from onecard.train.data.position import Position, begun, skipped
 
 Axis = str | int | None
@@ -51,7 +51,7 @@ class ShardDataloader:
         self.part = self._local_loader()
         self.read = 0
         self.position = Position(loader)
-        self.pads = loader.collate_fn is not default_collate or _torch.reads_together(loader.dataset)
+        self.pads = loader.collate_fn is not default_collate or reads_together(loader.dataset)
 
     @property
     def dataset(self) -> Any:
@@ -97,7 +97,7 @@ class ShardDataloader:
         place = self.home.coordinate()
         if self.axis is None or place is None or not _torch.reads_by_index(old) or old.batch_sampler is None:
             return None
-        if _torch.iterates_itself(old):
+        if iterates_itself(old):
             return None
         sampler = PartSampler(old.batch_sampler, self.home.shape[self.axis], place[self.axis], self.order)
         return DataLoader(
@@ -173,7 +173,7 @@ class ShardDataloader:
         if self.part is None:
             self.order.begin_unseen()
             whole: Any = iter(self.loader)
-            if self.loader.num_workers or not _torch.reads_by_index(self.loader) or _torch.iterates_itself(self.loader):
+            if self.loader.num_workers or not _torch.reads_by_index(self.loader) or iterates_itself(self.loader):
                 return islice(whole, before, None)  # they are read again
             whole._sampler_iter = skipped(begun(whole._sampler_iter), before)
             return whole

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from onecard.errors import DispatchError
 from onecard.place.parts import chunk
@@ -120,6 +120,18 @@ def again(loader: DataLoader[Any], read: ReadBatch) -> Any:
     return next(iter(whole))
 
 
+def iterates_itself(loader: Any) -> bool:
+    """Whether a loader's class does something to batches where it is iterated over."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def reads_together(dataset: Any) -> bool:
+    """Whether a dataset is given a batch's indices at once, and may look at the samples together."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
 def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     """A batch with each of its leaves replaced: what is no mapping, no dataclass, no list or tuple with tensors inside."""
     if isinstance(batch, Mapping):
@@ -147,4 +159,4 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or _has_fields(value)
 
 
-__all__ = ["PartSampler", "ReadBatch", "again", "mapped"]
+__all__ = ["PartSampler", "ReadBatch", "again", "iterates_itself", "mapped", "reads_together"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecard._torch.names import reads_together, tree_leaves
+from onecard._torch.names import tree_leaves
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives, groups
@@ -28,7 +28,7 @@ from onecard.errors import LayoutError
 from onecard.moves.resharding import Step
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
-from onecard.train.data.part import ReadBatch, mapped
+from onecard.train.data.part import ReadBatch, mapped, reads_together
 
 
 def looked_at(number: int) -> bool:
