@@ -53,7 +53,7 @@ class DistTensor(Tensor):
     # _local: this rank's shard, a plain tensor outside autograd. _spec: the rest.
     # _memory: what is known of the local memory, if it is a pending sum's with views or a copy's (see memory.py).
     # _due: sums a pending gradient together with others; _summed_by: what sums a parameter's (see parallel/reducer.py).
-    # _blocks: what gathers it (see parallel/blocks.py); _keeps: the layout of its part there, whatever is assigned to it.
+    # _blocks: what gathers it (see parallel/blocks.py).
     # No __slots__: torch.utils.swap_tensors puts one in a plain parameter's place, wherever a program holds that.
     _local: Tensor
     _spec: Spec
@@ -122,10 +122,6 @@ class DistTensor(Tensor):
                 f"cannot assign {describe(value)} to the data of {spec!r}: "
                 "want a DistTensor of the same shape and dtype (onecard.shard_tensor(value, mesh, placements))"
             )
-        kept = vars(self).get("_keeps")
-        if kept is not None and value._spec.layout is not kept and value.mesh is kept.mesh:
-            self._take(value._alias().redistribute(kept.placements))
-            return
         self._take(value)
 
     def _take(self, value: DistTensor) -> None:

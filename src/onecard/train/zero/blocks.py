@@ -64,8 +64,6 @@ class GatheredParameter:
         self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._was: Tensor | None = None
-        if self.seen is self.x:
-            vars(self.x)["_keeps"] = self.cut_spec.layout  # a block gathers parts
         self.forget(False, False)
 
     def cut(self) -> Cut:
