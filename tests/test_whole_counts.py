@@ -142,6 +142,7 @@ def steps(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor]
 def run(step: Callable[[Tensor, Tensor], Any]) -> list[list[float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", r".*rank\(s\) .* have no parameter", UserWarning)
         return [[float(v) for v in step(x, y)] for x, y in batches()]
 
 

@@ -130,6 +130,7 @@ def _set_environment(job: RankJob) -> None:
     # Python 3.12 on says so of every fork, for example of a DataLoader's worker: the second thread is ours.
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     warnings.filterwarnings("ignore", ".*nothing is divided along", UserWarning)  # a test may want the whole batch
+    warnings.filterwarnings("ignore", r".*rank\(s\) .* have no parameter", UserWarning)  # its models are small
 
 
 def _open_group(job: RankJob) -> None:
