@@ -23,6 +23,8 @@ from onecard.fleet.layers import parameters
 from onecard.tensor import buckets
 from onecard.testing import assert_close, run_ranks
 
+OLD = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+
 LEVELS = ("os", "os_g", "p_g_os")
 STEPS = 4
 
@@ -363,7 +365,7 @@ def test_whole_tensors_beside_tensor_parallel_layers() -> None:
     run_ranks(beside_tensor_parallel, 4)
 
 
-@pytest.mark.parametrize("fake", [True, False])
+@pytest.mark.parametrize("fake", [True] if OLD else [True, False])  # its AdamW takes no parameters on the meta device
 def test_pretended(fake: bool) -> None:
     for level in LEVELS:
         with oc.pretend(4, rank=1, fake=fake), torch.device("cpu" if fake else "meta"):

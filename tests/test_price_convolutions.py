@@ -75,6 +75,7 @@ def taken(run: Any) -> int:
     return most
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11, of any profile
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="its kernels are oneDNN's")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_of_a_call(name: str) -> None:

@@ -35,5 +35,6 @@ def _words(x: Tensor) -> str:
 def _cure(words: str, tensors: dict[str, Tensor]) -> str:
     """Labels and indices are int64, which each decomposition says in words of its own."""
     kinds = {name: x.dtype for name, x in tensors.items() if name in ("target", "index", "indices")}
-    wrong = [name for name, kind in kinds.items() if kind != torch.int64 and "dtype" in words]
+    of_kinds = "dtype" in words or "scalar type" in words
+    wrong = [name for name, kind in kinds.items() if kind != torch.int64 and of_kinds]
     return f". Labels and indices are int64: {wrong[0]}.long()" if wrong else ""
