@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -258,3 +259,32 @@ def _given_data(by_hand: bool, looks: bool) -> tuple[list[float], list[float]]:
 def test_other_data_than_parts(by_hand: bool, looks: bool) -> None:
     for alone, found in run_ranks(_given_data, 2, by_hand, looks):
         assert found == pytest.approx(alone, rel=1e-4)
+
+
+def _bounded() -> tuple[list[float], list[float]]:
+    """Losses beside one card's: an embedding's forward writes to its weight (``max_norm``), in a block of a recorded step."""
+    every = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(12, 8, max_norm=1.0), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 12))
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+
+        def step(ids: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+            loss = cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        plan = oc.Plan(dp=2, zero=3, parameters="float32", compute="float32")
+        run: Any = step if alone else oc.to_static(step, plan=plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = [float(run(torch.randint(12, (8, 5)))) for _ in range(4)]
+        every.append([*losses, *oc.unshard(net[0].weight).flatten().tolist()])
+    return every[0], every[1]
+
+
+def test_a_block_that_writes_to_its_parameter() -> None:
+    for alone, found in run_ranks(_bounded, 2):
+        assert found == pytest.approx(alone, rel=1e-5)

@@ -64,6 +64,7 @@ class GatheredParameter:
         self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._was: Tensor | None = None
+        self._shown_at = self._versions()
         self.forget(False, False)
 
     def cut(self) -> Cut:
@@ -94,6 +95,14 @@ class GatheredParameter:
             self.x._local, self.x._spec = self.whole, self.whole_spec
         else:
             self._give(self.whole)
+        self._shown_at = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        return self.whole._version, self.seen._version
+
+    def was_written(self) -> bool:
+        """Whether a block that is being recorded has written to what it was shown: an embedding's ``max_norm``."""
+        return self._versions() != self._shown_at
 
     def _give(self, value: Tensor | None) -> None:
         """The plain parameter's memory is that of a tensor, or none."""
@@ -119,7 +128,7 @@ class GatheredParameter:
                     self.part.copy_(self.cut().own())
                 self.x._local, self.x._spec = self.part, self.cut_spec
         else:
-            if shown and written and recorded.recorder is None:
+            if shown and written and (recorded.recorder is None or self.was_written()):
                 own, part = Cut(self.x, self.seen.data, self.layout, self.axis, self.dim).own(), self.x._local
                 part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
             self._was = None
@@ -180,7 +189,8 @@ class Unit:
             self._end = None
         with torch.no_grad(), outside_transforms():
             for piece in self.pieces:
-                piece.forget(self.shown, self.shown and (self.seen_outside or recorded.recorder is None))
+                known = recorded.recorder is None or piece.was_written()
+                piece.forget(self.shown, self.shown and (self.seen_outside or known))
         self.shown = self.seen_outside = False
         if not keep:
             self.inputs, self.waiting = 0, set()
