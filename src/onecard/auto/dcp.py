@@ -32,10 +32,8 @@ def _saver(stack: ExitStack, module: Any) -> None:
         given["state_dict"] = {k: v.state_dict() if isinstance(v, module.Stateful) else v for k, v in state.items()}
         _of_whole(given)
 
-    save, later = (
-        _with(module._save_state_dict, _of_whole),
-        _with(module.async_save, ahead),
-    )  # a thread writes: whole before
+    save = _with(module._save_state_dict, _of_whole)
+    later = _with(module.async_save, ahead)  # a thread writes: what is divided is made whole before
     package = [] if _PACKAGE not in sys.modules else [(sys.modules[_PACKAGE], "async_save", later)]
     taken.put(stack, [(module, "_save_state_dict", save), (module, "async_save", later), *package])
 
