@@ -11,7 +11,7 @@ _SAVED = "`oc.checkpoint.{0}`, or `oc.{0}_state_dict`; DCP's own takes distribut
 _SEQUENCE = (
     "`oc.reshard(x, mesh, [oc.Shard(1)])` of (batch, time, width): norms, dropout and linear layers keep the cut"
 )
-_SERVERS = "nothing: there are no parameter servers"
+NO_SERVERS = "nothing: there are no parameter servers"
 _MESH = "`oc.ProcessMesh(ranks, dim_names=[...])`; `oc.from_device_mesh` converts"
 _DDP = "`oc.shard_layer(model, mesh)`, `oc.shard_optimizer(opt)`, `oc.shard_dataloader(loader, mesh)`"
 
@@ -24,18 +24,17 @@ PADDLE = {
     "enable_auto_dp": "`onecard run --auto`, or `oc.parallelize(model, optimizer, loader)`",
     "moe_global_mesh_tensor": "experts stacked in one weight, `oc.Shard(0)` along the axis of the experts",
     "moe_sub_mesh_tensors": "experts stacked in one weight, `oc.Shard(0)` along the axis of the experts",
-    "fused_allreduce_gradients": "`fleet.sync(model.parameters())`; clipping and `optimizer.step()` do it, too",
     "fetch": "`x.full_tensor()`, `x.item()`",
     "rpc": "`torch.distributed.rpc`",
     "io": "`oc.checkpoint`",
     "gloo_init_parallel_env": "nothing: on CPUs ranks meet as they are; `ONECARD_BACKEND=gloo`",
     "gloo_barrier": "`oc.barrier()`",
     "gloo_release": "nothing: it is ended with the process",
-    "QueueDataset": _SERVERS,
-    "InMemoryDataset": _SERVERS,
-    "CountFilterEntry": _SERVERS,
-    "ShowClickEntry": _SERVERS,
-    "ProbabilityEntry": _SERVERS,
+    "QueueDataset": NO_SERVERS,
+    "InMemoryDataset": NO_SERVERS,
+    "CountFilterEntry": NO_SERVERS,
+    "ShowClickEntry": NO_SERVERS,
+    "ProbabilityEntry": NO_SERVERS,
     "seed": "`oc.manual_seed(s)`",
 }
 

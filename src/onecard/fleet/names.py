@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from onecard import elsewhere
 
-_NO_SERVERS = "nothing: there are no parameter servers"
 _UTIL = "`oc.barrier()`, `oc.all_reduce`, `oc.all_gather_object`"
 _ENVIRONMENT = "nothing: the launcher's environment says who this rank is"
 _ZERO = '`fleet.group_sharded_parallel(model, optimizer, level)`: "os", "os_g" or "p_g_os"'
@@ -19,18 +18,18 @@ ELSEWHERE = {
     "DygraphShardingOptimizer": _ZERO,
     "HybridParallelOptimizer": "`fleet.distributed_optimizer(optimizer)`",
     "is_worker": "nothing: every rank is a worker",
-    "is_server": _NO_SERVERS,
-    "init_worker": _NO_SERVERS,
-    "init_server": _NO_SERVERS,
-    "run_server": _NO_SERVERS,
-    "stop_worker": _NO_SERVERS,
+    "is_server": elsewhere.NO_SERVERS,
+    "init_worker": elsewhere.NO_SERVERS,
+    "init_server": elsewhere.NO_SERVERS,
+    "run_server": elsewhere.NO_SERVERS,
+    "stop_worker": elsewhere.NO_SERVERS,
     "PaddleCloudRoleMaker": _ENVIRONMENT,
     "UserDefinedRoleMaker": _ENVIRONMENT,
     "worker_endpoints": _ENVIRONMENT,
-    "server_num": _NO_SERVERS,
-    "server_index": _NO_SERVERS,
-    "server_endpoints": _NO_SERVERS,
-    "MultiSlotDataGenerator": _NO_SERVERS,
+    "server_num": elsewhere.NO_SERVERS,
+    "server_index": elsewhere.NO_SERVERS,
+    "server_endpoints": elsewhere.NO_SERVERS,
+    "MultiSlotDataGenerator": elsewhere.NO_SERVERS,
     "Role": _ENVIRONMENT,
     "Fleet": "`fleet` itself",
     "UtilBase": _UTIL,
