@@ -13,6 +13,7 @@ from amounts import share
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard.rules.table import attention
 from onecard.testing import assert_close, multirank
 
 BATCH, TIME, OTHER, WIDTH, HEADS = 4, 5, 3, 8, 2
@@ -126,3 +127,14 @@ def test_it_stays_what_it_was() -> None:
     again = copy.deepcopy(layer)
     assert isinstance(again, nn.MultiheadAttention) and list(again.state_dict()) == list(layer.state_dict())
     assert repr(layer) == repr(nn.MultiheadAttention(WIDTH, HEADS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_mask_begin_where_gpu_kernels_read(dtype: torch.dtype) -> None:
+    """Parts of a mask are dense; torch pads the whole one so that its rows begin at 16 bytes."""
+    bias = torch.randn(2, 1, 6, 6, dtype=dtype)
+    made = attention._rows_aligned(bias)
+    assert torch.equal(made, bias) and all(s * dtype.itemsize % 16 == 0 for s in made.stride()[:-1])
+    assert made.stride(-1) == 1
+    for fine in (torch.randn(2, 1, 6, 8), torch.randn(1, 1, 1, 5), torch.randn(1, 1, 1, 16).expand(2, 3, 6, 16), 0.5):
+        assert attention._rows_aligned(fine) is fine

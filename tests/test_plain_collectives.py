@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 import onecard as oc
+from onecard.comm.issue import by_gpu, groups, plain, started, transfer
 from onecard.comm.issue import differentiable as d
-from onecard.comm.issue import plain, started
+from onecard.comm.issue import message as messages
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import CommunicationError
+from onecard.fleet.front import collective
 from onecard.testing import assert_close, run_ranks
 
 N = 3
@@ -178,3 +181,53 @@ def test_wrong_calls_are_told() -> None:
     }.items():
         with pytest.raises(CommunicationError, match=message):
             call()
+
+
+# -- tensors of the CPU where a group carries a GPU's alone ------------------------------------------------------------------
+
+
+def on_the_cpu() -> None:
+    """Each message by way of another device: here a copy, in which the group works."""
+    rank, seen = oc.get_rank(), list[int]()
+    by_gpu.way = started.way = transfer.way = lambda process_group: torch.device("cpu")  # "another" one
+    real = messages._all_reduce
+
+    def all_reduce(pg: Any, ready: Any, op: str) -> Any:
+        begin = real(pg, ready, op)
+        return lambda into, given: (seen.append(into.data_ptr()), begin(into, given))[1]
+
+    messages._BEGIN["all_reduce"] = ("all_reduce", all_reduce)
+    oc.all_reduce(x := torch.tensor([rank + 1.0]))
+    assert x.item() == 6.0 and seen and x.data_ptr() not in seen
+    assert plain.all_gather(torch.tensor([rank]), of_ranks(), 0).tolist() == [0, 1, 2]
+    assert plain.reduce_scatter(torch.arange(3.0), of_ranks(), 0).tolist() == [3.0 * rank]
+    assert plain.broadcast(torch.tensor([rank]), of_ranks(), 2).item() == 2
+    if rank == 0:
+        oc.isend(torch.ones(2, 3).t(), 1)
+    if rank == 1:
+        oc.recv(y := torch.zeros(2, 3).t(), 0)
+        assert y.sum() == 6
+    mesh, other = oc.ProcessMesh([0, 1, 2], ["x"]), oc.ProcessMesh([2, 0], ["x"])
+    z = oc.shard_tensor(torch.arange(12.0), mesh, [oc.Shard(0)])
+    assert oc.reshard(z, other, [oc.Shard(0)]).full_tensor().tolist() == list(range(12))
+    pair = of_ranks([0, 1], "pair")
+    if rank < 2:  # there and back, each over a process group of its own
+        assert groups.back_of(pair) is groups.back_of(pair) is not pair.process_group
+        coming = started.irecv(torch.zeros(1), 1 - rank, 7, pair, ways=True)
+        started.isend(torch.tensor([rank + 1.0]), 1 - rank, 7, pair, ways=True)
+        assert coming.wait().item() == 2 - rank
+    moved = started.shift(torch.tensor([rank]), (rank + 1) % 3, (rank - 1) % 3, of_ranks(), 1, "ring").wait()
+    assert moved.item() == (rank - 1) % 3
+    handle = plain_later(torch.ones(2))
+    assert handle.wait().tolist() == [3.0, 3.0]
+
+
+def plain_later(x: Tensor) -> Any:
+    return started.all_reduce(x, of_ranks())
+
+
+def test_what_lies_on_the_cpu_goes_by_way_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="NCCL has no tags"), monkeypatch.context() as patch:
+        patch.setattr(collective, "way", lambda process_group: torch.device("cuda"))
+        collective._untagged("isend", 3, SimpleNamespace(process_group=object()))  # type: ignore[arg-type]
+    run_ranks(on_the_cpu, N)

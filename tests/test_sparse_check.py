@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import onecard as oc
-from onecard.comm.agree import agree
+from onecard.comm.agree import agree, prints
 from onecard.comm.agree.prints import fingerprint
 from onecard.comm.agree.sparse_check import SLOTS, Site, _telling
 from onecard.comm.world import world
@@ -80,7 +80,8 @@ def test_a_rank_far_behind_compares_nothing_with_what_took_its_words_place(monke
     "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.int64, torch.bool]
 )
 @pytest.mark.parametrize("size", [1, 5, 511, 4099, 70_001])
-def test_a_changed_element_anywhere_changes_the_digest(dtype, size):
+@pytest.mark.parametrize("bits", [bits, lambda x: prints._on_device(x).split("\x1f")[0]], ids=["here", "on a GPU"])
+def test_a_changed_element_anywhere_changes_the_digest(dtype, size, bits):
     x = (torch.randn(size) * 100).to(dtype)
     for place in {0, size // 2, size - 1, size // 3}:
         y = x.clone()

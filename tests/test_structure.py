@@ -214,6 +214,38 @@ def test_files_stay_small():
     assert faults(lines_too_many) == []
 
 
+MAKERS = {
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
+    "randperm", "scalar_tensor", "tensor", "zeros", "Generator",
+}  # fmt: skip
+# Parameters of a user's module; samples of operators, which are run where the CPU is the default.
+WHERE_THE_PROGRAM_IS = ("fleet/experts/top_k.py", "rules/samples/")
+
+
+def homeless(source: str) -> list[str]:
+    """Tensors and generators that the library makes wherever the program's default device is."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
+            by_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if by_torch and not any(k.arg in ("device", None) for k in node.keywords):
+                found.append(f"line {node.lineno}: {ast.unparse(node)[:60]}: say device=")
+    return found
+
+
+def test_what_the_library_makes_lies_where_it_says():
+    """A program may have called ``torch.set_default_device("cuda")``."""
+
+    def look(path: Path) -> list[str]:
+        at = str(path.relative_to(PACKAGE))
+        return [] if at.startswith(WHERE_THE_PROGRAM_IS) else homeless(path.read_text())
+
+    assert faults(look) == []
+    assert homeless("torch.zeros(3); torch.ones(3, device=x.device); x.zeros(3)") == [
+        "line 1: torch.zeros(3): say device="
+    ]
+
+
 def test_only_comm_calls_collectives():
     """The pure layers never import torch.distributed's communication."""
     allowed = {"_torch", "comm", "testing", "launch"}

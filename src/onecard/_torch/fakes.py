@@ -97,11 +97,6 @@ def local_of(x: Any) -> Tensor:
     return x._local_tensor
 
 
-def has_cuda() -> bool:
-    """Whether this torch is built for GPUs; without, it refuses to make tensors there, also such as have no data."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_available()
-
-
 # -- a mode without data that remembers ------------------------------------------------------------------------------------
 
 _CONSTANTS = frozenset(

@@ -166,9 +166,14 @@ def hook(what: str, register: Callable[..., Any], *hooks: Callable[..., Any]) ->
     _make(what, lambda: handles.extend(map(register, hooks)), undo)
 
 
-def add(what: str, entries: list[Any], entry: Any) -> None:
+def add(what: str, entries: list[Any], *more: Any) -> None:
     """Append to a list of torch's, once."""
-    _make(what, lambda: entries.append(entry), lambda: entries.remove(entry))
+
+    def undo() -> None:
+        for each in more:
+            entries.remove(each)
+
+    _make(what, lambda: entries.extend(more), undo)
 
 
 def with_first_tensor(install: Callable[[], None]) -> None:

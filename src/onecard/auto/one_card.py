@@ -105,6 +105,9 @@ def _own_gpu() -> None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if (torch.version.cuda is None and torch.version.hip is None) or given == "":
         return
+    if world.device().type == "cuda":
+        world.gpu_for_each()
+        world.own_gpu.here = True
     local, names = int(os.environ.get("LOCAL_RANK", "0")), given.split(",") if given else []
     os.environ["CUDA_VISIBLE_DEVICES"] = names[local] if local < len(names) else str(local)
     os.environ["LOCAL_RANK"] = "0"

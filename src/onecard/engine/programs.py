@@ -41,7 +41,7 @@ class Laid:
 
     def made(self, serial: bool) -> Any:
         """A tensor like it, in a world without data."""
-        x: Any = torch.empty(self.shape, dtype=self.dtype)
+        x: Any = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         if self.spec is not None and not serial:
             x = shard_tensor(x, self.spec.layout.mesh, self.spec.layout.placements)
         return nn.Parameter(x, requires_grad=self.trained) if self.parameter else x
@@ -189,7 +189,7 @@ class Shape:
     def made(self, rows: int, wanted: int) -> Tensor:
         """A tensor like it, with another number of rows."""
         sizes = [wanted if i == 0 and n == rows else n for i, n in enumerate(self.shape)]
-        return torch.zeros(sizes, dtype=self.dtype)
+        return torch.zeros(sizes, dtype=self.dtype, device="cpu")
 
     @staticmethod
     def of(feed: Feed) -> Feed:

@@ -69,7 +69,7 @@ class InputSpec:
         """A tensor like it, with so many rows; other sizes that may vary are 1."""
         rest = [1 if s is None else s for s in self.shape[1:]]
         first = [batch if self.shape[0] is None else self.shape[0]] if self.shape else []
-        return torch.zeros([*first, *rest], dtype=self.dtype)
+        return torch.zeros([*first, *rest], dtype=self.dtype, device="cpu")
 
 
 Specs = tuple[InputSpec, ...] | None

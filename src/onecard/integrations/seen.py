@@ -117,7 +117,7 @@ def _agreed() -> tuple[int, float]:
     if found is not None:
         word = json.loads(found[1])
         version, numbers, gauss = word["python"]
-        torch.set_rng_state(torch.tensor(word["torch"], dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(word["torch"], dtype=torch.uint8, device="cpu"))
         random.setstate((version, tuple(numbers), gauss))
         np.random.set_state(tuple(word["numpy"]))
     return word["seed"], word["since"]

@@ -133,7 +133,7 @@ class HeardProgram:
             def put(x: Any) -> Any:
                 if not isinstance(x, Tensor):
                     return x
-                return now[id(x)] if id(x) in now else torch.zeros(x.shape, dtype=x.dtype)
+                return now[id(x)] if id(x) in now else torch.zeros(x.shape, dtype=x.dtype, device="cpu")
 
             for call in calls:
                 args, kwargs = tree_map(put, (call.args, call.kwargs))

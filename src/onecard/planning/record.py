@@ -144,7 +144,7 @@ def record_decoder(sizes: Transformer, plan: Plan) -> RecordedModel:
     with pretend(plan.ep * plan.tp * plan.cp, fake=True):
         _begin_fleet(plan)
         model = build(replace(sizes, layers=len(alike), dense_layers=min(sizes.dense_layers, 1)), plan)
-        tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64)
+        tokens = torch.zeros(plan.microbatch, sizes.sequence // plan.cp, dtype=torch.int64, device="cpu")
         recording = _record(model, (tokens, tokens), None, plan)
         return RecordedModel(Pieces(recording, folded), sizes.sequence, tuple(folded))
 
@@ -279,7 +279,7 @@ def without_data(module: nn.Module) -> nn.Module:
     for g in (x for leaves in kept for x in leaves if isinstance(x, torch.Generator)):
         memo[id(g)] = g.clone_state()  # torch's own copies a tensor of its state, of which there is none here
     for t in (x for leaves in kept for x in leaves if isinstance(x, Tensor)):
-        made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+        made: Tensor = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
         memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     return copy.deepcopy(module, memo)
 
@@ -306,7 +306,7 @@ def _rows(t: Any, count: int, dtype: torch.dtype) -> Any:
     """A tensor of the batch with so many rows; numbers with a point in the dtype of the parameters."""
     if not isinstance(t, Tensor) or not t.ndim:
         return t
-    return torch.zeros((count, *t.shape[1:]), dtype=dtype if t.is_floating_point() else t.dtype)
+    return torch.zeros((count, *t.shape[1:]), dtype=dtype if t.is_floating_point() else t.dtype, device="cpu")
 
 
 def _divided(t: Any, mesh: ProcessMesh) -> Any:

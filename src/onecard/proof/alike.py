@@ -25,7 +25,9 @@ MOST = 128
 
 @lru_cache(maxsize=256)  # by size: 8 bytes a number
 def _weights(count: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    return torch.randn(
+        count, generator=torch.Generator(device="cpu").manual_seed(count), dtype=torch.float64, device="cpu"
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -183,7 +185,7 @@ def _prints(value: Tensor, part: Shape) -> list[tuple[float, Block]]:
         return []
     blocks = _numbers(value)
     for dim, (first, length) in enumerate(zip(starts, part, strict=True)):
-        at = (torch.tensor(first)[:, None] + torch.arange(length)).reshape(-1)
+        at = (torch.tensor(first, device="cpu")[:, None] + torch.arange(length, device="cpu")).reshape(-1)
         blocks = blocks.index_select(2 * dim, at).unflatten(2 * dim, (len(first), length))
     order = [*range(0, 2 * len(part), 2), *range(1, 2 * len(part), 2), *range(2 * len(part), blocks.dim())]
     flat = blocks.permute(order).reshape(prod(map(len, starts)), -1)
@@ -221,7 +223,7 @@ def blocks_in(part: Tensor, value: Tensor, bound: float) -> Iterator[Block]:
     largest = torch.unravel_index(_size(part).argmax(), part.shape)  # looked for in each block, before all of it is
     grid = value
     for dim, (first, at) in enumerate(zip(starts, largest, strict=True)):
-        grid = grid.index_select(dim, torch.tensor(first) + at)
+        grid = grid.index_select(dim, torch.tensor(first, device="cpu") + at)
     like = _size(_number(grid) - _number(part)[largest]) <= bound * max(scale, 1e-12)
     for place in like.nonzero().tolist():
         block = tuple(slice(s[i], s[i] + p) for s, i, p in zip(starts, place, part.shape, strict=True))

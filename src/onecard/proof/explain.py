@@ -145,7 +145,7 @@ def worst(x: Tensor, right: Tensor) -> tuple[tuple[int, ...], float, float]:
         return (), float("nan"), float("nan")
     a, b = (t.double() if not t.is_complex() else t.abs().double() for t in (x, right))
     at = int((a - b).abs().nan_to_num(float("inf")).reshape(-1).argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)) if x.dim() else ()
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), x.shape)) if x.dim() else ()
     return place, float(a.reshape(-1)[at]), float(b.reshape(-1)[at])
 
 

@@ -84,7 +84,7 @@ def _all_of_it(node: Node, one: Node, bound: float) -> bool:
     """Whether ranks that have parts of a value have all of them, and not those of a microbatch alone."""
     if node.whole is not None or (node.how != "part" and not node.times):
         return True
-    left = torch.ones(one.value.shape, dtype=torch.bool)
+    left = torch.ones(one.value.shape, dtype=torch.bool, device="cpu")
     for x in node.local.values():
         part, value, free = x / node.times if node.times else x, one.value, left
         if part.dim() != value.dim():  # a dim of size one more or less

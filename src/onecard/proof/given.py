@@ -315,7 +315,7 @@ def _placed(part: Tensor, known: Input) -> Tensor:
     """A copy with the strides that were recorded."""
     if part.layout is not torch.strided or any(step == 0 for step in known.facts[1]):
         return part.detach().clone()
-    made = torch.empty_strided(known.facts[0], known.facts[1], dtype=part.dtype)
+    made = torch.empty_strided(known.facts[0], known.facts[1], dtype=part.dtype, device="cpu")
     return made.copy_(part.detach())
 
 

@@ -133,7 +133,7 @@ class _Pieces:
             self.factors += sorted(made - {*self.factors})
 
     def _in_blocks(self, value: Tensor, pieces: Iterable[Piece], factor: float) -> list[Piece] | None:
-        left, taken = torch.ones(value.shape, dtype=torch.bool), list[Piece]()
+        left, taken = torch.ones(value.shape, dtype=torch.bool, device="cpu"), list[Piece]()
         for piece in pieces:
             place = self._place(_divided(piece.value, value, factor), value, left)
             if place is not None:

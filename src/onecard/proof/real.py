@@ -91,7 +91,7 @@ class RealWatch(NodeWatch):
         return result
 
     def _told_of(self, kind: str, ranks: tuple[int, ...], given: Sequence[Tensor], what: Sequence[Any]) -> Told:
-        me, first, op = world.get_rank(), given[0] if given else torch.empty(0), ""
+        me, first, op = world.get_rank(), given[0] if given else torch.empty(0, device="cpu"), ""
         if kind in ("send", "recv"):  # the other rank, if it is said, and the tag
             *whom, number = [x for x in what if type(x) is int]
             ends = me, ranks[whom[0]] if whom else me

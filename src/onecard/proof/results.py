@@ -310,9 +310,9 @@ def _returned(ranks: Sequence[Watched], one: Watched, bound: float) -> list[Resu
 
 
 def _leaf(what: str, leaves: Mapping[int, Any], right: Any, bound: float) -> Result:
-    value = right.local if isinstance(right, Value) else torch.tensor(right, dtype=_kind(right))
+    value = right.local if isinstance(right, Value) else torch.tensor(right, dtype=_kind(right), device="cpu")
     values = {
-        rank: x if isinstance(x, Value) else Value(torch.tensor(x, dtype=_kind(x)), None)
+        rank: x if isinstance(x, Value) else Value(torch.tensor(x, dtype=_kind(x), device="cpu"), None)
         for rank, x in leaves.items()
         if isinstance(x, Value | SCALARS)
     }

@@ -28,7 +28,7 @@ class LastRows:
         self.table, self.scale, self.bound = _table(value), scale_of(value), bound
         marks = marks_of(self.table)
         self._order = marks.argsort().tolist()
-        self._marks = marks[torch.tensor(self._order, dtype=torch.long)].tolist()
+        self._marks = marks[torch.tensor(self._order, dtype=torch.long, device="cpu")].tolist()
         self._left = [True] * len(self._marks)
         self._slack = bound * self.scale * most_of(self.table.shape[1]) * 2 + 1e-12
 
@@ -51,8 +51,8 @@ class LastRows:
                 return False
             found.append((at, mine))
             at += 1
-        given = rows[torch.tensor([i for _, i in found])]
-        want = self.table[torch.tensor([self._order[i] for i, _ in found])]
+        given = rows[torch.tensor([i for _, i in found], device="cpu")]
+        want = self.table[torch.tensor([self._order[i] for i, _ in found], device="cpu")]
         if apart(given, want) * scale_of(given, want) > self.bound * self.scale:
             return False
         for i, _ in found:

@@ -246,7 +246,7 @@ class Watch(recorded.Listener, DispatchMode):
         if isinstance(x, Tensor):
             return self.value(x)
         known = self._read.get(x) if isinstance(x, float) else None
-        return x if known is None else Value(torch.tensor(x, dtype=torch.float64), None, known)
+        return x if known is None else Value(torch.tensor(x, dtype=torch.float64, device="cpu"), None, known)
 
     # -- modules and optimizers ------------------------------------------------------------------------------------------
 

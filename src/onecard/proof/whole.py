@@ -90,7 +90,7 @@ def whole(values: Mapping[int, Value], bound: float) -> Whole:
         parts[place] = local[rank]
     held = joined(layout, parts) if layout.pending else parts
     first = next(iter(held.values()))
-    made = torch.zeros(tuple(shape), dtype=first.dtype)
+    made = torch.zeros(tuple(shape), dtype=first.dtype, device="cpu")
     boxes = _boxes(layout, tuple(shape))
     groups: dict[Hashable, list[tuple[tuple[int, ...], Tensor]]] = {}
     for place, part in held.items():
@@ -117,7 +117,7 @@ def _have_all(layout: Layout, shape: tuple[int, ...], here: Sequence[int]) -> bo
 
 def _fill(made: Tensor, layout: Layout, place: tuple[int, ...], part: Tensor) -> None:
     """Write a part whose dims are merged, so that it is no block of the whole."""
-    at = layout.local_part(torch.arange(made.numel()).view(made.shape), place).reshape(-1)
+    at = layout.local_part(torch.arange(made.numel(), device="cpu").view(made.shape), place).reshape(-1)
     made.view(-1)[at] = part.reshape(-1)
 
 

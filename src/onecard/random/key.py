@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
 @one_node(is_pure=True)
 def _packed(key: Key) -> Tensor:
-    return torch.stack(list(key)) if isinstance(key.low, Tensor) else torch.tensor(key)
+    return torch.stack(list(key)) if isinstance(key.low, Tensor) else torch.tensor(key, device="cpu")
 
 
 @one_node(is_pure=True)

@@ -74,7 +74,9 @@ def _above_zero(integer: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Law:
     real = dtype.to_real() if dtype.is_complex else dtype
     kept = _UNIT_BITS.get(real, 24)
-    below = float(torch.nextafter(torch.tensor(high, dtype=real), torch.tensor(low, dtype=real)))
+    below = float(
+        torch.nextafter(torch.tensor(high, dtype=real, device="cpu"), torch.tensor(low, dtype=real, device="cpu"))
+    )
 
     def make(integer: Tensor, bits: int) -> Tensor:
         unit = (integer >> (bits - kept)).to(_compute(real)).mul_(2.0**-kept)

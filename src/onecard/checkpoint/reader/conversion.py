@@ -109,7 +109,7 @@ def _open(path: Path, changes: Sequence[Change], only: str, format: str) -> tupl
 def _read(x: Virtual | Tensor, name: str, reader: Reader) -> Tensor:
     if isinstance(x, Tensor):
         return x
-    made = torch.empty(x.shape, dtype=x.dtype)
+    made = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     reader.read(name, x, tuple((0, n) for n in x.shape), made)
     return made
 
@@ -138,7 +138,7 @@ def _content(shares: Sequence[Share], tensors: Tensors, reader: Reader) -> Calla
         rows = max(1, BUFFER * x.shape[0] // max(1, shares[i].nbytes))
         for start in range(0, x.shape[0], rows):
             stop = min(start + rows, x.shape[0])
-            part = torch.empty((stop - start, *x.shape[1:]), dtype=x.dtype)
+            part = torch.empty((stop - start, *x.shape[1:]), dtype=x.dtype, device="cpu")
             reader.read(name, x, ((start, stop), *((0, n) for n in x.shape[1:])), part)
             yield from chunks(part)
 

@@ -109,7 +109,7 @@ def _value(folder: Path, name: str, what: Any, items: list[tuple[Any, Any]]) -> 
         if made is None:
             if prod(size) * part.itemsize > sum(i.length for _, i in items):
                 raise CheckpointError(f"{folder}: tensor {name!r} {list(size)} is larger than what there is of it")
-            made = torch.empty(size, dtype=part.dtype)
+            made = torch.empty(size, dtype=part.dtype, device="cpu")
         start = index.offset or [0] * len(size)
         made[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
     return made

@@ -29,7 +29,7 @@ class Reader:
         self._folder, self._files, self._links = folder, files, links
         self._open: dict[str, InputFile] = {}
         self._stack = ExitStack()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.bytes_read = 0
 
     def __enter__(self) -> Reader:
@@ -119,7 +119,7 @@ class Reader:
         if piece.crc32 is not None:
             low, high = low // BLOCK * BLOCK, min(piece.bytes, -(-high // BLOCK) * BLOCK)
         if self._buffer.numel() < high - low + 16:
-            self._buffer = torch.empty(max(high - low + 16, BUFFER + 2 * BLOCK), dtype=torch.uint8)
+            self._buffer = torch.empty(max(high - low + 16, BUFFER + 2 * BLOCK), dtype=torch.uint8, device="cpu")
         shift = -(start - low) % 16  # so that what is wanted is aligned to any dtype
         held = self._buffer[shift : shift + high - low]
         data = memory(held)

@@ -100,9 +100,9 @@ class StateWalk:
         def give(name: str) -> Tensor:
             if name not in self.tensors:
                 self._lacks(name)
-                return torch.empty(0)
+                return torch.empty(0, device="cpu")
             found = self.tensors[name]
-            new = torch.empty(found.shape, dtype=found.dtype)
+            new = torch.empty(found.shape, dtype=found.dtype, device="cpu")
             self.want(name, new)
             return new
 
@@ -346,7 +346,7 @@ class StateWalk:
             part = param.part if param is not None else None
             cut = part is not None and where in self.tensors and self.tensors[where].shape == tuple(part.shape)
             if cut and mine is None:
-                mine = torch.empty(param.value.shape, dtype=self.tensors[where].dtype)  # type: ignore[union-attr]
+                mine = torch.empty(param.value.shape, dtype=self.tensors[where].dtype, device="cpu")  # type: ignore[union-attr]
             if isinstance(mine, Tensor):
                 made[key] = self._tensor(mine, item, where, part if cut else None)
             else:

@@ -111,7 +111,7 @@ class Staging:
         sizes = [share.nbytes for share in shares]
         if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = None
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=_on_gpu(shares))
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=_on_gpu(shares), device="cpu")
         copies = self._memory[: sum(sizes)].split(sizes) if sizes else ()
         for share, place in zip(shares, copies, strict=True):
             _fill(place, share.source.values(share.box))

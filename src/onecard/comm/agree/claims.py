@@ -63,7 +63,7 @@ def place(claim: Claim, block: int, element: int) -> list[int]:
         [5, 2]
     """
     x = claim.tensor
-    index = torch.unravel_index(torch.tensor(block * _block(x) + element), x.shape) if x.dim() else ()
+    index = torch.unravel_index(torch.tensor(block * _block(x) + element, device="cpu"), x.shape) if x.dim() else ()
     return [int(i) + start for i, start in zip(index, claim.offset or (0,) * x.dim(), strict=True)]
 
 

@@ -26,7 +26,7 @@ def fingerprint(x: Tensor) -> str:
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if x.is_cuda:
-        return _on_device(x.reshape(-1))
+        return _on_device(x.contiguous().reshape(-1))
     if x.dtype not in _NUMPY:  # numpy does not know it: its bits, and its values as wider ones
         wide = torch.view_as_real(x) if x.is_complex() else x.float()
         return _print(_bits(x.reshape(-1).contiguous().view(torch.uint8).numpy()), wide.numpy().reshape(-1))
@@ -58,7 +58,8 @@ def _on_device(flat: Tensor) -> str:
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     some = real[:: max(1, -(-real.numel() // 8))].double().cpu().numpy()
     norm = float(torch.linalg.vector_norm(real)) if real.is_floating_point() else math.nan
-    sample = torch.cat([words[:: max(1, 8 * words.numel() // _FEW)].view(torch.uint8), data[whole.numel() :]])
+    few = words[:: max(1, 8 * words.numel() // _FEW)].contiguous()  # torch tells apart bytes of neighbours only
+    sample = torch.cat([few.view(torch.uint8), data[whole.numel() :]])
     bits = (int(words.sum()) & 0xFFFFFFFFFFFFFFFF) << 32 | zlib.crc32(sample.cpu().numpy().data)
     return f"{bits:x}{_FIELD}{norm!r}{_FIELD}{some.tobytes().hex()}"
 

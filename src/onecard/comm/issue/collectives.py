@@ -296,7 +296,11 @@ def broadcast_object(value: Any, group: Group, index: int) -> Any:
     device = _torch.object_device(group.process_group)
     data = pickle.dumps(value) if group.index == index else b""
     size = broadcast(torch.tensor([len(data)], device=device), group, index)
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    buffer = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    )
     buffer = broadcast(buffer.to(device), group, index)
     return value if group.index == index else pickle.loads(buffer.cpu().numpy().tobytes())
 

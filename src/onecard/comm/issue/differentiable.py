@@ -244,7 +244,7 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Ranks | None = None) -> Te
 
     Its gradient is sent back, under the same tag with one bit more.
     """
-    return _Recv.apply(torch.empty((), requires_grad=True), like.detach(), src, tag, _all(group))
+    return _Recv.apply(torch.empty((), requires_grad=True, device="cpu"), like.detach(), src, tag, _all(group))
 
 
 class _Send(Function):

@@ -65,6 +65,20 @@ def _made(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world.TIMEOUT)
 
 
+def back_of(group: Group) -> Any:
+    """A second process group of the same ranks, for what goes from a later place to an earlier one; made at first use, by all.
+
+    NCCL sends what two ranks of a process group tell each other one after the other, in both directions: in one order each way
+    is not enough where each waits for the other.
+    """
+    key = tuple(sorted(group.ranks))
+    if key not in _ways_back.here:
+        with _torch.group_named(f"onecard{attempt.number()}_back_" + "_".join(map(str, key))):
+            _ways_back.here[key] = dist.new_group(list(key), use_local_synchronization=True, timeout=world.TIMEOUT)
+    return _ways_back.here[key]
+
+
+_ways_back: Kept[dict[tuple[int, ...], Any]] = Kept(dict)
 _groups: Kept[dict[tuple[ProcessMesh, int], Group]] = Kept(dict)
 _process_groups: Kept[dict[tuple[int, ...], Any]] = Kept(dict)
 _device_meshes: Kept[dict[ProcessMesh, DeviceMesh]] = Kept(dict)
@@ -128,7 +142,7 @@ def check_world(mesh: ProcessMesh) -> None:
 def forget() -> None:
     """Forget every cached group (after the process group is destroyed, as tests do)."""
     hosts.forget()
-    for table in (_groups, _clocks, _process_groups, _device_meshes):
+    for table in (_groups, _clocks, _process_groups, _device_meshes, _ways_back):
         table.here.clear()
     for drop in also_forget:
         drop()
@@ -160,7 +174,7 @@ def to_device_mesh(mesh: ProcessMesh) -> DeviceMesh:
     check_world(mesh)
     world.init()
     if mesh not in _device_meshes.here:
-        grid = torch.tensor(mesh.mesh)
+        grid = torch.tensor(mesh.mesh, device="cpu")
         _device_meshes.here[mesh] = DeviceMesh(world.device().type, grid, mesh_dim_names=tuple(mesh.dim_names))
     return _device_meshes.here[mesh]
 

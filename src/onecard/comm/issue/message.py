@@ -21,6 +21,7 @@ from onecard.comm.agree.clock import PATIENCE
 from onecard.comm.base import flight
 from onecard.comm.base import record as told
 from onecard.comm.issue import trace
+from onecard.comm.issue.by_gpu import Begin, by_way
 from onecard.comm.issue.forms import REDUCE, at_once, moved
 from onecard.comm.issue.groups import Group
 from onecard.comm.issue.handle import Handle
@@ -31,7 +32,6 @@ from onecard.errors import CommunicationError
 NOTHING = torch.empty(0, device="cpu")
 """What a barrier sends."""
 KINDS = 256  # of messages that a group keeps: their sizes may be data
-Begin = Callable[[Tensor, Tensor], Any]
 Ready = Callable[[Any], Any]
 """What is done to options of torch's: nothing, or a mark that the result is awaited right after."""
 
@@ -55,12 +55,16 @@ class Message:
     @cached_property
     def now(self) -> Begin:
         """Begin it, to be awaited right after."""
-        return self._begin(self.group.process_group, at_once, *self.rest)
+        return self._made(at_once)
 
     @cached_property
     def later(self) -> Begin:
         """Begin it, to be left under way."""
-        return self._begin(self.group.process_group, lambda options: options, *self.rest)
+        return self._made(lambda options: options)
+
+    def _made(self, ready: Ready) -> Begin:
+        begin = self._begin(self.group.process_group, ready, *self.rest)
+        return begin if self.operation == "barrier" else by_way(begin, self.group.process_group)
 
     @cached_property
     def ticks(self) -> str:

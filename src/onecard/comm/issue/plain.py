@@ -167,7 +167,7 @@ def cut_sizes(x: Tensor, group: Ranks, dim: int, sizes: Sequence[int] | None, ca
     if x.shape[dim] % group.size:
         raise CommunicationError(
             f"{call}: dim {dim} of {list(x.shape)} does not divide into {group.size} equal parts; say the length of "
-            f"each: sizes={[len(part) for part in torch.arange(x.shape[dim]).tensor_split(group.size)]}"
+            f"each: sizes={[len(part) for part in torch.arange(x.shape[dim], device='cpu').tensor_split(group.size)]}"
         )
     return [x.shape[dim] // group.size] * group.size
 

@@ -17,18 +17,20 @@ CALL = "stages"
 
 def send(x: Tensor, place: int, tag: int, ranks: tuple[int, ...], name: str) -> None:
     """Send ``x`` to the rank at a place of the pipeline, and go on. Of a copy: the step may use its memory again."""
-    started.isend(x.clone(memory_format=torch.contiguous_format), place, tag, of_ranks(tuple(ranks), name), CALL)
+    started.isend(
+        x.clone(memory_format=torch.contiguous_format), place, tag, of_ranks(tuple(ranks), name), CALL, ways=True
+    )
 
 
 def send_packed(tensors: Sequence[Tensor], place: int, tag: int, ranks: tuple[int, ...], name: str) -> None:
     """Send several tensors of one dtype as one message: their elements, one tensor after the other."""
     packed = torch.cat([x.reshape(-1) for x in tensors])
-    started.isend(packed, place, tag, of_ranks(tuple(ranks), name), CALL)
+    started.isend(packed, place, tag, of_ranks(tuple(ranks), name), CALL, ways=True)
 
 
 def post(x: Tensor, place: int, tag: int, ranks: tuple[int, ...], name: str) -> Handle:
     """Be ready for what the rank at a place sends: it is in ``x`` after ``wait``."""
-    return started.irecv(x, place, tag, of_ranks(tuple(ranks), name), CALL)
+    return started.irecv(x, place, tag, of_ranks(tuple(ranks), name), CALL, ways=True)
 
 
 def wait(handle: Handle, x: Tensor) -> None:

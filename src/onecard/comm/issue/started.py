@@ -12,13 +12,18 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onecard.comm.base import record
 from onecard.comm.base.state import Kept
 from onecard.comm.issue import collectives, forms, plain, trace
+from onecard.comm.issue.by_gpu import way
+from onecard.comm.issue.groups import back_of
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.message import recording
 from onecard.comm.issue.ranks import Ranks, of_ranks
@@ -91,12 +96,15 @@ def tag_of(name: str, microbatch: int = 0) -> int:
 _sends: Kept[list[Handle]] = Kept(list)
 
 
-def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: str = "send") -> Handle:
+def isend(
+    x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: str = "send", ways: bool = False
+) -> Handle:
     """Start sending ``x`` to the rank at place ``dst`` of the group. Nobody has to wait: what is not awaited is kept.
 
     Args:
         x: may not be written to before the message has arrived, as with ``torch.distributed.isend``.
         tag: the receiver takes the message by it; messages of several microbatches have several tags (``tag_of``).
+        ways: where there are no tags (NCCL), messages there and back do not wait for each other; then the receiver says so, too.
     """
     made, here = _message("send", x, dst, tag, group, call)
     if here is None:
@@ -105,26 +113,81 @@ def isend(x: Tensor, dst: int, tag: int = 0, group: Ranks | None = None, call: s
         _send(x, dst, tag, here.ranks, here.name, call)
         return Handle.complete(x)
     dense = forms.dense(x)
+    if dense.is_cpu and (device := way(here.process_group)) is not None:
+        dense = dense.to(device)
     what = _named("send", tag, call)
     with _starting(what, made):
-        work = here.process_group.send([forms.moved(dense)], _place(here, dst), tag)
+        work = _line(here, here.index > dst, ways).send([forms.moved(dense)], _place(here, dst), tag)
     handle = Handle(what, made, work, lambda: x, (x, dense))
     keep(handle)
     return handle
 
 
-def irecv(x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: str = "recv") -> Handle:
+def irecv(
+    x: Tensor, src: int, tag: int = 0, group: Ranks | None = None, call: str = "recv", ways: bool = False
+) -> Handle:
     """Start filling ``x`` with what the rank at place ``src`` sends under the tag; read it after ``wait``."""
     made, here = _message("recv", x, src, tag, group, call)
     if here is None:
         return Handle.complete(x)
     if recording():  # a node that waits stands where the program does: before, it may have something to send
         return Handle("", "", None, lambda: (_receive(x, src, tag, here.ranks, here.name, call), x)[1])
-    dense = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    device = way(here.process_group) if x.is_cpu else None
+    there = x if device is None else torch.empty_like(x, device=device)
+    dense = there if there.is_contiguous() else torch.empty_like(there, memory_format=torch.contiguous_format)
     what = _named("recv", tag, call)
     with _starting(what, made):
-        work = here.process_group.recv([forms.moved(dense)], _place(here, src), tag)
+        work = _line(here, src > here.index, ways).recv([forms.moved(dense)], _place(here, src), tag)
     return Handle(what, made, work, lambda: x if dense is x else x.copy_(dense), (x, dense))
+
+
+def together(
+    asked: Sequence[tuple[str, Tensor, int]], group: Ranks, tag: int = 0, call: str = "exchange"
+) -> list[Handle]:
+    """Start sends and receives that go on at the same time, whatever their order: on GPUs as one, for NCCL does one after the
+    other, and two ranks that both send first would wait for each other.
+
+    Args:
+        asked: "send" or "recv", a contiguous tensor, the place of the other rank; one or several.
+    """
+    if recording() or not any(x.is_cuda for _, x, _ in asked) or group.process_group is None:
+        begin = {"send": isend, "recv": irecv}
+        return [begin[kind](x, place, tag, group, call) for kind, x, place in asked]
+    words = [_message(kind, x, place, tag, group, call)[0] for kind, x, place in asked]
+    begun: Any = {"send": dist.isend, "recv": dist.irecv}
+    operations = [dist.P2POp(begun[k], forms.moved(x), group.ranks[p], group.process_group, tag) for k, x, p in asked]
+    with _starting(call, ", ".join(words)):
+        works = dist.batch_isend_irecv(operations)
+    each = works if len(works) == len(asked) else works * len(asked)  # NCCL makes one work of them all
+    made = []
+    for (kind, x, _), peer, work in zip(asked, words, each, strict=True):
+        made.append(Handle(_named(kind, tag, call), peer, work, partial(_itself, x), x))
+        if kind == "send":
+            keep(made[-1])
+    return made
+
+
+def _line(group: Ranks, back: bool, ways: bool) -> Any:
+    """The process group that carries a message: its own; back, of two ways of which NCCL would make one queue, another one."""
+    return back_of(group) if ways and back and way(group.process_group) is not None else group.process_group
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def shift(x: Tensor, to: int, come: int, group: Ranks, tag: int, call: str) -> Handle:
+    """Send ``x`` to one place of the group, and receive its like from another, as in a ring: what has come."""
+    if recording() and x.is_cuda:  # one node: on replays, too, both are under way at once
+        return Handle("", "", None, lambda: _shifted(x, to, come, tag, group.ranks, group.name, call))
+    coming, _ = together([("recv", torch.empty_like(x), come), ("send", x.contiguous(), to)], group, tag, call)
+    return coming
+
+
+@one_node()
+def _shifted(x: Tensor, to: int, come: int, tag: int, ranks: tuple[int, ...], name: str, call: str) -> Tensor:
+    """A shift of a recording."""
+    return shift(x, to, come, of_ranks(tuple(ranks), name), tag, call).wait()
 
 
 def _named(kind: str, tag: int, call: str) -> str:

@@ -15,6 +15,7 @@ from onecard.comm.agree import check
 from onecard.comm.base import flight
 from onecard.comm.base.state import Kept
 from onecard.comm.issue import started, trace
+from onecard.comm.issue.by_gpu import way
 from onecard.comm.world import gone, world
 from onecard.errors import CommunicationError
 from onecard.moves.transfer import Transfer, box_of
@@ -135,6 +136,11 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, microbatch: 
         for peer, t in outgoing:
             _leave_under_way(t.clone(), peer, group, tag)
         outgoing = []
+    outgoing, incoming, kept = (
+        [(peer, _carried(t)) for peer, t in outgoing],
+        [(p, _carried(t)) for p, t in incoming],
+        incoming,
+    )
     operations = [dist.P2POp(dist.isend, t, peer, group, tag) for peer, t in outgoing]
     operations += [dist.P2POp(dist.irecv, t, peer, group, tag) for peer, t in incoming]
     peers = awaited = [operation.peer for operation in operations]
@@ -143,6 +149,9 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, microbatch: 
         for at, work in enumerate(works):
             awaited = peers[at : at + 1] if len(works) == len(peers) else peers  # NCCL makes one work of them all
             work.wait()
+        for (_, place), (_, t) in zip(kept, incoming, strict=True):
+            if place is not t:
+                place.copy_(t)
     except RuntimeError as fault:
         raise CommunicationError(
             f"reshard of {list(transfer.shape)} from [{transfer.source}] on {transfer.source.mesh!r} to "
@@ -150,6 +159,12 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, microbatch: 
             f"{sorted(set(awaited))}. {fault}.{gone.words(transfer.ranks)} "
             f"{_EVERY_RANK}; for full_tensor() these are all ranks of the world."
         ) from fault
+
+
+def _carried(x: Tensor) -> Tensor:
+    """A tensor where NCCL takes it."""
+    device = way(dist.group.WORLD) if x.is_cpu else None
+    return x if device is None else x.to(device)
 
 
 under_way: Kept[list[int]] = Kept(list)

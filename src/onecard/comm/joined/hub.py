@@ -203,7 +203,7 @@ class Hub:
         if self.listener is None:
             return None
         operator, operand, _ = record.serving.here
-        first = given[0] if given else torch.empty(0)
+        first = given[0] if given else torch.empty(0, device="cpu")
         told = Told(kind, ranks, op, operator, operand, record.user_line(), tuple(first.shape), first.dtype, number)
         return self.listener(me, told, given)
 

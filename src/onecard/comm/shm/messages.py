@@ -275,7 +275,7 @@ class Messages:
                 self._wanted.remove(wanted)
                 self._give(source, arriving, wanted)
                 return arriving
-        arriving.buffer = torch.empty(size, dtype=torch.uint8)
+        arriving.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._inbox[source].early.append(arriving)
         return arriving
 

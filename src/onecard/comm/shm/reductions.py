@@ -55,7 +55,7 @@ class Reductions(Collectives):
         return self._start(in_turn(bodies), list(given), opts)
 
     def _packed(self, given: list[Tensor], op: str) -> Body:
-        pack = torch.empty(sum(t.numel() for t in given), dtype=given[0].dtype)
+        pack = torch.empty(sum(t.numel() for t in given), dtype=given[0].dtype, device="cpu")
         places = [place.view(t.shape) for place, t in zip(pack.split([t.numel() for t in given]), given, strict=True)]
         sizes = zlib.crc32(str([t.numel() for t in given]).encode())
         reduce = self._reduction([pack], op, extra=sizes)

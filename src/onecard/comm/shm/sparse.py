@@ -24,7 +24,7 @@ def all_reduce_sparse(group: Any, channel: Channel, tensor: Tensor, op: str) -> 
     def body(deadline: float) -> None:
         with torch.no_grad():
             mine = tensor.detach().coalesce()
-            counts = _gather(channel, signs[0], deadline, torch.tensor([mine._nnz()]), [1] * channel.size)
+            counts = _gather(channel, signs[0], deadline, torch.tensor([mine._nnz()], device="cpu"), [1] * channel.size)
             lengths = [int(count) for count in counts]
             rows, width = mine.sparse_dim(), mine.values()[:1].numel() if mine._nnz() else _width(mine)
             indices = _gather(channel, signs[1], deadline, mine.indices(), [rows * n for n in lengths])
@@ -53,7 +53,7 @@ def _gather(
     channel: Channel, sign: CollectiveSignature, deadline: float, mine: Tensor, counts: list[int]
 ) -> list[Tensor]:
     mine = mine.contiguous()
-    parts = [torch.empty(count, dtype=mine.dtype) for count in counts]
+    parts = [torch.empty(count, dtype=mine.dtype, device="cpu") for count in counts]
     sizes = [part.nbytes for part in parts]
     algorithms.all_gather(channel, sign, deadline, mine.data_ptr(), sizes, [part.data_ptr() for part in parts])
     return parts

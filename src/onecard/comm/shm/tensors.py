@@ -40,7 +40,7 @@ def dense(tensor: Tensor, read: bool = True) -> Tensor:
         return tensor
     with torch.no_grad():
         if not read:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 

@@ -71,9 +71,20 @@ def is_job() -> bool:
 
 def device() -> torch.device:
     """Where this process's local tensors live: its GPU under NCCL, else the CPU."""
-    if torch.cuda.is_available() and os.environ.get("ONECARD_BACKEND", "nccl") == "nccl":
+    if torch.cuda.is_available() and _over_gpus():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _over_gpus() -> bool:
+    """Whether messages go over NCCL, as "nccl" or in "cpu:gloo,cuda:nccl", or will."""
+    if "nccl" not in os.environ.get("ONECARD_BACKEND", "nccl"):
+        return False
+    return not dist.is_initialized() or dist.get_backend() not in _OF_CPUS
+
+
+_OF_CPUS = ("gloo", "shm", "mpi", "fake")
+"""Groups whose maker meant the CPU, and pretended ones: what lies on it stays."""
 
 
 def default_backend(device_type: str = "cpu") -> str:
@@ -119,6 +130,8 @@ def has_met() -> bool:
 def _join() -> None:
     place = device()
     if place.type == "cuda":
+        if not own_gpu.here:
+            gpu_for_each()
         torch.cuda.set_device(place)
     backend = default_backend(place.type)
     if _told.lacks and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -137,6 +150,24 @@ def _join() -> None:
     if launcher is not None and flight.board.here is None:
         with suppress(OSError):
             flight.board.here = flight.Board.create(launcher.board)
+
+
+own_gpu: Kept[bool] = Kept(bool)
+"""Whether this rank sees one GPU, its own, whatever the host has."""
+
+
+def gpu_for_each() -> None:
+    """Two ranks on one GPU would meet, and fail in their first message: NCCL takes one of each.
+
+    Raises:
+        CommunicationError: this host has GPUs, and fewer than ranks.
+    """
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks > gpus > 0 and "NCCL_HOSTID" not in os.environ:  # by which NCCL takes ranks for those of several hosts
+        raise CommunicationError(
+            f"{ranks} ranks on this host, and {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one for each. Start as many ranks: "
+            f"onecard run --nproc_per_node {gpus}; or take the CPU: ONECARD_BACKEND=shm"
+        )
 
 
 def _cannot_join(backend: str, fault: Exception) -> str:

@@ -104,7 +104,7 @@ def from_experts(rows: Tensor, sizes: RowCounts) -> Tensor:
 
 def _anchor() -> Tensor:
     """Something that needs a gradient: all ranks take part in a backward's messages, also those that have no rows."""
-    return torch.empty(0, requires_grad=torch.is_grad_enabled())
+    return torch.empty(0, requires_grad=torch.is_grad_enabled(), device="cpu")
 
 
 def _travel(rows: Tensor, leave: Blocks, come: Blocks, group: Ranks, call: str) -> Tensor:

@@ -271,7 +271,7 @@ def _experts(given: Any, total: int | None, group: Ranks) -> Any:
         return ExpertList(build(listed, range(begin, begin + owned[group.index])), owned, group)
     owned = [len(listed)] * group.size
     if group.size > 1 and arrives():
-        mine = torch.tensor([len(listed)], device=world.device())
+        mine = torch.tensor([len(listed)], device="cpu")
         owned = plain.all_gather(mine, group, 0, call="MoELayer").tolist()
     return ExpertList(listed, owned, group)
 

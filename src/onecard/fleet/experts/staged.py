@@ -21,7 +21,7 @@ def has_routers(module: PipelineLayer, group: Ranks) -> bool:
     mine = any(isinstance(each, BaseGate) for each in module.modules())
     if group.size == 1 or not arrives():
         return mine
-    said = torch.tensor([int(mine)], device=world.device())
+    said = torch.tensor([int(mine)], device="cpu")
     return bool(plain.all_reduce(said, group, "max", call="PipelineLayer").item())
 
 

@@ -17,7 +17,7 @@ class Counts:
     """What a layer counts on this rank."""
 
     def __init__(self, experts: int) -> None:
-        self._tokens = torch.zeros(experts + 1, dtype=torch.int64)
+        self._tokens = torch.zeros(experts + 1, dtype=torch.int64, device="cpu")
 
     def add(self, reached: Tensor | None, choices: Any) -> None:
         """Rows that go to each expert; ``choices``: with those that are dropped."""

@@ -6,6 +6,7 @@ gradients is refused here, because its gradient would be wrong in silence.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onecard.comm.issue import collectives, differentiable, plain, started
+from onecard.comm.issue.by_gpu import way
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import CommunicationError
@@ -203,6 +205,7 @@ def isend(tensor: Tensor, dst: int, group: Ranks | None = None, tag: int = 0) ->
     """
     _no_gradient("send", tensor)
     group = _all(group)
+    _untagged("isend", tag, group)
     return started.isend(tensor, _place(group, dst, "isend"), tag, group)
 
 
@@ -212,7 +215,17 @@ def irecv(tensor: Tensor, src: int, group: Ranks | None = None, tag: int = 0) ->
     Source: ``paddle.distributed.irecv``.
     """
     group = _all(group)
+    _untagged("irecv", tag, group)
     return started.irecv(tensor, _place(group, src, "irecv"), tag, group)
+
+
+def _untagged(call: str, tag: int, group: Ranks) -> None:
+    if tag and group.process_group is not None and way(group.process_group) is not None:
+        warnings.warn(
+            f"{call}(tag={tag}): NCCL has no tags: messages between two ranks arrive in the order in which they are sent. "
+            'Receive them in that order; or, for tensors on the CPU: init_process_group("cpu:gloo,cuda:nccl")',
+            stacklevel=3,
+        )
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Ranks | None = None) -> None:
@@ -256,7 +269,7 @@ def _filled(call: str, given: list[Tensor], made: list[Tensor]) -> Handle:
     else:
         for into, part in zip(given, made, strict=True):
             into.copy_(part)
-    return Handle.complete(torch.empty(0))
+    return Handle.complete(torch.empty(0, device="cpu"))
 
 
 def _count(call: str, given: Sequence[Tensor], group: Ranks) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onecard.comm.issue import collectives, plain
+from onecard.comm.issue import collectives, plain, started
 from onecard.comm.issue.handle import Handle
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
@@ -127,10 +127,19 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
         >>> batch_isend_irecv([])
         []
     """
-    if any(each.tensor.is_cuda for each in p2p_op_list):
-        raise CommunicationError(
-            "batch_isend_irecv of tensors on a GPU: NCCL has to be told of all at once, as torch.distributed.batch_isend_irecv "
-            "does; take that one"
-        )
     begin = {"isend": collective.isend, "irecv": collective.irecv}
-    return [begin[each.op.__name__](each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
+    groups = {id(each.group): each.group for each in p2p_op_list}
+    if not any(each.tensor.is_cuda for each in p2p_op_list):
+        return [begin[each.op.__name__](each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
+    if len(groups) > 1 or not all(each.tensor.is_cuda and each.tensor.is_contiguous() for each in p2p_op_list):
+        raise CommunicationError(
+            "batch_isend_irecv of tensors on GPUs: NCCL is told of all at once: of one group, contiguous, all on one; call it "
+            "once for each group"
+        )
+    (given,) = groups.values()
+    group = collective._all(given)
+    asked = [
+        (each.op.__name__[1:], each.tensor, collective._place(group, each.peer, "batch_isend_irecv"))
+        for each in p2p_op_list
+    ]
+    return started.together(asked, group, 0, "batch_isend_irecv")

@@ -182,7 +182,7 @@ def mean_loss(loss: Any, parameters: Iterable[Tensor]) -> Any:
     group = next((data for p in parameters if (data := holders.data_of(p)) is not None), None)
     if loss is None or group is None or group.size == 1:
         return loss
-    mine = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+    mine = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
     whole = plain.all_reduce(mine.clone(), group, "avg", call="closure")
     return whole if isinstance(loss, Tensor) else whole.item()
 

@@ -31,7 +31,7 @@ def give(group: Ranks, place: int, number: int) -> None:
         if world.device().type == "cuda":
             state = torch.cat([state, torch.cuda.get_rng_state()])
         tag = started.tag_of("random state", number)
-        started.isend(state.to(world.device()), place, tag, group, "PipelineLayer, random state")
+        started.isend(state, place, tag, group, "PipelineLayer, random state")
 
 
 def take(group: Ranks, place: int, number: int) -> None:
@@ -39,9 +39,9 @@ def take(group: Ranks, place: int, number: int) -> None:
     if _moves(group):
         size = torch.get_rng_state().numel()
         more = torch.cuda.get_rng_state().numel() if world.device().type == "cuda" else 0
-        state = torch.empty(size + more, dtype=torch.uint8, device=world.device())
+        state = torch.empty(size + more, dtype=torch.uint8, device="cpu")
         tag = started.tag_of("random state", number)
         started.irecv(state, place, tag, group, "PipelineLayer, random state").wait()
-        torch.set_rng_state(state[:size].cpu())
+        torch.set_rng_state(state[:size])
         if more:
-            torch.cuda.set_rng_state(state[size:].cpu())
+            torch.cuda.set_rng_state(state[size:])

@@ -47,7 +47,7 @@ def positions(time: int, group: Ranks | None = None, place: int | None = None, b
             f"{-(-time // pieces) * pieces}"
         )
     length = time // pieces
-    mine = torch.arange(length)
+    mine = torch.arange(length, device="cpu")
     if not balanced:
         return mine + place * length
     return torch.cat([mine + place * length, mine + (pieces - 1 - place) * length])
@@ -188,8 +188,7 @@ def _round(pair: Tensor, group: Ranks, call: str) -> Any:
         coming = None
         if step < n - 1:
             tag = started.tag_of(call, step)
-            coming = started.irecv(torch.empty_like(pair), (me - 1) % n, tag, group, call)
-            started.isend(pair, (me + 1) % n, tag, group, call)
+            coming = started.shift(pair, (me + 1) % n, (me - 1) % n, group, tag, call)
         yield (me - step) % n, pair
         if coming is not None:
             pair = coming.wait()
@@ -200,9 +199,7 @@ def _pass_on(x: Tensor, group: Ranks, tag: int) -> Tensor:
     if group.size == 1:
         return x
     n, me = group.size, group.index
-    coming = started.irecv(torch.empty_like(x), (me - 1) % n, tag, group, "ring attention backward")
-    started.isend(x, (me + 1) % n, tag, group, "ring attention backward")
-    return coming.wait()
+    return started.shift(x, (me + 1) % n, (me - 1) % n, group, tag, "ring attention backward").wait()
 
 
 def ulysses_attention(

@@ -104,7 +104,7 @@ class PipelineLayer(nn.Module):
                 raise FleetError('seg_method="time" measures each layer: give example_input=, a microbatch')
             whole = of_ranks(name="world")
             here = segments.measure(self._makers(), example) if whole.index == 0 else [0.0] * len(self.descs)
-            said = torch.tensor(here, dtype=torch.float64, device=world.device())
+            said = torch.tensor(here, dtype=torch.float64, device="cpu")
             return plain.broadcast(said, whole, 0, call="times of layers").tolist()  # one word for all
 
         names = [_name(desc) for desc in self.descs]
@@ -194,7 +194,7 @@ class PipelineLayer(nn.Module):
             made = [self._modules.get(str(i)) for i in self.layers_of(stage)]
             mine[stage] = float(sum(p.numel() for m in made if m is not None for p in m.parameters()))
         mine[-1] = float(any(_fault(self._shared[d.key], d) for d in self._shared_descs() if d.key in self._shared))
-        said = torch.tensor(mine, dtype=torch.float64, device=world.device())
+        said = torch.tensor(mine, dtype=torch.float64, device="cpu")
         *counts, faults = plain.all_reduce(said, self.group, call="PipelineLayer").tolist()
         self.parameter_counts = [int(n) for n in counts]
         if not arrives():

@@ -253,7 +253,7 @@ def class_center_sample(
     needed[mine] = True
     spare = max(0, num_samples - int(needed.sum()))
     others = (~needed).nonzero()[:, 0]
-    needed[others[torch.randperm(len(others))[:spare].to(label.device)]] = True
+    needed[others[torch.randperm(len(others), device="cpu")[:spare].to(label.device)]] = True
     kept = needed.nonzero()[:, 0]
     begin = _starts(len(kept), group, label)[group.index]
     numbers = torch.zeros_like(label)

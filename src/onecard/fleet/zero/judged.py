@@ -74,13 +74,17 @@ def keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 def _given(shapes: list[tuple[int, ...]], device: torch.device) -> list[list[Tensor]]:
     """Values, and the gradients of some steps: rows of other sizes, so that what is shared among them shows."""
-    made = torch.Generator().manual_seed(0)
-    each = [[torch.randn(s, generator=made) * _slope(s) for s in shapes] for _ in range(STEPS + 1)]
+    made = torch.Generator(device="cpu").manual_seed(0)
+    each = [[torch.randn(s, generator=made, device="cpu") * _slope(s) for s in shapes] for _ in range(STEPS + 1)]
     return [[x.to(device) for x in one] for one in each]
 
 
 def _slope(shape: tuple[int, ...]) -> Tensor:
-    return (2.0 ** torch.arange(shape[0])).view(-1, *[1] * (len(shape) - 1)) if shape else torch.ones(())
+    return (
+        (2.0 ** torch.arange(shape[0], device="cpu")).view(-1, *[1] * (len(shape) - 1))
+        if shape
+        else torch.ones((), device="cpu")
+    )
 
 
 def _in_halves(optimizer: Any, group: dict[str, Any], given: list[list[Tensor]], dim: int) -> list[Tensor]:

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch import fakes
 from onecard._torch.names import no_fakes, tree_map
-from onecard.launch.rehearsal.values import has_data, holds_others, on_cpu
+from onecard.launch.rehearsal.values import has_data, holds_others
 
 
 def load_by(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,11 +28,8 @@ def load_by(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _converted(read: Callable[..., Any], f: Any, map_location: Any, given: dict[str, Any]) -> Any:
-    devices: dict[int, Any] = {}
-
     def place(storage: Any, saved: str) -> Any:
-        devices[storage.data_ptr()] = _device(map_location, saved)
-        return storage  # on the CPU, where it was read
+        return storage  # on the CPU, where it was read, as all that is rehearsed
 
     with no_fakes(), recorded.unrecorded():
         value = _read(read, place, isinstance(f, str | PathLike) and "mmap" not in given)
@@ -42,13 +38,13 @@ def _converted(read: Callable[..., Any], f: Any, map_location: Any, given: dict[
     def convert(x: Any) -> Any:
         if isinstance(x, nn.Module):
             modules.append(x)
-        return _without(x, devices) if isinstance(x, Tensor) else x
+        return _without(x) if isinstance(x, Tensor) else x
 
     value = tree_map(convert, value)
     parts = [part for module in modules for part in module.modules()]
     tables: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
     for held in tables:
-        held.update({name: _without(x, devices) for name, x in held.items() if x is not None})
+        held.update({name: _without(x) for name, x in held.items() if x is not None})
     return value
 
 
@@ -61,19 +57,7 @@ def _read(read: Callable[..., Any], place: Callable[..., Any], mapped: bool) -> 
     return read(place)
 
 
-def _device(wanted: Any, saved: str) -> Any:
-    """Where the program has a tensor: where it says, or where it was saved."""
-    if isinstance(wanted, dict):
-        wanted = wanted.get(saved, saved)
-    elif wanted is None:
-        wanted = saved
-    return "cpu" if callable(wanted) or not fakes.has_cuda() else on_cpu(wanted)
-
-
-def _without(x: Tensor, devices: dict[int, Any]) -> Tensor:
+def _without(x: Tensor) -> Tensor:
     if holds_others(type(x)) or fakes.is_fake(x):
         return x
-    device = torch.device(devices.get(x.untyped_storage().data_ptr(), "cpu")) if x.layout is torch.strided else x.device
-    if device == x.device:
-        return x if has_data(x) else fakes.as_fake(x)
-    return fakes.as_fake(x).to(device)
+    return x if has_data(x) else fakes.as_fake(x)

@@ -49,7 +49,7 @@ def stage(world: int, rank: int, per_host: int, launched: bool = True) -> Iterat
             *_ranks(rank),
             *_programs(),
             *_sharded(),
-            *([] if fakes.has_cuda() else _cuda(local)),
+            *_cuda(local),
         ]:
             if hasattr(target, name):
                 stack.enter_context(patch.object(target, name, instead))
@@ -88,7 +88,7 @@ def _ranks(rank: int) -> list[tuple[Any, str, Any]]:
     mesh = torch.distributed.device_mesh.init_device_mesh
 
     def init_device_mesh(device_type: str, *rest: Any, **given: Any) -> Any:
-        return mesh(on_cpu(device_type) if not fakes.has_cuda() else device_type, *rest, **given)
+        return mesh(on_cpu(device_type), *rest, **given)
 
     return [
         (dist, "init_process_group", _nothing), (dist, "destroy_process_group", _nothing), (dist, "new_group", new_group),
@@ -168,7 +168,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 def _cuda(local: int) -> list[tuple[Any, str, Any]]:
-    """A torch without CUDA: calls to GPUs do nothing, and autocast for them is that for the CPU."""
+    """As without CUDA, also where it is: calls to GPUs do nothing, and autocast for them is that for the CPU."""
     cast = torch.autocast.__init__
 
     def autocast(self: Any, device_type: str, dtype: Any = None, *rest: Any, **given: Any) -> None:
@@ -217,7 +217,7 @@ def _cuda(local: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "device", Quiet), (torch.cuda, "Stream", Quiet), (torch.cuda, "Event", Quiet),
         (torch.cuda, "stream", Quiet), (torch.cuda, "current_stream", Quiet), (torch.cuda, "default_stream", Quiet),
         (torch.cuda, "get_device_name", lambda *_: "GPU"), (torch.cuda, "device_count", lambda: 8),
-        (torch.cuda, "get_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         *((torch.cuda, name, _nothing) for name in names), *((torch.cuda, name, number) for name in numbers),
     ]  # fmt: skip

@@ -128,12 +128,12 @@ def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tens
     """Sequences without data packed by lengths that have some: these say how many elements there are."""
     batch, time = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     with no_fakes():
-        places, sizes = aten._pack_padded_sequence(torch.zeros(batch, time), lengths, True)
+        places, sizes = aten._pack_padded_sequence(torch.zeros(batch, time, device="cpu"), lengths, True)
     return x.new_empty(places.shape[0], *x.shape[2:]), sizes
 
 
 class RehearsedCalls(TorchFunctionMode):
-    """Above autograd: calls that ask for a GPU where torch has none, and those that hand data to NumPy or Python.
+    """Above autograd: calls that ask for a GPU, which a rehearsal needs none of, and those that hand data to NumPy or Python.
 
     Attributes:
         listeners: are told of each call and its result.
@@ -142,7 +142,6 @@ class RehearsedCalls(TorchFunctionMode):
     def __init__(self, values: RehearsedValues) -> None:
         super().__init__()
         self.values = values
-        self.here = not fakes.has_cuda()
         self.listeners: list[Callable[[Any, Any, Any, Any], None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +152,7 @@ class RehearsedCalls(TorchFunctionMode):
             return format(args[0].item(), *args[1:])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], list | tuple):
             args = (tree_map(self._number, args[0]), *args[1:])
-        if self.here and func is not torch.device:
+        if func is not torch.device:
             if func in (Tensor.cuda, Tensor.pin_memory):
                 return args[0]
             if func is Tensor.record_stream:
@@ -174,7 +173,9 @@ class RehearsedCalls(TorchFunctionMode):
             if kept is None:
                 self.values.tell()
                 kept = (
-                    torch.ones(x.shape, dtype=x.dtype) if x.dtype != torch.bool else torch.zeros(x.shape, dtype=x.dtype)
+                    torch.ones(x.shape, dtype=x.dtype, device="cpu")
+                    if x.dtype != torch.bool
+                    else torch.zeros(x.shape, dtype=x.dtype, device="cpu")
                 )
             return kept.tolist() if func is Tensor.tolist else kept.numpy()
 

@@ -37,7 +37,7 @@ def check_alike(ranks: tuple[int, ...], said: Mapping[str, str], graph: fx.Graph
         return
     lines = [_line(node) for node in graph.nodes if node.op == "call_function"]
     codes = [_code(text) for text in (*said.values(), "\n".join(lines))]
-    theirs = _gathered(torch.tensor([*codes, len(lines)]), ranks)
+    theirs = _gathered(torch.tensor([*codes, len(lines)], device="cpu"), ranks)
     differs = [i for i in range(len(codes)) if len(set(theirs[:, i].tolist())) > 1]
     if not differs:
         return
@@ -56,10 +56,10 @@ def first_of(numbers: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """What the first of some ranks has; one's own where nobody can be asked."""
     if pretending() or trace.faking():
         return [*numbers]
-    counts = _gathered(torch.tensor([len(numbers)]), tuple(ranks))
+    counts = _gathered(torch.tensor([len(numbers)], device="cpu"), tuple(ranks))
     if not numbers or len(set(counts[:, 0].tolist())) > 1:  # of another program, as the check of all messages will say
         return [*numbers]
-    return [int(n) for n in _gathered(torch.tensor([*numbers]), tuple(ranks))[0]]
+    return [int(n) for n in _gathered(torch.tensor([*numbers], device="cpu"), tuple(ranks))[0]]
 
 
 _BELIEF = (
@@ -95,7 +95,7 @@ def check_batch(name: str, ranks: tuple[int, ...], tensors: Sequence[Tensor]) ->
 
 def _first(lines: Sequence[str], length: int, ranks: tuple[int, ...]) -> str:
     """This rank's operator at the first place where two ranks have different ones."""
-    codes = torch.tensor([*map(_code, lines), *[0] * (length - len(lines))])
+    codes = torch.tensor([*map(_code, lines), *[0] * (length - len(lines))], device="cpu")
     theirs = _gathered(codes, ranks)
     at = next(i for i in range(length) if len(set(theirs[:, i].tolist())) > 1)
     return lines[at] if at < len(lines) else "no more operators"
@@ -103,7 +103,7 @@ def _first(lines: Sequence[str], length: int, ranks: tuple[int, ...]) -> str:
 
 def _quoted(text: str, ranks: tuple[int, ...]) -> list[str]:
     mine = text.encode()[:LENGTH].ljust(LENGTH)
-    theirs = _gathered(torch.tensor([*mine]), ranks)
+    theirs = _gathered(torch.tensor([*mine], device="cpu"), ranks)
     return [bytes(row.tolist()).decode(errors="replace").strip() for row in theirs]
 
 

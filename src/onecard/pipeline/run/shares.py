@@ -209,7 +209,7 @@ class _Probe:
         if not x.is_floating_point():
             made = torch.zeros(shape, dtype=dtype, device=x.device)
         else:
-            few = torch.arange(WAVE, dtype=torch.float64).mul_(1.7).sin_().to(x.device, dtype)
+            few = torch.arange(WAVE, dtype=torch.float64, device="cpu").mul_(1.7).sin_().to(x.device, dtype)
             count, shares = math.prod(shape), 1 if rest else 3
             wave = few.repeat(-(-count // WAVE))[:count].view(shares, -1)
             middle, high = torch.tensor([[0.35, 0.05], [0.5, 0.3], [0.65, 0.15]], dtype=dtype, device=x.device)[

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from onecard._torch.names import tree_leaves
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.halves import WeightHalf, input_half, whole_backward
 from onecard.pipeline.run.packets import PacketForm
@@ -83,7 +84,7 @@ class Stage:
             )
             weight = weigh(value)
             # A mean over nothing (all labels ignored) is no number, and weighs nothing: on one card it is not there.
-            loss = one_number(self.loss(value, target)) if weight and self.loss is not None else torch.zeros(())
+            loss = one_number(self.loss(value, target)) if weight and self.loss is not None else _nothing(value)
             if more is not None:
                 loss, weight = loss * weight + more.to(loss.device) * share, 1.0
         wanted = [x for x in inputs if x.requires_grad]
@@ -184,6 +185,11 @@ def one_number(loss: Any) -> Tensor:
     first = isinstance(loss, tuple | list) and loss and isinstance(loss[0], Tensor) and loss[0].numel() == 1
     better = ". Of a loss beside other values: loss_fn=lambda out, labels: your_loss(out, labels)[0]" if first else ""
     raise ScheduleError(f"loss_fn returned {what}; want one number, the mean over a microbatch{better}")
+
+
+def _nothing(value: Any) -> Tensor:
+    """A loss that weighs nothing, where the others are."""
+    return torch.zeros((), device=next((x.device for x in tree_leaves(value) if isinstance(x, Tensor)), "cpu"))
 
 
 def _kept(x: Tensor) -> Tensor:

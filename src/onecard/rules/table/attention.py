@@ -84,12 +84,29 @@ def _rows_dense(x: Any) -> Any:
     return x.contiguous() if isinstance(x, Tensor) and x.dim() > 1 and x.stride(-1) != 1 and x.shape[-1] != 1 else x
 
 
+def _rows_aligned(x: Any) -> Any:
+    """Rows of a mask begin where the GPU kernels read 16 bytes at once, as in the mask that torch's own call makes for them."""
+    x = _rows_dense(x)
+    if not isinstance(x, Tensor) or x.dim() < 2 or all(n == 1 or not s % _ALIGNED for n, s in _leading(x)):
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNED))[..., : x.shape[-1]]
+
+
+_ALIGNED = 8  # elements: 16 bytes of the narrowest dtype of a mask
+
+
+def _leading(x: Tensor) -> list[tuple[int, int]]:
+    return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
 def _local(c: Local) -> None:
     func, present = c.call.func, _present(c.call)
     shapes = [c.result_shape(i) for i in range(len(c.call.results))]
+    bias = next((i for i, a in enumerate(func._schema.arguments) if a.name == "attn_bias"), None)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        results = func(*map(_rows_dense, args), **{name: _rows_dense(value) for name, value in kwargs.items()})
+        given = [_rows_aligned(x) if i == bias else _rows_dense(x) for i, x in enumerate(args)]
+        results = func(*given, **{name: _rows_dense(value) for name, value in kwargs.items()})
         return _as_promised(results, present, shapes, args[0])
 
     c.run = run

@@ -72,8 +72,9 @@ def calls_of_samples() -> tuple[tuple[Captured, ...], tuple[str, ...]]:
     broken = []
     for sample in samples():
         try:
-            for call in capture(sample.program, str(sample)):
-                found.setdefault(call.key, call)
+            with torch.device("cpu"):  # whatever the program's default is
+                for call in capture(sample.program, str(sample)):
+                    found.setdefault(call.key, call)
         except Exception as error:  # one bad sample must not hide what the others prove
             broken.append(f"{sample}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     return tuple(found.values()), tuple(broken)

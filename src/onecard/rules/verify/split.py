@@ -60,12 +60,12 @@ def summands(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> 
         factors = [noise(whole, generator).abs() + 0.5 for _ in range(ranks - 1)]
         return [*factors, whole / math.prod(factors)] if factors else [whole]
     sign = {"max": -1, "min": 1}[op]
-    owner = torch.randint(ranks, whole.shape, generator=generator)
+    owner = torch.randint(ranks, whole.shape, generator=generator, device="cpu")
     return [torch.where(owner == i, whole, whole + sign * noise(whole, generator).abs()) for i in range(ranks)]
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
 
 
 def noise(like: Tensor, generator: torch.Generator) -> Tensor:

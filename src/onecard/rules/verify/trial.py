@@ -129,7 +129,7 @@ class Trial:
             The results, and the written operands after the call: the local tensor at every coordinate.
         """
         # Not the seed of the samples: the summands of a tensor must not be that tensor.
-        generator = torch.Generator().manual_seed(self.seed + 7919)
+        generator = torch.Generator(device="cpu").manual_seed(self.seed + 7919)
         shards = [split(t, lay, generator) for t, lay in zip(self.read(generator), decision.operands, strict=True)]
         results: list[dict[Coordinate, Tensor]] = [{} for _ in self.results]
         after: dict[int, dict[Coordinate, Tensor]] = {i: {} for i in self.written}

@@ -39,7 +39,8 @@ def set_state(device: str, state: Tensor) -> None:
 
 def _generator(device: str) -> torch.Generator:
     kind, _, index = device.partition(":")
-    return torch.default_generator if kind == "cpu" else getattr(torch, kind).default_generators[int(index)]
+    found = torch.default_generator if kind == "cpu" else getattr(torch, kind).default_generators[int(index)]
+    return found._real if isinstance(found, _SeenGenerator) else found
 
 
 class _SeenGenerator:

@@ -25,7 +25,7 @@ class _Spent(torch.autograd.Function):
         )
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 
 
 def spent(x: Tensor) -> Any:

@@ -47,7 +47,7 @@ def save(recording: RecordedStep, path: str | Path) -> None:
         raise RecordingError(f"{recording.name} was recorded without data, so that its constants have none to be saved")
     with no_dispatch():  # also where new tensors have no data
         tensors = {str(i): _packed(x.detach()) for i, x in constants.items()}
-        tensors = tensors or {"none": torch.zeros(0)}  # a file of safetensors holds at least one
+        tensors = tensors or {"none": torch.zeros(0, device="cpu")}  # a file of safetensors holds at least one
         write(path, json.dumps(head), tensors)
 
 

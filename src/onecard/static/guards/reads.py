@@ -63,7 +63,8 @@ def _answer(func: Any, args: Any, kwargs: Any) -> bool:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype == torch.bool]
     with no_fakes(), suppress(RuntimeError, IndexError, TypeError, ValueError):
         args, kwargs = tree_map(
-            lambda x: torch.tensor(_number(x), dtype=x.dtype) if isinstance(x, Tensor) else x, (args, kwargs)
+            lambda x: torch.tensor(_number(x), dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x,
+            (args, kwargs),
         )
         return bool(func(*args, **kwargs))
     return _number(given[0]) if given else False  # of other sizes: a view

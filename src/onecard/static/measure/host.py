@@ -32,9 +32,9 @@ def divided_parameter() -> float:
 def _seconds(divides: bool) -> float:
     mesh = ProcessMesh([0, 1], ["dp"])
     everywhere, rows = [Replicate()], [Shard(0)]
-    parameters = [nn.Parameter(shard_tensor(torch.eye(_SIDE), mesh, everywhere)) for _ in range(COUNT)]
+    parameters = [nn.Parameter(shard_tensor(torch.eye(_SIDE, device="cpu"), mesh, everywhere)) for _ in range(COUNT)]
     optimizer = shard_optimizer(torch.optim.AdamW(parameters), ShardingStage1("dp", mesh) if divides else None)
-    x = shard_tensor(torch.ones(2, _SIDE), mesh, rows)
+    x = shard_tensor(torch.ones(2, _SIDE, device="cpu"), mesh, rows)
     found = []
     for _ in range(ROUNDS):
         made: torch.Tensor = x

@@ -108,15 +108,15 @@ def _seconds(turns: Turns, runs: Sequence[Run]) -> list[float]:
 def _input() -> Sample:
     """What a replay does before it with its inputs: is each as it was, where is it now."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
-    recording = record(lambda x: model(x))(torch.ones(1, 8))
+    recording = record(lambda x: model(x))(torch.ones(1, 8, device="cpu"))
     return Sample(1.0, lambda: recording.bound.ready([_ONE]), len(recording.inputs))
 
 
-_ONE = torch.ones(1, 8)
+_ONE = torch.ones(1, 8, device="cpu")
 
 
 def _square(dtype: torch.dtype) -> Run:
-    x = torch.rand(SQUARE, SQUARE).to(dtype)
+    x = torch.rand(SQUARE, SQUARE, device="cpu").to(dtype)
     return lambda: torch.mm(x, x)
 
 

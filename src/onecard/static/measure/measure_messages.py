@@ -58,7 +58,7 @@ def beside() -> float:
     line = again.Line(ProcessMesh(range(world.get_world_size()), ["all"]), 0)
     size, between = BESIDE // 4, _between()
     begin, send = again.sender("all_reduce", ("sum",), line, True), again.sender("all_reduce", ("sum",), line)
-    one, y = _Sending(0.0, send, size, size), torch.rand(512, 512)
+    one, y = _Sending(0.0, send, size, size), torch.rand(512, 512, device="cpu")
 
     def compute(_: Any) -> None:
         for _ in range(4):
@@ -86,7 +86,7 @@ def _seconds(run: Callable[[Any], Any], made: Callable[[], Any], between: Run) -
 
 def _between() -> Run:
     """What a step does between two messages, with memory and code of its own."""
-    x, y = torch.rand(384, 384), torch.ones(2**20)
+    x, y = torch.rand(384, 384, device="cpu"), torch.ones(2**20, device="cpu")
 
     def run() -> None:
         torch.mm(x, x)
@@ -96,7 +96,7 @@ def _between() -> Run:
 
 
 def _made(one: _Sending) -> tuple[Tensor, Tensor]:
-    return torch.empty(max(one.into, 1)), torch.ones(one.given)
+    return torch.empty(max(one.into, 1), device="cpu"), torch.ones(one.given, device="cpu")
 
 
 def _send(one: _Sending, tensors: tuple[Tensor, Tensor]) -> None:

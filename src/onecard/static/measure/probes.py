@@ -62,7 +62,7 @@ def _of(func: Any, matrices: int, touched: int, *rest: Any, **named: Any) -> Pro
     """An operator of so many matrices that touches so many."""
 
     def make(n: int) -> Sample:
-        given = (torch.rand(_rows(n)) for _ in range(matrices))
+        given = (torch.rand(_rows(n), device="cpu") for _ in range(matrices))
         return Sample(4.0 * touched * n, replayed(func, *given, *rest, **named))
 
     return make
@@ -71,24 +71,28 @@ def _of(func: Any, matrices: int, touched: int, *rest: Any, **named: Any) -> Pro
 def _copy(n: int) -> Sample:
     """What lies otherwise, as the heads of an attention do, made contiguous."""
     rows, width = _rows(n)
-    x = torch.rand(rows, 4, max(1, width // 4)).transpose(0, 1)
+    x = torch.rand(rows, 4, max(1, width // 4), device="cpu").transpose(0, 1)
     return Sample(8.0 * x.numel(), replayed(aten.clone.default, x, memory_format=torch.contiguous_format))
 
 
 def _norm(n: int) -> Sample:
-    x, weight = torch.rand(_rows(n)), torch.ones(_rows(n)[1])
+    x, weight = torch.rand(_rows(n), device="cpu"), torch.ones(_rows(n)[1], device="cpu")
     return Sample(8.0 * n, replayed(aten.native_layer_norm.default, x, [weight.numel()], weight, weight, 1e-5))
 
 
 def _norm_backward(n: int) -> Sample:
-    x, (rows, width) = torch.rand(_rows(n)), _rows(n)
-    weight, mean, root = torch.ones(width), torch.zeros(rows, 1), torch.ones(rows, 1)
+    x, (rows, width) = torch.rand(_rows(n), device="cpu"), _rows(n)
+    weight, mean, root = (
+        torch.ones(width, device="cpu"),
+        torch.zeros(rows, 1, device="cpu"),
+        torch.ones(rows, 1, device="cpu"),
+    )
     back, wanted = aten.native_layer_norm_backward.default, [True, True, True]
     return Sample(12.0 * n, replayed(back, x, x, [width], mean, root, weight, weight, wanted))
 
 
 def _lists(n: int, count: int) -> list[list[Tensor]]:
-    return [[torch.rand(n) for _ in range(MANY if n <= SMALL else 1)] for _ in range(count)]
+    return [[torch.rand(n, device="cpu") for _ in range(MANY if n <= SMALL else 1)] for _ in range(count)]
 
 
 def _for_each(n: int) -> Sample:
@@ -101,18 +105,18 @@ def _adamw(n: int) -> Sample:
     options: dict[str, Any] = {
         "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
     }  # fmt: skip
-    steps = [torch.ones(()) for _ in given[0]]
+    steps = [torch.ones((), device="cpu") for _ in given[0]]
     return Sample(16.0 * n, replayed(aten._fused_adamw_.default, *given, [], steps, **options), len(steps))
 
 
 def _embedding(n: int) -> Sample:
-    weight, ids = torch.rand(4096, 64), torch.randint(4096, (max(1, n // 64),))
+    weight, ids = torch.rand(4096, 64, device="cpu"), torch.randint(4096, (max(1, n // 64),), device="cpu")
     return Sample(8.0 * 64 * len(ids), replayed(aten.embedding.default, weight, ids))
 
 
 def _embedding_backward(n: int) -> Sample:
-    ids = torch.randint(256, (max(1, n // 64),))
-    run = replayed(aten.embedding_dense_backward.default, torch.rand(len(ids), 64), ids, 256, -1, False)
+    ids = torch.randint(256, (max(1, n // 64),), device="cpu")
+    run = replayed(aten.embedding_dense_backward.default, torch.rand(len(ids), 64, device="cpu"), ids, 256, -1, False)
     return Sample(4.0 * 64 * (len(ids) + 256), run)
 
 
@@ -148,7 +152,7 @@ def attention(width: int, back: bool) -> Probe:
     def make(n: int) -> Sample:
         time = max(4, isqrt(n) // 2)
         heads = MANY if time > 128 else 4 * MANY
-        q = torch.rand(1, time, heads, width).transpose(1, 2)
+        q = torch.rand(1, time, heads, width, device="cpu").transpose(1, 2)
         products = time * time * width
         if back:
             out, sums = forward(q, q, q, 0.0, True)
@@ -165,10 +169,18 @@ def product(kind: str, thin: int, total: int) -> Sample | None:
         return None
     size = float(side * side * thin)
     if kind == families.THIN[0]:
-        return Sample(size, replayed(aten.mm.default, torch.rand(thin, side), torch.rand(side, side).t()))
+        return Sample(
+            size,
+            replayed(aten.mm.default, torch.rand(thin, side, device="cpu"), torch.rand(side, side, device="cpu").t()),
+        )
     if kind == families.THIN[1]:
-        return Sample(size, replayed(aten.mm.default, torch.rand(thin, side).t(), torch.rand(thin, side)))
-    return Sample(size, replayed(aten.mm.default, torch.rand(side, side), torch.rand(side, thin)))
+        return Sample(
+            size,
+            replayed(aten.mm.default, torch.rand(thin, side, device="cpu").t(), torch.rand(thin, side, device="cpu")),
+        )
+    return Sample(
+        size, replayed(aten.mm.default, torch.rand(side, side, device="cpu"), torch.rand(side, thin, device="cpu"))
+    )
 
 
 def convolution(channels: int, back: bool, total: int) -> Sample | None:
@@ -179,7 +191,7 @@ def convolution(channels: int, back: bool, total: int) -> Sample | None:
     images = total // (256 * 9 * width * channels)
     if not 2 <= images <= 512:
         return None
-    x, weight = torch.rand(images, width, 16, 16), torch.rand(width, channels, 3, 3)
+    x, weight = torch.rand(images, width, 16, 16, device="cpu"), torch.rand(width, channels, 3, 3, device="cpu")
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
     products = float(x.numel() * channels * 9)
     if back:
@@ -193,7 +205,7 @@ _ALONE = 32
 
 def name() -> Sample:
     """Another name for memory."""
-    return Sample(1.0, replayed(aten.view.default, torch.rand(8, 8), [64], times=MANY), MANY)
+    return Sample(1.0, replayed(aten.view.default, torch.rand(8, 8, device="cpu"), [64], times=MANY), MANY)
 
 
 def number() -> Sample:

@@ -60,7 +60,7 @@ def mean(mine: list[float]) -> list[float]:
     """Of all ranks' numbers."""
     if not together():
         return mine
-    total: Tensor = collectives.all_reduce(torch.tensor(mine, dtype=torch.float64), _everywhere())
+    total: Tensor = collectives.all_reduce(torch.tensor(mine, dtype=torch.float64, device="cpu"), _everywhere())
     return (total / world.get_world_size()).tolist()
 
 

@@ -92,7 +92,7 @@ def by_onednn(name: str, given: list[Any], turn: Callable[[Any], Any]) -> tuple[
 
 def measured(name: str, shapes: list[Operand]) -> dict[str, float]:
     """Microseconds of each kernel that gives the numbers."""
-    draws = torch.Generator().manual_seed(0)  # the program's own random numbers stay what they are
+    draws = torch.Generator(device="cpu").manual_seed(0)  # the program's own random numbers stay what they are
     given = [_random(shape, stride, draws) for shape, stride in shapes]
     plain = product(name, given)
     x, weight, bias = by_onednn(name, given, torch.t)
@@ -110,7 +110,7 @@ def measured(name: str, shapes: list[Operand]) -> dict[str, float]:
 
 def _random(shape: tuple[int, ...], stride: tuple[int, ...], draws: torch.Generator) -> Tensor:
     size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return torch.randn(size, generator=draws).as_strided(shape, stride)
+    return torch.randn(size, generator=draws, device="cpu").as_strided(shape, stride)
 
 
 def _best(runs: dict[str, Callable[[], Tensor]]) -> dict[str, float]:

@@ -56,7 +56,9 @@ def check_agreed(name: str, stages: Sequence[tuple[str, dict[Any, list[Any]]]]) 
     fault, first = "", len(stages)
     for line in used:
         found = group(*line)
-        mine = torch.tensor([zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64)
+        mine = torch.tensor(
+            [zlib.crc32(repr(m.get(line, [])).encode()) for m in messages], dtype=torch.int64, device="cpu"
+        )
         lengths = [1] * found.size
         record.serving.here = ("to_static", "messages", (len(messages),))
         theirs: Any = collectives.all_gather(mine[None], found, 0, lengths)
@@ -139,7 +141,7 @@ def earliest(lines: Sequence[Group], number: int) -> int:
     for _ in lines:  # what the rank across two axes has found comes by way of a third one
         for line in lines:
             record.serving.here = ("to_static", "checked", ())
-            theirs: Any = collectives.all_gather(torch.tensor([number]), line, 0, [1] * line.size)
+            theirs: Any = collectives.all_gather(torch.tensor([number], device="cpu"), line, 0, [1] * line.size)
             number = int(theirs.min())
     return number
 
@@ -215,7 +217,9 @@ class ReplayTurn:
     def _reasons(self, mine: str) -> str:
         if len(self.ranks) < 2 or pretending() or trace.faking():
             return mine
-        theirs = self._gathered(torch.tensor([[*mine.encode()[:_QUOTED].ljust(_QUOTED)]], dtype=torch.uint8))
+        theirs = self._gathered(
+            torch.tensor([[*mine.encode()[:_QUOTED].ljust(_QUOTED)]], dtype=torch.uint8, device="cpu")
+        )
         said = (bytes(row.tolist()).decode(errors="replace").strip() for row in theirs)
         found = ((rank, words) for rank, words in zip(self.ranks, said, strict=True) if words)
         return next((f"on rank {rank} {words}" for rank, words in found), "other ranks replay another recording")
@@ -223,7 +227,7 @@ class ReplayTurn:
     def _said(self, *mine: int) -> list[list[int]]:
         if len(self.ranks) < 2 or pretending() or trace.faking():
             return [[*mine]]
-        found: list[list[int]] = self._gathered(torch.tensor([mine])).tolist()
+        found: list[list[int]] = self._gathered(torch.tensor([mine], device="cpu")).tolist()
         return found
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
@@ -232,7 +236,7 @@ class ReplayTurn:
         return torch.as_tensor(theirs)
 
     def _apart(self, numbers: Sequence[float]) -> NoReturn:
-        theirs = self._gathered(torch.tensor([numbers], dtype=torch.float64))
+        theirs = self._gathered(torch.tensor([numbers], dtype=torch.float64, device="cpu"))
         at = next(i for i in range(len(numbers)) if len(set(theirs[:, i].tolist())) > 1)
         said = ", ".join(f"{x!r} on rank {rank}" for rank, x in zip(self.ranks, theirs[:, at].tolist(), strict=True))
         raise RecordingError(

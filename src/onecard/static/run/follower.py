@@ -354,4 +354,4 @@ def _kind(func: OpOverload) -> str:
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:
-    return torch.full((), value, dtype=dtype).item()
+    return torch.full((), value, dtype=dtype, device="cpu").item()

@@ -253,7 +253,9 @@ def _write_window(copy: Copy, base: DistTensor, func: Any, rest: Sequence[Any], 
     """``_write_through`` for slice and select, which leave the other dims alone: nothing is made whole but one dim."""
     spec = base._spec
     dim = (rest[0] if rest else kwargs.get("dim", 0)) % base.dim()
-    at = func(torch.arange(spec.shape[dim]), 0, *rest[1:], **{k: v for k, v in kwargs.items() if k != "dim"})
+    at = func(
+        torch.arange(spec.shape[dim], device="cpu"), 0, *rest[1:], **{k: v for k, v in kwargs.items() if k != "dim"}
+    )
     dims = list(spec.layout.dims)
     dims[dim : dim + 1] = [()] * at.dim()
     value = _laid_out(copy, Layout.make(base.mesh, tuple(dims)))

@@ -46,7 +46,7 @@ def _write(x: DistTensor, parts: Sequence[Any], value: Any) -> None:
         elif isinstance(part, slice):
             region = region.slice(dim, part)
         else:
-            region = region.select(dim, int(_in_range(torch.tensor(part), x.shape[dim])))
+            region = region.select(dim, int(_in_range(torch.tensor(part, device="cpu"), x.shape[dim])))
     local = region.part()
     if picked is None or not x._spec.here:
         local.fill_(value)

@@ -47,7 +47,9 @@ class DeferredTensor(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # Of a number torch would make a tensor on this one's device, where it has no value.
-        super().__setitem__(index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype))
+        super().__setitem__(
+            index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype, device="cpu")
+        )
 
     def tolist(self) -> Any:
         """The values as nested lists."""

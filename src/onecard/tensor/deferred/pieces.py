@@ -50,8 +50,8 @@ def answer(record: DeferredCalls, slot: Slot) -> Tensor | None:
         for node in nodes:
             _run(node, values, begin, min(PIECE, shapes[0].numel() - begin))
         if bool(question.func(values[asked.number])) is decisive:
-            return torch.tensor(decisive)
-    return torch.tensor(not decisive)
+            return torch.tensor(decisive, device="cpu")
+    return torch.tensor(not decisive, device="cpu")
 
 
 def _by_element(node: DeferredCall, shape: torch.Size) -> bool:

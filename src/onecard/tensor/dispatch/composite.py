@@ -276,7 +276,7 @@ def _pack_padded(keyset: DispatchKeySet, input: Tensor, lengths: Tensor, batch_f
     lengths = numbers_of(aten._pack_padded_sequence.default, lengths)
     padded = input if batch_first else input.transpose(0, 1)
     batch, time = padded.shape[:2]
-    places = torch.arange(batch * time).view(batch, time)
+    places = torch.arange(batch * time, device="cpu").view(batch, time)
     order, batch_sizes = aten._pack_padded_sequence(places, lengths, True)
     return padded.flatten(0, 1).index_select(0, order.to(input.device)), batch_sizes
 

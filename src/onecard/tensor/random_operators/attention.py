@@ -98,7 +98,9 @@ class _Call:
 
     def _made(self, local: Tensor | None, like: Tensor, shape: torch.Size, layout: Layout | None = None) -> DistTensor:
         spec = Spec.make(layout or self.layout, shape, contiguous_stride(shape), like.dtype, self.device)
-        return wrap(torch.empty(0, dtype=like.dtype) if local is None else local.to(like.dtype), spec)
+        return wrap(
+            torch.empty(0, dtype=like.dtype, device=self.device) if local is None else local.to(like.dtype), spec
+        )
 
     def wrap_bias(self, inner: Tensor | None, bias: Tensor) -> DistTensor:
         """The gradient of the bias: the sum over what it was broadcast to, pending over the ranks that have parts of it."""
@@ -123,7 +125,7 @@ def _forward(func: Any, args: Any, kwargs: Any) -> Any:
     seed = bits.pack()  # for the backward operator, in the place of the kernel's own seed
     made = {"output": output, "rng_state": seed, "philox_seed": seed, "max_q": call.shape[2], "max_k": call.shape[3]}
     # Torch's own formula hands these on to the backward operator.
-    return tuple(made.get(r.name, torch.empty(0)) for r in func._schema.returns)
+    return tuple(made.get(r.name, torch.empty(0, device="cpu")) for r in func._schema.returns)
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,7 +145,7 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
     if len(func._schema.returns) == 4:
         bias = given["attn_bias"]
         wanted = given["grad_input_mask"][3] and bias is not None
-        results.append(call.wrap_bias(grads[3], bias) if wanted else torch.empty(0))
+        results.append(call.wrap_bias(grads[3], bias) if wanted else torch.empty(0, device="cpu"))
     return tuple(results)
 
 

@@ -134,9 +134,9 @@ def _eye(func: Any, args: Any, kwargs: Any) -> Any:
     memory.check_writable(out, "eye")
     out.reduce_partial()
     if out._spec.layout.merged:
-        return out.copy_(torch.eye(*size))
+        return out.copy_(torch.eye(*size, device="cpu"))
     if out._spec.here:
-        rows, columns = (torch.arange(s.start, s.stop) for s in out._spec.layout.local_slices(size))
+        rows, columns = (torch.arange(s.start, s.stop, device="cpu") for s in out._spec.layout.local_slices(size))
         out._local.copy_(rows[:, None] == columns)
     memory.wrote(out)
     return out

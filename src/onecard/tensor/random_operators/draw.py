@@ -90,7 +90,7 @@ def _compare(label: str, word: str) -> None:
 def _law(func: Any, dtype: torch.dtype, *params: Any) -> Law:
     """The law of a call of an in-place operator, its parameters checked by torch itself."""
     with unrecorded():
-        func(torch.empty(0, dtype=dtype), *params)
+        func(torch.empty(0, dtype=dtype, device="cpu"), *params)
     return random.law(schema_of(func).name, dtype, *params)
 
 

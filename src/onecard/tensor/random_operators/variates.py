@@ -26,7 +26,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     name = schema_of(func).name.removeprefix("_standard_")
     params = [given["self"]] if name != "binomial" else [given["count"], given["prob"]]
-    func(*[torch.empty(0, dtype=p.dtype) for p in params])  # torch's own check of dtypes
+    func(*[torch.empty(0, dtype=p.dtype, device="cpu") for p in params])  # torch's own check of dtypes
     like = params[0] if len(params) == 1 else params[0] + params[1]
     layout = like._spec.layout.reduced().in_one_piece() if isinstance(like, DistTensor) else None
     return _make(func, name, params, like.shape, layout, key_for(func, like, given["generator"]))
@@ -37,7 +37,7 @@ def _dirichlet(func: Any, args: Any, kwargs: Any) -> Any:
     """Gamma variates over the sum of their row, which each rank needs whole."""
     given = arguments(func, args, kwargs)
     x = given["self"]
-    func(torch.empty((0, 1), dtype=x.dtype))
+    func(torch.empty((0, 1), dtype=x.dtype, device="cpu"))
     layout = Layout.make(x.mesh, (*x._spec.layout.in_one_piece().dims[:-1], ())) if isinstance(x, DistTensor) else None
     return _make(func, "dirichlet", [x], x.shape, layout, key_for(func, x, given["generator"]))
 

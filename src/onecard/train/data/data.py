@@ -295,13 +295,13 @@ class _OwnRandom:
 
     def __init__(self, part: int) -> None:
         program = torch.get_rng_state()
-        self.seed, self.part = int(torch.randint(2**62, ())), part
+        self.seed, self.part = int(torch.randint(2**62, (), device="cpu")), part
         torch.set_rng_state(program)
 
     def next(self, batches: Iterator[Any], number: int, whole: bool) -> Any:
         """The next batch, or ``_END``; ``whole``: all ranks read all of it, and draw the same."""
         program, seed = torch.get_rng_state(), self.seed + (0 if whole else self.part)
-        torch.set_rng_state(torch.Generator().manual_seed((seed + number * _ODD) % 2**63).get_state())
+        torch.set_rng_state(torch.Generator(device="cpu").manual_seed((seed + number * _ODD) % 2**63).get_state())
         try:
             return next(batches, _END)
         finally:

@@ -115,7 +115,7 @@ def again(loader: DataLoader[Any], read: ReadBatch) -> Any:
         batch_sampler=[read.indices],
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        generator=torch.Generator(),  # what an iterator draws is not the program's
+        generator=torch.Generator(device="cpu"),  # what an iterator draws is not the program's
     )
     return next(iter(whole))
 

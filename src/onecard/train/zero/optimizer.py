@@ -18,6 +18,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, reduce_all
 from onecard.tensor.spec import OWN
 from onecard.train import converted as _converted  # noqa: F401 - it is installed with this
+from onecard.train.absent import AbsentParameter
 from onecard.train.layer import replaced
 from onecard.train.zero import undivided
 from onecard.train.zero.last_hooks import keep_last
@@ -133,7 +134,7 @@ def install() -> None:
     patches.replace("torch.nn.Module.load_state_dict", nn.Module, "load_state_dict", lambda _: load_state_dict)
     # torch.optim and clip_grad_norm_ take the foreach path only for types that they know.
     for what, types in _torch.foreach_types.items():
-        patches.add(what, types, DistTensor)
+        patches.add(what, types, DistTensor, AbsentParameter)
 
 
 def _as_parameter(x: DistTensor) -> Cut | None:
