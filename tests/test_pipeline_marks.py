@@ -101,13 +101,13 @@ def test_large_messages_by_marks_do_not_wait_in_a_circle(backend: str | None) ->
     run_ranks(large_messages, 2, backend=backend)
 
 
-def seed_003() -> list[float]:
-    """The seed's net by marks; of its loop one call is another."""
+def seed_003(lists: bool = False) -> list[float]:
+    """The seed's net by marks; of its loop one call is another. ``lists``: with operators on lists, as torch chooses on GPUs."""
     program = load("semi_auto_pipeline_parallel_003")
     torch.manual_seed(0)
     net = program.SimpleNet(256, 64, 10)
     stages = [program.world_process_mesh[i] for i in range(2)]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=lists)
     losses = []
     for step in range(3):
         x = torch.rand(8, 256, generator=torch.Generator().manual_seed(step))
@@ -123,10 +123,11 @@ def seed_003() -> list[float]:
     return losses
 
 
-def test_the_seeds_net_by_marks_under_1f1b() -> None:
+@pytest.mark.parametrize("lists", [False, True])
+def test_the_seeds_net_by_marks_under_1f1b(lists: bool) -> None:
     torch.manual_seed(0)
     expected = run_ranks(seed_003, 1)[0]
-    for losses in run_ranks(seed_003, 2):
+    for losses in run_ranks(seed_003, 2, lists):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

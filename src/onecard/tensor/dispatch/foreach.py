@@ -44,13 +44,16 @@ class ForeachProgram:
 
     simple = False
 
-    def __init__(self, func: Any, element: Any, elements: list[Program | None], together: bool) -> None:
+    def __init__(
+        self, func: Any, element: Any, elements: list[Program | None], together: bool, elsewhere: bool
+    ) -> None:
         self.func, self.element, self.elements = func, element, elements
         self.name, self.writes = schema_of(func).name, bool(schema_of(func).written)
         self.moves = [(i, m) for i, p in enumerate(elements) if p is not None for m in p.moves]
         # What sends a message is the same on every rank; only the kernel that follows may depend on this rank's shard.
         self.together = together
-        self.one_kernel = all(p is None or not (p.call is not p.func or p.replace) for p in elements)
+        alike = all(p is None or not (p.call is not p.func or p.replace) for p in elements)
+        self.one_kernel = alike and not elsewhere
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         result = self._run(args, kwargs)
@@ -129,9 +132,18 @@ def build_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         programs.append(program_for(element, element_args, element_kwargs) if distributed else None)
     elements = [p if isinstance(p, Program) else None for p in programs]
     rewritten = any(isinstance(p, Rewritten) for p in programs)
+    elsewhere = any(_is_elsewhere([_pick(a, i) for a in args]) for i in range(len(programs)))
     one_for_all = any(isinstance(args[m[0][0]], Tensor) for p in elements if p is not None for m in p.moves)
     # Elements that share memory on one card see each other's writes, in their order.
-    return ForeachProgram(func, element, elements, not (rewritten or one_for_all or _copies_among(args)))
+    return ForeachProgram(func, element, elements, not (rewritten or one_for_all or _copies_among(args)), elsewhere)
+
+
+def _is_elsewhere(operands: list[Any]) -> bool:
+    """Whether a distributed operand has no part here, and a plain one beside it all: a plain parameter of another stage."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    return any(isinstance(x, DistTensor) and not x._spec.here for x in tensors) and any(
+        not isinstance(x, DistTensor) for x in tensors
+    )
 
 
 def _copies_among(args: Any) -> bool:
