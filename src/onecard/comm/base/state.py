@@ -108,7 +108,7 @@ class World:
         if self._outer is not None:
             raise CommunicationError(f"{self!r} is entered already: leave it first, or make another one")
         self._groups.__enter__()
-        self._outer = {item: item.here for item in kept}, _random_state()
+        self._outer = {item: item.here for item in kept}, random_state()
         for item in kept:
             item.here = self._values.pop(item) if item in self._values else item.make()
         if self._random is not None:
@@ -123,7 +123,7 @@ class World:
         if self._fakes is not None:
             self._fakes.__exit__(kind, fault, trace)
         outer, state = self._outer
-        self._values, self._random, self._outer = {item: item.here for item in kept}, _random_state(), None
+        self._values, self._random, self._outer = {item: item.here for item in kept}, random_state(), None
         for item in kept:  # one declared inside, by a module imported there, is new outside
             item.here = outer[item] if item in outer else item.make()
         _set_random_state(state)
@@ -133,7 +133,8 @@ class World:
         return f"pretended rank {self.rank} of {self.size}"
 
 
-def _random_state() -> tuple[torch.Tensor, Any]:
+def random_state() -> tuple[torch.Tensor, Any]:
+    """That of torch's default generators: the CPU's, and those of GPUs where one is in use."""
     cuda = torch.cuda.get_rng_state_all() if "torch.cuda" in sys.modules and torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onecard import recorded
 from onecard._torch.names import fakes, tree_leaves, tree_map
-from onecard.comm.base.state import Kept
+from onecard.comm.base.state import Kept, random_state
 from onecard.errors import ScheduleError
 from onecard.pipeline.run.stage import one_number
 from onecard.pipeline.run.traced import Made, Trace, Unknown
@@ -190,12 +190,12 @@ class _Probe:
     def _called(self, group: list[int], part: tuple[int, int]) -> tuple[float, Trace]:
         values = tree_map(lambda x: self._stand_in(x, part) if isinstance(x, Tensor) else x, self.value)
         labels = tree_map(self._widened, _chosen(self.whole, group))
-        before = torch.get_rng_state()
+        before = _drawn_from()
         with torch.autocast(self.device.type, enabled=False), Trace(values, labels) as trace:
             loss = self.loss_fn(values, labels)
         loss = one_number(unshard(loss) if isinstance(loss, DistTensor) else loss)
         self.tolerance = _NEAR.get(loss.dtype, 2e-2)
-        drawn = not torch.equal(before, torch.get_rng_state())
+        drawn = not all(map(torch.equal, before, _drawn_from()))
         return math.nan if drawn else float(loss), trace
 
     def _widened(self, x: Any) -> Any:
@@ -238,6 +238,11 @@ def _apart(divisors: Sequence[Made], whole: Any, count: int) -> tuple[int, int]:
         if sizes[p] != sizes[q]:
             return p, q
     return 0, count - 1
+
+
+def _drawn_from() -> list[Tensor]:
+    """The states of the generators, the GPUs' too."""
+    return [x for x in tree_leaves(random_state()) if isinstance(x, Tensor)]
 
 
 @contextmanager
