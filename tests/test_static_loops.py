@@ -100,6 +100,16 @@ def test_one_recording_and_no_word(of, k):
     assert len(step.recordings) == 1
 
 
+def dropped(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(torch.native_dropout(o, 0.0, True)[0], y)
+
+
+def test_dropout_as_gpus_compute_it_leaves_rows_apart():
+    """``F.dropout`` is this operator there. Warnings are errors here."""
+    step = oc.to_static(loop(dropped), k_steps=2)
+    assert losses(step) == pytest.approx(losses(loop(dropped)), rel=1e-5)
+
+
 def cut(of: dict[str, Any], lists: bool = False) -> tuple[list[float], int]:
     if lists:  # torch's optimizers choose operators on lists by themselves, as on GPUs
         vars(sys.modules["torch.optim.optimizer"])["_get_foreach_kernels_supported_devices"] = lambda: ["cpu"]

@@ -35,3 +35,10 @@ def of_this_thread(device: torch.device) -> Callable[[ExitStack], None]:
         stack.enter_context(torch.set_grad_enabled(grad))
 
     return enter
+
+
+def gpu_sleeps(cycles: int) -> None:
+    """Start a kernel that does nothing for so many cycles, behind which others queue up."""
+    sleep = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        sleep(cycles)

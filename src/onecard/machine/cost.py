@@ -112,6 +112,7 @@ class Machine:
     @staticmethod
     def measure(*recordings: Any) -> Machine:
         """This machine: products, operators and memory by size; messages too where a process group is up (then on all ranks).
+        A GPU: the shares of its peaks that its kernels reach (``kernels``); its links are the data sheet's.
 
         Takes seconds. Each rank gets the same machine. Nothing else should run meanwhile.
 

@@ -125,7 +125,7 @@ class Kernels:
         Under a causal mask those that are left out do not count, and tiles at its border are half empty.
         """
         share = _at(self.attention_backward if backward else self.attention, width)
-        lost = _RAMP * (2 if backward else 1) * (2 if causal else 1)
+        lost = RAMP * (2 if backward else 1) * (2 if causal else 1)
         return self.start + 2 * products * (1 + lost / time) / (flops * share)
 
     def line(self, kind: str, near: float, far: float, count: int, hosts: int = 1) -> tuple[float, float]:
@@ -143,7 +143,7 @@ class Kernels:
 
 _SIZES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float64": 8}
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_RAMP = 128
+RAMP = 128
 """An attention over so much time takes twice as long for each product as one over a long time: FlashAttention-3's figures."""
 
 

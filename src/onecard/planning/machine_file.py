@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 
 from onecard.errors import CostError, PlanError
 from onecard.machine.cost import MACHINE, PRESETS, Link, Machine
+from onecard.machine.kernels import Kernels
 from onecard.planning import json_text
 from onecard.planning.json_text import Located
 from onecard.planning.wanted import spoken
 
 VERSION = 1
-_LEFT_OUT = ("kernels",)  # of a data sheet's machine: "like" brings them
 _MAY_BE_NONE = ("latency", "launch")  # seconds; all else is a rate, a share or a size
 
 
@@ -27,7 +27,9 @@ def save_machine(machine: Machine, path: str | Path) -> None:
     data: dict[str, Any] = {"onecard": "Machine", "version": VERSION}
     if machine.name in PRESETS:
         data["like"] = machine.name
-    data |= {field.name: getattr(machine, field.name) for field in fields(machine) if field.name not in _LEFT_OUT}
+    data |= {field.name: getattr(machine, field.name) for field in fields(machine) if field.name != "kernels"}
+    if machine.kernels is not None and machine.name not in PRESETS:  # a measured GPU's; else "like" brings them
+        data["kernels"] = asdict(machine.kernels)
     data["links"] = {
         axis: {"latency": link.latency, "bandwidth": link.bandwidth} for axis, link in machine.links.items()
     }
@@ -103,8 +105,9 @@ def _like(found: Located, name: Any) -> Machine:
 def _value(found: Located, name: str, value: Any) -> Any:
     readers: dict[str, Callable[[Located, str, Any], Any]] = {
         "name": _text, "source": _text, "dtypes": _dtypes, "links": _links, "curves": _curves,
+        "kernels": _kernels,
     }  # fmt: skip
-    known = {field.name: field.type for field in fields(Machine) if field.name not in _LEFT_OUT}
+    known = {field.name: field.type for field in fields(Machine)}
     if name not in known:
         raise PlanError(f"{found.where((name,))}: a machine has no field {name!r}; there are {', '.join(known)}, like")
     if name in readers:
@@ -149,6 +152,27 @@ def _links(found: Located, name: str, value: Any) -> dict[str, Link]:
             )
         made[axis] = Link(*(_number(found, (name, axis, key), link[key]) for key in ("latency", "bandwidth")))
     return made
+
+
+def _kernels(found: Located, name: str, value: Any) -> Kernels:
+    known = {field.name: str(field.type) for field in fields(Kernels)}
+    given = _object(found, name, value)
+    for each in (*given, *known):
+        if each not in known or (each not in given and each not in ("source", "made")):
+            what = "has no field" if each not in known else "lacks the field"
+            raise PlanError(f"{found.where((name, each))}: {name} {what} {each!r}; there are {', '.join(known)}")
+    made: dict[str, Any] = {}
+    for each, part in given.items():
+        if known[each] == "Shares":
+            made[each] = {k: _number(found, (name, each, k), x) for k, x in _object(found, each, part).items()}
+        elif known[each] in ("int", "float"):
+            number = _number(found, (name, each), part)
+            made[each] = int(number) if known[each] == "int" else number
+        else:
+            made[each] = part if each == "made" else _text(found, each, part)
+    if "" not in made["products"] or "" not in made["memory"]:
+        raise PlanError(f'{found.where((name,))}: products and memory have a share "" of what has none of its own')
+    return Kernels(**made)
 
 
 def _curves(found: Located, name: str, value: Any) -> dict[str, tuple[tuple[float, float], ...]]:

@@ -23,7 +23,7 @@ from onecard.place.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.deferred.calls import record_of
 from onecard.tensor.deferred.replay import materialise
-from onecard.tensor.dist_tensor import DistTensor, as_one_card, wrap
+from onecard.tensor.dist_tensor import DistTensor, wrap
 from onecard.tensor.spec import Spec, contiguous_stride
 
 
@@ -31,8 +31,7 @@ def distribute(whole: Tensor, layout: Layout, src: int | None = None) -> DistTen
     """This rank's part of a value that every rank holds whole."""
     if whole.device.type == "meta" and not _only_shapes(whole):
         return materialise(whole, layout)
-    device = world.device() if whole.device.type == "cpu" and not as_one_card.here else whole.device
-    shape = whole.shape
+    shape, device = whole.shape, whole.device
     spec = Spec.make(layout, shape, contiguous_stride(shape), whole.dtype, device)
     if not spec.here:
         return wrap(torch.empty(0, dtype=whole.dtype, device=device), spec)

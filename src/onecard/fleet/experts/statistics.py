@@ -24,6 +24,8 @@ class Counts:
         if reached is not None:
             self._tokens = self._tokens.to(reached.device)
             self._tokens[:-1] += reached
+        if isinstance(choices, Tensor):
+            self._tokens = self._tokens.to(choices.device)
         self._tokens[-1] += choices
 
     def take(self, groups: Sequence[Ranks | None]) -> Balance:

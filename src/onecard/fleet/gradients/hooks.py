@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import get_default_nowrap_functions
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch import names as _torch
@@ -196,4 +197,5 @@ def _set(x: Tensor, value: Tensor | None) -> None:
 def install() -> None:
     """Reading a gradient is a call."""
     ours = property(_get, _set, lambda x: _set(x, None), "See torch.")
+    get_default_nowrap_functions()  # torch keeps its own getters, which torch 2.11's compiler reads when it is imported
     patches.replace("torch.Tensor.grad", torch.Tensor, "grad", lambda _: ours)

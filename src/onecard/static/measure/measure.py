@@ -20,12 +20,15 @@ from torch import fx
 
 from onecard._torch.names import OpOverload, below_autograd
 from onecard.comm.issue import again
+from onecard.comm.world import world
+from onecard.errors import CostError
 from onecard.machine import cost
 from onecard.machine.cost import DIVIDED, Curve, Machine
 from onecard.static.api import record
 from onecard.static.code.compiled import called, compiled, last_uses
 from onecard.static.measure import measure_messages, probes
 from onecard.static.measure.host import divided_parameter
+from onecard.static.measure.on_gpu import measured_gpu
 from onecard.static.measure.probes import Sample
 from onecard.static.measure.together import RankClock, Run, Turns, clock, mean, meet, together, typical
 from onecard.static.price import convolutions, families
@@ -42,6 +45,10 @@ SQUARE = 512
 
 def measured(*recordings: Recording) -> Machine:
     """This machine; see ``Machine.measure``."""
+    if world.device().type == "cuda":
+        if recordings:
+            raise CostError("Machine.measure(recording) measures a CPU's operators; of a GPU: Machine.measure()")
+        return measured_gpu()
     turns = Turns(clock())
     with torch.no_grad(), below_autograd(), torch.random.fork_rng(devices=[]):
         curves = _agreed(_operators(turns))

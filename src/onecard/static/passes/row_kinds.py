@@ -92,6 +92,8 @@ class Kinds(RowNumbers):
             return [self._in_time(x, first) for x in call.results]
         if special := self._special(call, given, kinds, first, learns):
             return [special] * count
+        if name in _OF_ELEMENTS:
+            return [replace(first, learns=learns)] * count
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
         if bound is None:
@@ -255,6 +257,8 @@ class Kinds(RowNumbers):
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+_OF_ELEMENTS = ("native_dropout", "native_dropout_backward", "_fused_dropout", "_masked_scale")
+"""Of GPUs, most of all; they draw, and have no row."""
 _ORDERS = ("sort", "argsort", "bincount", "histc", "cumsum", "unique2", "_unique2")
 _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the same; the same multiple
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")

@@ -180,7 +180,7 @@ def _chosen(x: Any, choice: ChosenRows, index: Tensor) -> Rows:
 def _also(choice: ChosenRows, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]:
     """The chosen rows divided along more axes: who has them, and where this rank's stand in the source."""
     given = choice.owners
-    owners = Owners(given.mesh, given.size, given.places | extra, given.home, given.experts)
+    owners = Owners(given.mesh, given.size, given.places | extra, given.home, given.experts, given.device)
     return owners, choice.into[given.local(owners.mine)]
 
 

@@ -45,6 +45,7 @@ class Owners:
         mesh: the ranks; ``here``: whether this one is among them.
         size: how many rows there are.
         places: for each axis that divides the rows, the coordinate of each row along it. Anything on a rank outside the mesh.
+        device: of the places, and of ``mine``.
         mine: the rows that this rank has, ascending.
         home: how the dim lay of which the rows were chosen: its size, and the axes that cut it.
         experts: how the experts are cut to whose ranks they have gone; (): they are on the ranks on which they were chosen.
@@ -54,15 +55,17 @@ class Owners:
     """
 
     __slots__ = (
-        "__weakref__", "_choices", "_used", "experts", "groups", "here", "home", "mesh", "mine", "place", "places", "size",
-        "used", "ways",
+        "__weakref__", "_choices", "_used", "device", "experts", "groups", "here", "home", "mesh", "mine", "place", "places",
+        "size", "used", "ways",
     )  # fmt: skip
 
     def __init__(
-        self, mesh: ProcessMesh, size: int, places: dict[int, Tensor], home: tuple[int, Dim], experts: Dim = ()
-    ) -> None:
+        self, mesh: ProcessMesh, size: int, places: dict[int, Tensor], home: tuple[int, Dim], experts: Dim = (),
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.mesh, self.size, self.places, self.home, self.experts = mesh, size, places, home, experts
         self.used = bool(experts)
+        self.device = next((p.device for p in places.values()), device or torch.device("cpu"))
         self.place: dict[int, int] | None = None
         coordinate = mesh.coordinate()
         self.here = coordinate is not None
@@ -73,8 +76,7 @@ class Owners:
         self._used: Owners | None = None
 
     def _none(self) -> Tensor:
-        places = next(iter(self.places.values()), None)
-        return torch.empty(0, dtype=torch.long, device=places.device if places is not None else None)
+        return torch.empty(0, dtype=torch.long, device=self.device)
 
     @property
     def moved(self) -> bool:
@@ -100,9 +102,7 @@ class Owners:
                 found = same if found is None else found & same
         if found is not None:
             return found
-        any_places = next(iter(self.places.values()), None)
-        device = any_places.device if any_places is not None else None
-        return torch.ones(self.size, dtype=torch.bool, device=device)
+        return torch.ones(self.size, dtype=torch.bool, device=self.device)
 
     def chosen(self, numbers: Tensor) -> ChosenRows | None:
         """The choice of rows by these numbers, if it was made, somebody still has it, and nobody wrote to them since."""
@@ -112,7 +112,7 @@ class Owners:
     def choose(self, numbers: Tensor) -> ChosenRows:
         """Rows by number: of row ``i`` the owner is that of ``numbers[i]``."""
         places = {axis: places[numbers] for axis, places in self.places.items()}
-        owners = Owners(self.mesh, len(numbers), places, self.home, self.experts)
+        owners = Owners(self.mesh, len(numbers), places, self.home, self.experts, self.device)
         owners.used, owners.place = self.used, self.place
         made = ChosenRows(self, numbers, owners)
         if made.version is not None:
@@ -124,7 +124,7 @@ class Owners:
         if self.used:
             return self
         if self._used is None:
-            self._used = Owners(self.mesh, self.size, self.places, self.home, self.experts)
+            self._used = Owners(self.mesh, self.size, self.places, self.home, self.experts, self.device)
             self._used.used, self._used.place = True, self.place
         return self._used
 
@@ -160,7 +160,7 @@ def of_dim(mesh: ProcessMesh, size: int, dim: Dim, device: torch.device) -> Owne
 @lru_cache(LIMIT)
 def _of_dim(mesh: ProcessMesh, size: int, dim: Dim, device: torch.device, rank: Any) -> Owners:
     places = {axis: places.to(device) for axis, places in _places(mesh, size, dim)}
-    return Owners(mesh, size, places, (size, dim))
+    return Owners(mesh, size, places, (size, dim), (), device)
 
 
 def _places(mesh: ProcessMesh, size: int, dim: Dim) -> tuple[tuple[int, Tensor], ...]:

@@ -204,7 +204,9 @@ def _home(x: Rows) -> tuple[Tensor, Layout]:
     block = of_dim(owners.mesh, owners.size, cut, owners.mine.device)
     target = block
     if owners.places.keys() != block.places.keys():
-        target = Owners(owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts)
+        target = Owners(
+            owners.mesh, owners.size, owners.places | block.places, owners.home, owners.experts, owners.device
+        )
     values = move(x._held, dim, owners, target, MessageWords("combine", "self", spec.layout, tuple(spec.shape)))
     dims = tuple(cut if d == dim else axes for d, axes in enumerate(spec.layout.dims))
     pending = tuple(p for p in spec.layout.pending if p[0] not in block.places)

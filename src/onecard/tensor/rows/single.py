@@ -111,7 +111,7 @@ def _expert(x: Any, index: int) -> Rows | None:
 def at(mesh: Any, size: int, place: dict[int, int], home: Any, experts: Any, device: torch.device) -> Owners:
     """The owners of rows that all are at one place."""
     places = {axis: torch.full((size,), c, device=device) for axis, c in place.items()}
-    found = Owners(mesh, size, places, home, experts)
+    found = Owners(mesh, size, places, home, experts, device)
     found.place = place
     return found
 

@@ -95,13 +95,15 @@ def _found(source: Owners, target: Owners) -> Way:
     here, kept, legs = source, None, list[Leg]()
     new = {axis: p for axis, p in target.places.items() if axis not in source.places}
     if new:  # these ranks have the same rows: each keeps its own
-        here = Owners(source.mesh, source.size, source.places | new, source.home, target.experts)
+        here = Owners(source.mesh, source.size, source.places | new, source.home, target.experts, source.device)
         kept = source.local(here.mine)
     rest = [a for a in target.axes if a not in new and not torch.equal(here.places[a], target.places[a])]
     for axis in rest:
         gone = target
         if axis != rest[-1]:
-            gone = Owners(here.mesh, here.size, here.places | {axis: target.places[axis]}, here.home, target.experts)
+            gone = Owners(
+                here.mesh, here.size, here.places | {axis: target.places[axis]}, here.home, target.experts, here.device
+            )
         legs.append(_leg(here, gone, axis))
         here = gone
     way = Way(kept, tuple(legs))
