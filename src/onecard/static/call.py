@@ -140,9 +140,7 @@ def recorded(
     with all_or_none(name, "record", ranks) if sketched else nullcontext():
         found.append(_written(fn, leaves, names, tree, options))
     capture, recording, batch = found[0].capture, found[0].recording, found[0].batch
-    beside: list[Group] = []
     if batch is not None:
-        beside = together(batch.parts.ranks_of(recording))
         rows = batch.rows if sketched else lambda: whole
         recording = batch.parts.merged(recording, leaves, rows, seen=found[0].seen)
     alike, lines = _alike(recording, options, ranks)
@@ -167,7 +165,7 @@ def recorded(
                 turn = ReplayTurn(name, found[0].ranks, numbers) if sketched else None
                 still = still_before(capture.before, capture.places.roots)
                 recording.bound = BoundRecording(recording, roots, kinds, still, turn)
-                recording.bound.checks = Checks(capture.script, [*lines, *beside])
+                recording.bound.checks = Checks(capture.script, together(found[0].ranks) if sketched else lines)
                 recording.bound.reading(capture.seen)
                 if sketched:
                     check_begins(recording.bound, leaves, names)

@@ -24,6 +24,7 @@ from onecard.pipeline.cut.parts import Parts
 from onecard.pipeline.cut.places import NodeRanks
 from onecard.pipeline.cut.products import adding_products
 from onecard.pipeline.cut.starts import as_first, starts_of
+from onecard.pipeline.cut.unread import without_unread
 from onecard.pipeline.cut.weave import Weave
 from onecard.pipeline.schedule.action import Action, Schedule
 from onecard.pipeline.schedule.modes import plan
@@ -34,6 +35,7 @@ from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.run.agreed import all_or_none
 from onecard.static.step.step import AnyStep, Effect, Elsewhere, Output, RecordedStep
 from onecard.tensor.buckets import apart
+from onecard.tensor.dispatch.entry import divided
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.random_operators.one_card import one_card_random
 
@@ -89,11 +91,14 @@ class Stages(Microbatches):
     def around(self) -> Iterator[None]:
         """What the step is recorded in: random numbers are drawn by keys, and tensors of several stages travel apart."""
         before, apart.here = apart.here, True
+        ours = {self.axis} - divided.here  # ranks along it are to read the whole batch: each does its stages of it
+        divided.here |= ours
         try:
             with one_card_random():
                 yield
         finally:
             apart.here = before
+            divided.here -= ours
 
     def ranks_of(self, recording: RecordedStep) -> tuple[int, ...]:
         """The ranks of the pipeline."""
@@ -194,7 +199,7 @@ class Stages(Microbatches):
         if not trains:
             schedule = forward_of(schedule)
         recorded_graph = recording.graph
-        recording = recording.with_graph(halved(self.counting(recording, seen).graph))
+        recording = recording.with_graph(without_unread(halved(self.counting(recording, seen).graph)))
         once = Once(recording.graph, training=False)
         everyone = self.everyone(recording)
         beside = everyone if len(everyone) > len(ranks) else ()

@@ -14,7 +14,7 @@ from onecard.pipeline.cut.messages import Crossing, NodeTimes, Tick, crossings
 from onecard.pipeline.cut.packing import Packet, numel, packed
 from onecard.pipeline.cut.places import NodeRanks, is_free
 from onecard.pipeline.schedule.action import Schedule
-from onecard.static.passes.once import words
+from onecard.static.passes.once import phase_of, words
 from onecard.static.step.nodes import called, copied_to
 
 aten = torch.ops.aten
@@ -156,10 +156,7 @@ class _Rank:
         """The order of the whole step's memory holds in this rank's, too."""
         for before in self.places.order.needs[node]:
             if before in self.weave.clock.ticks and self.rank in self.places.at[before] and before not in self.done:
-                raise RecordingError(
-                    f"stages: under {self.weave.schedule.name}, {words(node)} runs before {words(before)}, which it needs: the "
-                    "schedule does microbatches out of turn, or please report it"
-                )
+                raise RecordingError(f"stages: {_out_of_turn(node, before, self.weave.schedule.name)}")
 
     def _shown(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -167,6 +164,20 @@ class _Rank:
         if node in self.names or is_free(node):
             return self._name(node)
         return None
+
+
+def _out_of_turn(node: fx.Node, before: fx.Node, schedule: str) -> str:
+    """Why a node cannot run ahead of one that it needs."""
+    if phase_of(node) == "forward" and phase_of(before) == "backward":
+        return (
+            f"{words(node)} writes in a microbatch's forward to what the backward of an earlier one reads, {words(before)}, which "
+            f"{schedule} runs later, so that it would read another value than its forward did. Write to it outside of the "
+            "forward, behind the optimizer's step, or to a copy that the forward goes on with; or leave the pipeline out (pp=1)"
+        )
+    return (
+        f"under {schedule}, {words(node)} runs before {words(before)}, which it needs: the schedule does microbatches out of "
+        "turn. Give one that does them in their order, as those of onecard.pipeline do"
+    )
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

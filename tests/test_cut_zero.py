@@ -1,0 +1,75 @@
+"""Pipelines cut out of recorded steps beside ZeRO 3: blocks that write to their parameters, stages that send nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onecard as oc
+from onecard.testing import run_ranks
+from onecard.train.shard import is_elsewhere
+
+
+class Bounded(nn.Module):
+    """An embedding whose forward writes to its weight; ``again``: which its backward reads."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.again = nn.Parameter(torch.randn(8, 4)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = F.embedding(x, self.weight, max_norm=1.0)
+        return F.linear(found, self.weight) if self.again else found
+
+
+def _trained(again: bool, stages: Any, calls: int) -> list[float]:
+    net: Any = nn.Sequential(Bounded(again), nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    x = torch.arange(8).view(8, 1)
+    if stages is not None:
+        mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
+        oc.shard_layer(net, mesh)
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        oc.shard_optimizer(optimizer, oc.ShardingStage3("dp", mesh, model=net))
+        x = oc.shard_tensor(x, mesh, [oc.Replicate(), oc.Shard(0)])
+
+    def step(x: Tensor) -> None:
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run: Any = step if stages is None else oc.to_static(step, stages=stages)
+    for _ in range(calls):
+        run(x)
+    held = net[0].weight
+    return [] if is_elsewhere(held) else oc.unshard(held).flatten().tolist()
+
+
+def _beside(again: bool, calls: int) -> tuple[list[float], Any, list[str]]:
+    """Weights of one card and of a pipeline, or what is refused; and what is told."""
+    alone = _trained(again, None, calls)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found: Any = _trained(again, oc.Stages(2, at=["1"]), calls)
+        except oc.errors.RecordingError as why:
+            found = str(why)
+    return alone, found, [str(w.message) for w in caught]
+
+
+def test_a_block_that_writes_to_its_parameter() -> None:
+    """The third call is written down once more, which all ranks agree on: also of a stage that sends nothing along dp."""
+    for rank, (alone, found, told) in enumerate(run_ranks(_beside, 4, False, 4, timeout=60.0)):
+        assert found == (pytest.approx(alone, rel=1e-5) if rank < 2 else [])
+        assert not any("nothing is divided" in said for said in told)
+
+
+def test_one_that_its_backward_reads() -> None:
+    for _, found, _ in run_ranks(_beside, 4, True, 1, timeout=60.0):
+        assert "writes in a microbatch's forward to what the backward of an earlier one reads" in found
