@@ -196,6 +196,36 @@ def test_on_ranks(how: str) -> None:
         assert {name: d for name, values in found.items() if (d := far(values, name)) >= 1e-5} == {}
 
 
+def _with_cut_classes() -> tuple[list[float], list[float]]:
+    """Losses of one card, and of two ranks that each have some of the classes, and so count some of the labels."""
+    mesh, found = oc.ProcessMesh([0, 1], ["tp"]), []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(6, CLASSES)
+        if not alone:
+            for name, p in [*net.named_parameters()]:
+                setattr(net, name, nn.Parameter(oc.shard_tensor(p.detach(), mesh, [oc.Shard(0)])))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+        def step(x: Tensor, y: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+            loss = cross_entropy(net(x), y, ignore_index=PAD)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run: Any = step if alone else oc.to_static(step, k_steps=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append([float(run(x, y)) for x, y in batches()[:3]])
+    return found[0], found[1]
+
+
+def test_labels_of_classes_that_are_cut() -> None:
+    for alone, found in run_ranks(_with_cut_classes, 2):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
 def first_row(o: Tensor, y: Tensor) -> Tensor:
     made = torch.zeros_like(y)
     made[0] = 1

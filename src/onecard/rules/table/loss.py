@@ -82,7 +82,8 @@ def _here(c: Local, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The target as an index into this rank's classes, and where it is one."""
     offset, length = c.span("c")
     index = target - offset
-    valid = (target != ignore_index) & (index >= 0) & (index < length)
+    # "&" of Python has no rule, nor has "to": by those of these operators microbatches know that it is a count of rows.
+    valid = (target != ignore_index).logical_and(index >= 0).logical_and(index < length)
     return index.clamp(0, max(length - 1, 0)), valid
 
 
@@ -95,7 +96,7 @@ def _nll_of_part(c: Local) -> None:
         if not x.shape[at]:
             return x.new_zeros(target.shape if reduction == NONE else ()), x.new_zeros(())
         index, valid = _here(c, target, ignore_index)
-        weights = valid.to(x.dtype) if weight is None else weight[index] * valid
+        weights = aten._to_copy(valid, dtype=x.dtype) if weight is None else weight[index] * valid
         loss = torch.where(valid, -x.gather(at, index.unsqueeze(at)).squeeze(at) * weights, x.new_zeros(()))
         # Of a batch without a reduction the kernels give no total weight, but zero.
         return (loss, x.new_zeros(())) if reduction == NONE and at else (loss.sum(), weights.sum())
