@@ -370,13 +370,17 @@ def test_random_states_of_each_rank(tmp_path: Path) -> None:
     oc.checkpoint.load(tmp_path / "alike", {"random": oc.checkpoint.RandomState()})
 
 
-def _names(flat: bool) -> None:
+def _names(flat: bool, level: str) -> None:
     """A wrapped model's names are the model's, and torch's functions of states find them."""
     fleet.init(is_collective=True)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    model = fleet.distributed_model(net)
-    optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), 0.1))
+    model: Any = net
+    if level:
+        model, optimizer, _ = fleet.group_sharded_parallel(net, torch.optim.AdamW(net.parameters(), 0.1), level)
+    else:
+        model = fleet.distributed_model(net)
+        optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), 0.1))
     assert [*dict(model.named_buffers())] == [*dict(net.named_buffers())]
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
 
@@ -399,6 +403,6 @@ def _names(flat: bool) -> None:
     assert train() == expected
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_names_of_a_wrapped_model(flat: bool) -> None:
-    run_ranks(_names, 2, flat)
+@pytest.mark.parametrize(("flat", "level"), [(False, ""), (True, ""), (False, "os"), (True, "os_g"), (False, "p_g_os")])
+def test_names_of_a_wrapped_model(flat: bool, level: str) -> None:
+    run_ranks(_names, 2, flat, level)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onecard._torch import patches
 
 
 def dcp_save(state: Any, folder: Any) -> None:
@@ -33,3 +36,15 @@ def dcp_chunk(local: Tensor, start: tuple[int, ...]) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(offsets=torch.Size(start), sizes=local.size())
+
+
+def show_in_state_dicts(what: Callable[[Any], Any]) -> None:
+    """``torch.distributed.checkpoint.state_dict`` sees ``what`` of each parameter that it finds in modules."""
+    from torch.distributed.checkpoint import state_dict
+
+    def make(torchs: Callable[..., Any]) -> Callable[..., Iterator[tuple[str, Any]]]:
+        return lambda *args, **kwargs: ((name, what(found)) for name, found in torchs(*args, **kwargs))
+
+    if hasattr(state_dict, "_iterate_valid_model_state"):
+        of_dcp = "torch.distributed.checkpoint.state_dict._iterate_valid_model_state"
+        patches.replace(of_dcp, state_dict, "_iterate_valid_model_state", make)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TENSOR, SHM, FLEET = "the first distributed tensor", "the first shm group", "fleet.init"
+SHARDED = "fleet.group_sharded_parallel"
 WANDB = "the first distributed tensor, where wandb is imported"
 
 
@@ -74,6 +75,10 @@ TABLE: dict[str, Patch] = {
         Patch(
             "torch.autograd._engine_run_backward", FLEET,
             "`backward(inputs=)` knows the parameters of ZeRO; `autograd.grad` gives sums over ranks",
+        ),
+        Patch(
+            "torch.distributed.checkpoint.state_dict._iterate_valid_model_state", SHARDED,
+            "states of an optimizer find the parameters that it holds",
         ),
         Patch("torch.amp.GradScaler.unscale_", FLEET, "an infinity on one rank skips the step on all"),
         Patch("torch.amp.GradScaler.step", FLEET, "the same"),

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from onecard._torch import patches
+from onecard._torch.dcp import show_in_state_dicts
 from onecard.comm.issue import groups, plain
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import FleetError
 from onecard.fleet.gradients import holders, hooks
-from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, twin_of
+from onecard.fleet.gradients.twins import add_up_in, added, losses_of, pair, sum_of_losses, summand, trained, twin_of
 from onecard.fleet.grid import topology
 from onecard.fleet.zero.local_parameter import (
     FixedParameters,
@@ -101,6 +102,7 @@ class Sharded:
             f"GroupSharded{kind.__name__}", (GroupShardedModel, kind), {"__module__": kind.__module__}
         )
         model.__dict__["_sharded"] = self
+        show_in_state_dicts(trained)
 
     def _twin(self, p: Any) -> Any:
         """A distributed parameter over the ranks that have copies: an expert's are fewer."""
