@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,3 +52,25 @@ def test_a_pretended_rank_sends_and_records_what_a_real_one_does() -> None:
     for number, degrees in enumerate(WAYS):
         with oc.pretend(4, 1, fake=True):
             assert of(degrees) == ranks[1][number], degrees
+
+
+@pytest.mark.parametrize("level", ["", "os", "os_g", "p_g_os"])
+def test_embeddings_that_bound_the_rows_of_a_ranks_own_ids_are_refused(level: str) -> None:
+    """Each rank would bound others of its copy's rows; alone, and without a bound, they are any layers."""
+
+    def made(max_norm: float | None) -> None:
+        fleet.init(is_collective=True)
+        net = nn.Sequential(nn.Embedding(8, 4, max_norm=max_norm), nn.Linear(4, 4))
+        if level:
+            fleet.group_sharded_parallel(net, torch.optim.SGD(net.parameters(), 0.1), level)
+        else:
+            fleet.distributed_model(net)
+
+    with oc.pretend(2, 1, fake=True):
+        made(None)
+        with pytest.raises(
+            fleet.FleetError, match=r"0 is an Embedding with max_norm=1.0.*bound all rows behind each step"
+        ):
+            made(1.0)
+    with oc.pretend(1, 0, fake=True):
+        made(1.0)

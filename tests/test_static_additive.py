@@ -74,7 +74,16 @@ def by_rows_and_columns(o: Tensor, y: Tensor, shift: int = 0) -> Tensor:
     return F.cross_entropy(o.softmax(1)[(rows + shift) % len(o) if shift else rows, columns].squeeze(1), y)
 
 
+def bags(o: Tensor, y: Tensor, ahead: int = 0) -> Tensor:
+    """As recommenders look up some entries of each row. ``ahead``: bags begin so many entries before their row."""
+    table, ids = torch.linspace(-1, 1, CLASSES**2).view(CLASSES, CLASSES), torch.stack([y, (y + 1) % CLASSES], 1)
+    weights, begins = o[:, :2].softmax(1), (torch.arange(len(o)) * 2 - ahead).clamp(min=0)
+    weighed = F.embedding_bag(ids.flatten(), table, begins, mode="sum", per_sample_weights=weights.flatten())
+    return F.cross_entropy(o + weighed + F.embedding_bag(ids, table), y)
+
+
 RIGHT: dict[str, Loss] = {
+    "bags": bags,
     "to their number": lambda o, y: F.cross_entropy(o[: len(o)], y[: len(y)]),
     "rows and columns": by_rows_and_columns,
     "pooled": pooled,
@@ -101,6 +110,8 @@ RIGHT: dict[str, Loss] = {
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
 TOLD: dict[str, tuple[Loss, str]] = {
+    "bags of several rows": (lambda o, y: bags(o, y, ahead=1), "_embedding_bag"),
+    "a bag of rows": (lambda o, y: F.embedding_bag(torch.tensor([[1, 0]]), o).square().sum(), "_embedding_bag"),
     "as many as a microbatch": (lambda o, y: F.cross_entropy(o[: ROWS // 2], y[: ROWS // 2]), "slice"),
     "their numbers": (lambda o, y: o[torch.arange(ROWS // 2)].square().mean(), "index"),
     "columns of other rows": (lambda o, y: by_rows_and_columns(o, y, 1), "index"),

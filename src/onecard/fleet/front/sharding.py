@@ -19,6 +19,7 @@ from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.gradients.copies import refuse_bounded
 from onecard.fleet.gradients.scaling import distributed_scaler
 from onecard.fleet.grid import topology
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
@@ -122,6 +123,7 @@ def _check(model: nn.Module, level: str, group: Ranks) -> None:
     if not group.is_member():
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
     _check_grid(model, level, group)
+    refuse_bounded(model, group, call)
     for p in model.parameters():
         if isinstance(p, DistTensor):
             raise FleetError(

@@ -16,6 +16,7 @@ from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.wrapped import DistributedModel
 from onecard.fleet.gradients import hooks, pending
 from onecard.fleet.gradients import sums as gradients
+from onecard.fleet.gradients.copies import refuse_bounded
 from onecard.fleet.gradients.merging import merge
 from onecard.fleet.grid import topology
 from onecard.fleet.grid.strategy import DistributedStrategy
@@ -95,6 +96,7 @@ def distributed_model(model: nn.Module, grad_accum_dtype: torch.dtype | None = N
             "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
     _check_norms(model)
+    refuse_bounded(model, hcg.data(), "fleet.distributed_model")
     if strategy.recompute:
         recompute_modules(model, strategy.recompute_configs["checkpoints"], strategy.recompute_configs["policy"])
     if isinstance(model, PipelineLayer):

@@ -170,8 +170,8 @@ def _out_of_turn(node: fx.Node, before: fx.Node, schedule: str) -> str:
     """Why a node cannot run ahead of one that it needs."""
     if phase_of(node) == "forward" and phase_of(before) == "backward":
         return (
-            f"{words(node)} writes in a microbatch's forward to what the backward of an earlier one reads, {words(before)}, which "
-            f"{schedule} runs later, so that it would read another value than its forward did. Write to it outside of the "
+            f"{words(node)} writes in a microbatch's forward to what the backward of an earlier one reads, {words(before)}, "
+            f"which {schedule} runs later, so that it would read another value than its forward did. Write to it outside of the "
             "forward, behind the optimizer's step, or to a copy that the forward goes on with; or leave the pipeline out (pp=1)"
         )
     return (

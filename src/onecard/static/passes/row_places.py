@@ -15,7 +15,8 @@ from torch import Tensor
 from onecard.rules.call import Call
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
-from onecard.static.passes.dependence import ALIKE, PLACES, ROWS, Kind
+from onecard.static.passes.dependence import ALIKE, PLACES, ROWS, Kind, told
+from onecard.static.passes.row_numbers import is_real
 
 _MOVES = (
     "unsqueeze", "squeeze", "expand", "repeat", "clone", "contiguous", "view", "_unsafe_view", "reshape", "alias", "detach", "t",
@@ -96,7 +97,23 @@ def added(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind 
     return Kind(ROWS, dim, 1, rows)
 
 
-USES = {"index": picked, "index_select": picked, "index_add": added, "scatter_add": added}
+def bagged(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind | None:
+    """``embedding_bag`` of rows that each have as many entries: a bag is a row."""
+    (_, indices, offsets, *weights), (table, kind, _, *others) = given, kinds
+    ours = [kind, *others[: len(weights)]]
+    if any(k is None or (k.how, k.dim, k.before, k.size, k.degree) != (ROWS, 0, 1, rows, 0) for k in ours) or told(
+        table
+    ):
+        return None
+    begins = torch.arange(rows) * (indices.shape[0] // rows)
+    each = is_real(offsets) and torch.equal(offsets.to(begins), begins)
+    return Kind(ROWS, size=rows) if each and not call.values.get("include_last_offset") else None
+
+
+USES = {
+    "index": picked, "index_select": picked, "index_add": added, "scatter_add": added, "_embedding_bag": bagged,
+    "_embedding_bag_forward_only": bagged,
+}  # fmt: skip
 
 
 def factor_of(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
