@@ -79,13 +79,13 @@ def test_what_one_rank_refuses_all_refuse_at_once() -> None:
 
 
 class Replaces(nn.Module):
-    """Keeps a mean in a buffer, or beside it in a dict, and puts a new tensor there at each step."""
+    """Keeps a mean in a buffer, or beside it in a dict, and puts a new tensor there at each step; or counts by a number."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self.first, self.second, self.place = nn.Linear(4, 4), nn.Linear(4, 3), place
         self.register_buffer("mean", torch.zeros(4))
-        self.kept = {"mean": torch.zeros(4)}
+        self.kept, self.count = {"mean": torch.zeros(4)}, 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -93,6 +93,9 @@ class Replaces(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         elif self.place == "dict":
             self.kept["mean"] = 0.9 * self.kept["mean"] + 0.1 * h.detach().mean(0)
+        elif self.place == "number":
+            self.count += 1
+            h = h / self.count
         return self.second(h)
 
 
@@ -117,12 +120,13 @@ def _in_words(place: str) -> tuple[str, bool]:
 
 
 def _mistakes() -> list[tuple[str, bool]]:
-    return [_in_words(place) for place in ("buffer", "dict", "")]
+    return [_in_words(place) for place in ("buffer", "dict", "number", "")]
 
 
 def test_replaced_tensors_and_converted_models_are_refused_in_words() -> None:
-    for buffer, entry, converted in run_ranks(_mistakes, 2, timeout=60.0):
+    for buffer, entry, number, converted in run_ranks(_mistakes, 2, timeout=60.0):
         assert "reads self.mean at " in buffer[0] and "self.mean.copy_(new) in place of self.mean = new" in buffer[0]
         assert buffer[1]  # the buffer that was there is there again
         assert "test_cut_refused.py" in entry[0] and "puts another tensor in its place" in entry[0]
+        assert "net.count was 1 and is 2" in number[0] and "Count in a tensor" in number[0]
         assert "convert it before the first call of the step" in converted[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 import warnings
 from typing import Any
@@ -14,7 +16,9 @@ from torch import nn
 
 import onecard as oc
 from onecard import pipeline
+from onecard.comm.agree.joint import joint_step
 from onecard.comm.base import failed
+from onecard.comm.world import world
 from onecard.errors import CommunicationError, StageError
 from onecard.testing import run_ranks
 
@@ -95,6 +99,38 @@ def test_an_error_of_one_rank_in_a_step(program: Any) -> None:
     (seconds, said), _ = run_ranks(program, 2, timeout=patience(60.0))
     assert "rank 1 has failed in" in said and "ValueError: a row that nobody expected" in said, said
     assert seconds < patience(5.0)
+
+
+class Heard(io.StringIO):
+    """In the place of the errors' stream: says in the store what it was told."""
+
+    def write(self, text: str) -> int:
+        if "has failed in" in text:
+            dist.distributed_c10d._get_default_store().set("heard 0", "")
+        return super().write(text)
+
+
+def over_gloo() -> str:
+    """Rank 0 waits in C++ for a rank that has caught its error, and comes some looks later."""
+    world.init()
+    if oc.get_rank() == 1:
+        with pytest.raises(ValueError, match="nobody expected"), joint_step("step", (0, 1)):
+            raise ValueError("a row that nobody expected")
+        _stays("heard 0")
+        time.sleep(2.2)
+        dist.all_reduce(torch.ones(1))
+        return ""
+    before, sys.stderr = sys.stderr, Heard()
+    with joint_step("step", (0, 1)):
+        dist.all_reduce(torch.ones(1))
+    told, sys.stderr = sys.stderr, before
+    return told.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_wait_that_is_not_ours_is_told_once() -> None:
+    told, _ = run_ranks(over_gloo, 2, backend="gloo", timeout=patience(60.0))
+    assert told.count("onecard: rank 1 has failed in step (call 1), in which rank 0 waits") == 1, told
+    assert "Rank 1 says: ValueError: a row that nobody expected" in told and told.count("\n") == 1
 
 
 def _cut(hook: bool) -> tuple[float, str]:

@@ -330,3 +330,25 @@ def test_fused_rms_norm_backward_equals_autograd():
     assert_close(made, out.detach())
     assert_close(by_input, x.grad, atol=1e-6)
     assert_close(by_weight, w.grad, atol=1e-6)
+
+
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss)
+
+
+@multirank(2)
+def test_losses_of_a_rank_without_elements():
+    """One row over two ranks: a kernel's mean of nothing is NaN there, and so would be its gradient."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    for loss, recorded in product(LOSSES, (False, True)):
+        x, y = _normal(1, 4), _normal(1, 4, seed=1)
+
+        def step(x: Tensor, y: Tensor, loss: Any = loss) -> tuple[Tensor, Tensor]:
+            leaf = x.detach().requires_grad_()
+            found = loss(leaf, y)
+            found.backward()
+            return found.detach(), leaf.grad
+
+        run = oc.to_static(step) if recorded else step
+        parts = [oc.shard_tensor(t, mesh, [Shard(0)]) for t in (x, y)]
+        for value, expected in zip(run(*parts), step(x, y), strict=True):
+            assert_close(oc.unshard(value), expected)

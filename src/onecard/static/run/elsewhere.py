@@ -75,8 +75,11 @@ def check_begins(bound: Any, leaves: Sequence[Any], names: Sequence[str]) -> Non
     """
     given = given_to(bound, leaves)
     if given is MISS:
+        said = (bound.seen_differs() or bound.difference(leaves, names)).removeprefix("what differs: ")
         raise RecordingError(
-            f"{bound.recording.name}: it does not fit the call: {bound.seen_differs() or bound.difference(leaves, names)}"
+            f"{bound.recording.name} changes each time what it reads itself: {said}. A step that is cut into stages cannot run "
+            "as it is, and a replay would repeat what was read. Count in a tensor (t = torch.zeros(()); t += 1), or between the "
+            "calls of the step"
         )
     bound.replay  # noqa: B018 - it is made now
     nodes = bound.recording.graph.find_nodes(op="placeholder")
