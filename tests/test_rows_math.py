@@ -335,12 +335,12 @@ def test_fused_rms_norm_backward_equals_autograd():
 LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss)
 
 
-@multirank(2)
+@multirank(3)
 def test_losses_of_a_rank_without_elements():
-    """One row over two ranks: a kernel's mean of nothing is NaN there, and so would be its gradient."""
-    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    """Two rows over three ranks: a kernel's mean of nothing is NaN there, and so would be its gradient."""
+    mesh = oc.ProcessMesh([0, 1, 2], ["dp"])
     for loss, recorded in product(LOSSES, (False, True)):
-        x, y = _normal(1, 4), _normal(1, 4, seed=1)
+        x, y = _normal(2, 4096), _normal(2, 4096, seed=1)
 
         def step(x: Tensor, y: Tensor, loss: Any = loss) -> tuple[Tensor, Tensor]:
             leaf = x.detach().requires_grad_()
