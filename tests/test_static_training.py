@@ -8,8 +8,9 @@ import pytest
 import torch
 from amounts import seeds, share
 from fuzz.recorded import Verdict, many
-from torch import fx
+from torch import Tensor, fx, nn
 
+import onecard as oc
 from onecard.static import passes
 from onecard.static.capture.recorder import Recorder
 from onecard.static.passes import inplace
@@ -80,3 +81,23 @@ def buffer_reused(patch: pytest.MonkeyPatch) -> None:
 def test_planted_faults_are_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert any(wrong(many([seed], None)) for seed in SEEDS)
+
+
+def test_a_kept_gradient_that_is_replaced() -> None:
+    """The distributed tensor that was the gradient is gone when the recording ends; its place is not."""
+    mesh, found = oc.ProcessMesh([0], ["x"]), []
+    for wrap in (lambda step: step, oc.to_static):
+        p = nn.Parameter(oc.shard_tensor(torch.ones(3), mesh, [oc.Replicate()]))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(x: Tensor, p: Any = p, optimizer: Any = optimizer) -> None:
+            (p * x).square().sum().backward()
+            p.grad = p.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        run = wrap(step)
+        for i in range(6):
+            run(torch.full((3,), 1.0 + i))
+        found.append(oc.unshard(p).detach())
+    assert torch.equal(*found)

@@ -348,8 +348,10 @@ class Capture:
 
     def _holder(self, local: Tensor) -> int | None:
         """The distributed tensor that had this part: one that the program has a name for, before aliases of it (a copy that
-        stands for a view keeps one), of which nobody knows how long they live."""
-        had = [key for key in self.before.holders.get(id(local), ()) if self.before.alive[key]() is not None]
+        stands for a view keeps one), of which nobody knows how long they live. A gradient in whose place the step has put
+        another tensor is gone, and has its place all the same."""
+        held, places = self.before.holders.get(id(local), ()), self.places
+        had = [key for key in held if self.before.alive[key]() is not None or places.was_gradient(key)]
         return min(had, key=lambda key: self.places.rank(key), default=None)
 
     def _number_input(self, place: tuple[Any, ...]) -> Input:

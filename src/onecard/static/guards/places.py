@@ -224,6 +224,10 @@ class Places:
         kind = (self._found.get(key) or self._gradients.get(key) or ("object",))[0]
         return {"argument": 1, "gradient": 2, "object": 3}.get(kind, 0)
 
+    def was_gradient(self, key: int) -> bool:
+        """Whether this is the identity of a gradient before the step."""
+        return key in self._gradients
+
     def knows(self, x: Any) -> bool:
         """Whether a tensor has a place already."""
         return id(x) in self._found
