@@ -35,6 +35,29 @@ for i in range(4):
     og.step()
     print(f"{ld.item():.4f} {lg.item():.4f}")
 """,
+    "states of a time-major network": BEGIN
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(9, 4), nn.LSTM(4, 6, num_layers=2), nn.Linear(6, 9)
+
+    def forward(self, x, states):
+        x, states = self.layer(self.words(x), states)
+        return self.head(x), states
+
+net, text = Net(), torch.randint(9, (26, 4))
+opt = torch.optim.SGD(net.parameters(), 0.5)
+states = (torch.zeros(2, 4, 6), torch.zeros(2, 4, 6))
+for i in range(0, 25, 5):
+    states = tuple(s.detach() for s in states)
+    out, states = net(text[i : i + 5], states)
+    l = F.cross_entropy(out.view(-1, 9), text[i + 1 : i + 6].reshape(-1))
+    opt.zero_grad()
+    l.backward()
+    opt.step()
+    print(f"{l.item():.4f}")
+""",
     "lbfgs": BEGIN
     + NET
     + """

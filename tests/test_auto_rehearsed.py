@@ -70,6 +70,15 @@ for _ in range(3):
     right = (out.argmax(-1)[mask] == y[mask]).sum() + out.argmax(-1).masked_select(mask).sum()
     y[mask] = out.argmax(-1)[mask]
 """,
+    "rows of a whole batch, chosen by a mask": ADAM
+    + """
+for _ in range(3):
+    opt.zero_grad()
+    z = net(torch.randn(8, 4))
+    alike = (z @ z.T)[~torch.eye(8, dtype=torch.bool)].view(8, 7)
+    F.cross_entropy(alike, torch.zeros(8, dtype=torch.long)).backward()
+    opt.step()
+""",
     "nobody's launcher": ADAM
     + """
 assert int(os.environ.get("RANK", -1)) == -1 and "WORLD_SIZE" not in os.environ
@@ -90,6 +99,7 @@ def test_a_plan_is_found(tmp_path: Path, name: str) -> None:
     found, names = searched(script, [], 2, oc.Machine.preset("A100"), 0.0)
     assert found.best.world == 2 and [*names] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert dict(os.environ) == before
+    assert ("makes of the model's results" in str(found)) == ("chosen by a mask" in name)  # that alone is not priced
 
 
 def _compiled() -> list[Any]:
@@ -217,6 +227,14 @@ def test_what_compiles_nothing_keeps_what_it_is_given():
     assert is_wrapper(wrapped) and not is_wrapper(net) and uncompiled(wrapped) is wrapped
     assert uncompiled(len) is len and uncompiled(fullgraph=True)(len) is len
     assert torch.equal(wrapped(torch.ones(1, 2)), net(torch.ones(1, 2)))
+
+
+def test_rows_enter_beside_states_that_lie_on_the_mesh():
+    """A recurrent model is given what it has returned."""
+    mesh = oc.ProcessMesh([0], ["dp"])
+    states = oc.shard_tensor(torch.ones(1, 4, 2), mesh, [oc.Shard(1)])
+    rows, kept = Entrance(mesh, ("dp",)).divided((torch.ones(3, 4, 2), states), {})[0]
+    assert isinstance(rows, oc.DistTensor) and rows.placements == (oc.Shard(0),) and kept is states
 
 
 def test_a_sparse_operand_enters_as_it_is():

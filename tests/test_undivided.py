@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import onecard as oc
+from onecard.auto.rank import Job, begin
 from onecard.testing import run_ranks
 
 STAGES: dict[str, Any] = {"plain": None, "ZeRO-1": oc.ShardingStage1("dp"), "ZeRO-2": oc.ShardingStage2("dp")}
@@ -47,3 +48,21 @@ def test_a_whole_batch_on_each_rank_is_told_once(stage):
 def test_divided_work_is_not(stage, tp):
     """By rows, or by a weight alone, which takes the whole batch."""
     assert run_ranks(_told, 2, stage, not tp, tp) == [[], []]
+
+
+def _as_one_card(rows: int) -> list[str]:
+    begin(Job(oc.Plan(dp=2, per_host=0)).to_json())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(2):
+            net(torch.ones(rows, 4)).sum().backward()
+            optimizer.step()
+    return [str(w.message) for w in seen if "nothing is divided" in str(w.message)]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_programs_for_one_card_are_told_of_too_few_rows(rows):
+    for said in run_ranks(_as_one_card, 2, rows):
+        assert len(said) == (rows < 2) and all("take larger batches" in words for words in said)

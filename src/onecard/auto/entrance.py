@@ -18,8 +18,9 @@ from onecard.tensor import DistTensor, shard_tensor
 class Entrance(LeftBehind):
     """Divides the rows of what a model is called with over axes of a mesh; every rank has the whole batch.
 
-    Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are. Any
-    choice gives the same numbers. So what ``torch.func`` puts in a tensor's place stays as it is.
+    Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are, and
+    what lies on a mesh already stays there: the states that a recurrent model has returned come again. Any choice gives the same
+    numbers. So what ``torch.func`` puts in a tensor's place stays as it is.
     """
 
     def __init__(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> None:
@@ -42,14 +43,20 @@ class Entrance(LeftBehind):
     def divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What somebody is called with, its rows divided."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
-        if not leaves or any(isinstance(x, DistTensor) or is_transformed(x) for x in leaves):
+        if all(isinstance(x, DistTensor) for x in leaves) or any(map(is_transformed, leaves)):
             return args, kwargs
         rows = len(leaves[0])
         if rows < self._ranks:
             return args, kwargs
 
         def laid_out(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.ndim or len(x) != rows or x.requires_grad:
+            if (
+                not isinstance(x, Tensor)
+                or isinstance(x, DistTensor)
+                or not x.ndim
+                or len(x) != rows
+                or x.requires_grad
+            ):
                 return x
             if x.layout is not torch.strided:  # the operator that takes it says what it cannot
                 return x

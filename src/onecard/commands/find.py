@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,18 +105,34 @@ def searched(
     with files(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the program says it again when it runs
         rehearse(script, arguments, 1, 0, machine, program)
-        try:
-            model, batch, loss = program.parts()
+        limit = int(memory * 2**30) if memory else None
+
+        def of(parts: tuple[Any, ...]) -> tuple[Plans, dict[str, list[int]]]:
+            model, batch, loss = parts
             names = {name: list(p.shape) for name, p in model.named_parameters()}
-            limit = int(memory * 2**30) if memory else None
             found = plan(
                 model, world=ranks, machine=machine, batch=tuple(batch), loss=loss, memory=limit, fixed=fixed, objective=objective
             )  # fmt: skip
+            return found, names
+
+        try:
+            return of(program.parts())
         except NothingFits:
             raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as why:
-            raise RehearsalError(f"{script}: {said(why)}") from why
-    return found, names
+        except _NOT_PRICED as why:
+            try:
+                found, names = of(program.parts_of_model())
+            except NothingFits:
+                raise
+            except _NOT_PRICED:
+                raise RehearsalError(f"{script}: {said(why)}") from why
+            return replace(
+                found, told=f"not in these prices is what {script} makes of the model's results: {said(why)}"
+            ), names
+
+
+_NOT_PRICED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a recording of somebody's code may raise."""
 
 
 def _by_default(why: str, ranks: int) -> str:

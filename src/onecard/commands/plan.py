@@ -146,6 +146,8 @@ def _show(found: Plans) -> None:
     wide.print(_table(found))
     count = f"{found.recorded:,} recording{'s' * (found.recorded > 1)}"
     wide.print(f"{found.looked:,} plans looked at, {found.priced:,} priced, {count}")
+    if found.told:
+        wide.print(found.told, markup=False)
 
 
 def _table(found: Plans) -> Table:
@@ -174,6 +176,7 @@ def _data(found: Plans) -> dict[str, Any]:
         "onecard": "Plans", "version": VERSION, "plan": json.loads(found.best.to_json()), "cost": job_data(found.cost),
         "why": found.why, "choices": [_choice(c) for c in found.choices], "obvious": [_choice(c) for c in found.obvious],
         "looked": found.looked, "priced": found.priced, "recorded": found.recorded, "limit": found.limit,
+        "told": found.told,
     }  # fmt: skip
 
 

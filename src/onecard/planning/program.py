@@ -114,8 +114,26 @@ class HeardProgram:
         first = [*_sources(calls[: enters + 1])]
         rows = self._rows or next((len(x) for x in [*calls[enters].given(), *first] if _is_batch(x)), 0)
         batch = [x for x in _sources(calls) if _is_batch(x) and len(x) == rows]
+        return self._module(), tuple(batch), self._again(calls, [id(x) for x in batch], self._loss)
+
+    def parts_of_model(self) -> tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]:
+        """The same of the model alone, where what is made of its results cannot be looked at: their squares are its loss.
+
+        Raises:
+            PlanError: as for ``parts``.
+        """
+        calls = [call for call in self._needed() if call.func is None]
+        if not calls:
+            raise PlanError("no model ran ahead of the program's backward(): nothing can be priced")
+        given = [x for x in _sources(calls) if _is_batch(x)]
+        batch = [x for x in given if len(x) == len(given[0])]
+        again = self._again(calls, [id(x) for x in batch], calls[-1].results)
+        return self._module(), tuple(batch), lambda model, *parts: _squares(again(model, *parts))
+
+    def _module(self) -> nn.Module:
         model: Any = self.model.module if isinstance(self.model, self._wrappers) else self.model
-        return model, tuple(batch), self._again(calls, [id(x) for x in batch])
+        found: nn.Module = model
+        return found
 
     def _needed(self) -> list[_Call]:
         """The calls of which the loss is made, in their order."""
@@ -126,8 +144,9 @@ class HeardProgram:
                 found.append(call)
         return found[::-1]
 
-    def _again(self, calls: Sequence[_Call], batch: list[int]) -> Callable[..., Tensor]:
-        def loss(model: nn.Module, *parts: Tensor) -> Tensor:
+    @staticmethod
+    def _again(calls: Sequence[_Call], batch: list[int], wanted: Any) -> Callable[..., Any]:
+        def made_again(model: nn.Module, *parts: Tensor) -> Any:
             now: dict[int, Any] = dict(zip(batch, parts, strict=True))
 
             def put(x: Any) -> Any:
@@ -140,9 +159,9 @@ class HeardProgram:
                 with torch.set_grad_enabled(call.grad):
                     made = (call.func or model)(*args, **kwargs)
                 now |= _by_id(call.results, tree_flatten(made)[0])
-            return now[id(self._loss)]
+            return tree_map(lambda x: now[id(x)] if isinstance(x, Tensor) else x, wanted)
 
-        return loss
+        return made_again
 
 
 def _sources(calls: Sequence[_Call]) -> Iterator[Tensor]:
@@ -154,6 +173,11 @@ def _sources(calls: Sequence[_Call]) -> Iterator[Tensor]:
                 known.add(id(x))
                 yield x
         known |= {id(x) for x in call.results}
+
+
+def _squares(results: Any) -> Tensor:
+    found = [x.square().sum() for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+    return torch.stack(found).sum()
 
 
 def _is_batch(x: Tensor) -> bool:

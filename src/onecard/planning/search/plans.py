@@ -43,6 +43,7 @@ class Plans(Sequence[Choice]):
         obvious: what many would try first, with why not.
         looked, priced, recorded: how many plans there were, how many needed a price, of how many recordings.
         limit: bytes of each rank; 0 if any.
+        told: what of the job is not in the prices; "" if all is.
     """
 
     choices: tuple[Choice, ...]
@@ -52,6 +53,7 @@ class Plans(Sequence[Choice]):
     recorded: int
     limit: int
     _again: Callable[[Mapping[str, Any]], Plans] = field(repr=False, compare=False)
+    told: str = ""
 
     @property
     def best(self) -> Plan:
@@ -109,7 +111,7 @@ class Plans(Sequence[Choice]):
             lines.append(f"  not {choice}")
         count = f"{self.recorded:,} recording{'s' * (self.recorded > 1)}"
         seen = f"{self.looked:,} plan{'s' * (self.looked > 1)} looked at, {self.priced:,} priced, {count}"
-        return "\n".join([*lines, f"  {seen}"])
+        return "\n".join([*lines, f"  {seen}", *([f"  {self.told}"] if self.told else [])])
 
 
 def chosen(cost: JobCost, limit: int, looked: int, second: JobCost | None, objective: str) -> Choice:

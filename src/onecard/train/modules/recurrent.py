@@ -98,14 +98,23 @@ def _in_turn(
 
 
 def batch_placements(mesh: ProcessMesh, x: Tensor) -> tuple[Placement, ...]:
-    """The cuts of the batch, dim 1, that leave every rank a part; other axes have everything."""
+    """The cuts of the batch, dim 1, that leave every rank a part; other axes have everything.
+
+    Axes that cut time, dim 0, cut the batch instead if they can: so are the rows of a time-major model where it enters. Each
+    rank sends parts of its part then, where all of it would go to all, and computes its share.
+    """
     if not isinstance(x, DistTensor):
         return (Replicate(),) * mesh.ndim
-    axes = x._spec.layout.axes(1)
-    parts = torch.Size(mesh.shape[a] for a in axes).numel()
-    even = x.shape[1] % parts == 0
-    nobody_idle = x.shape[1] > 0 and (even or (len(axes) == 1 and -(-x.shape[1] // parts) * (parts - 1) < x.shape[1]))
-    return tuple(Shard(1) if a in axes and nobody_idle else Replicate() for a in range(mesh.ndim))
+    of_batch = x._spec.layout.axes(1)
+    for axes in (of_batch + x._spec.layout.axes(0), of_batch):
+        if _nobody_is_idle(x.shape[1], [mesh.shape[a] for a in axes]):
+            return tuple(Shard(1) if a in axes else Replicate() for a in range(mesh.ndim))
+    return (Replicate(),) * mesh.ndim
+
+
+def _nobody_is_idle(rows: int, sizes: Sequence[int]) -> bool:
+    parts = torch.Size(sizes).numel()
+    return rows > 0 and (rows % parts == 0 or (len(sizes) == 1 and -(-rows // parts) * (parts - 1) < rows))
 
 
 def _run(

@@ -25,13 +25,19 @@ def tell(params: Iterable[Any]) -> None:
     }
     idle = [name for name, size in sizes.items() if size > 1 and name not in divided.here and name not in _told.here]
     idle = [name for name in idle if not any(_is_divided(p.grad, name) for p in held)]
-    if not idle or as_one_card.here or faked.here or trace.faking() or world.alone.here:
+    if not idle or faked.here or trace.faking() or world.alone.here:
         return
     _told.here.update(idle)
     name = idle[0]
+    cure = f"Each has its rows by loader = onecard.shard_dataloader(loader, mesh, shard_dims={name!r})"
+    if as_one_card.here:  # the model divides what it is called with
+        cure = (
+            "A model divides the rows of the first tensor that it is called with; fewer rows than ranks are whole on each: take "
+            "larger batches, or fewer ranks"
+        )
     warnings.warn(
         f"{user_line()}: nothing is divided along {name!r}: each of its {sizes[name]} ranks has read the whole batch and "
-        f"computes all of it. Each has its rows by loader = onecard.shard_dataloader(loader, mesh, shard_dims={name!r})",
+        f"computes all of it. {cure}",
         stacklevel=2,
     )
 
