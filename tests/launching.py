@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from onecard import cli
 from onecard.comm.agree import sparse_check
 from onecard.comm.base import flight
 from onecard.comm.world import world
-from onecard.commands import find
 from onecard.testing import run_ranks
 from onecard.testing._run import _context, _importable
 
@@ -202,7 +200,6 @@ def _python(folder: Path, words: list[str], within: float, environment: dict[str
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         subprocess_handler.Popen = Forked  # type: ignore[attr-defined, misc, assignment]
-        find.subprocess = SimpleNamespace(run=_run_forked)  # type: ignore[attr-defined]  # the plan of `run --auto`
         process = Forked([sys.executable, *words], clean | environment, True)
         try:
             code = process.wait(within)
@@ -211,11 +208,6 @@ def _python(folder: Path, words: list[str], within: float, environment: dict[str
                 os.killpg(process.pid, signal.SIGKILL)
         said = [os.pread(number, 1 << 24, 0).decode() for number in (1, 2)]
     return code, *said
-
-
-def _run_forked(command: Sequence[str], check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    code = Forked(command, env, True).wait(200.0)
-    return subprocess.CompletedProcess(command, 1 if code is None else code)
 
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
