@@ -1,5 +1,6 @@
 """Schedules: what their docstrings promise of bubble and memory, and that torch's say the same where they mean the same."""
 
+import random
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from onecard import pipeline as pl
 from onecard.errors import ScheduleError
+from onecard.pipeline.schedule.modes import MODES, plan
+from onecard.pipeline.schedule.timing import makespan
 
 CHUNKED = [pl.interleaved, pl.breadth_first, pl.zb_h1]
 V = [pl.zb_v, pl.v_half, pl.v_min, pl.dualpipe_v]
@@ -237,3 +240,17 @@ def test_a_cell_that_is_no_action_is_named(cell, tmp_path):
     (tmp_path / "bad.csv").write_text(f"0F0,0B0\n1F0,,{cell}\n")
     with pytest.raises(ScheduleError, match=r"bad.csv, line 2 \(rank 1\), column 3: .* is no action"):
         pl.read_csv(tmp_path / "bad.csv")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_computations_alone_run_as_with_their_messages(mode):
+    """What a price simulates: the same spans, and the same makespan without them."""
+    draw = random.Random(mode)
+    for ranks, count in ((2, 4), (3, 9), (4, 8)):
+        whole, alone = (plan(mode, ranks, messages=messages)(count) for messages in (True, False))
+        assert whole.has_messages and not alone.has_messages
+        each = [[draw.random() for _ in range(whole.num_stages)] for _ in range(3)]
+        times = pl.Times(*each, draw.random())
+        timeline = pl.simulate(whole, times)
+        assert sorted(timeline.spans) == sorted(pl.simulate(alone, times).spans)
+        assert makespan(alone, times) == timeline.makespan

@@ -100,7 +100,8 @@ class ProcessMesh:
     @property
     def process_ids(self) -> list[int]:
         """All ranks, in the order of the grid."""
-        return [int(rank) for rank in self._grid.ravel()]
+        ranks: list[int] = self._grid.ravel().tolist()
+        return ranks
 
     @property
     def mesh(self) -> np.ndarray:

@@ -45,6 +45,7 @@ class RankMemory:
         }
         self._stages = {number: self._of_stage(stage) for number, stage in stages.items()}
         self._costs = stages
+        self._held, self._most = sum(self._always.values()), 0
         self.at_peak: dict[str, int] = {}
         self.over_time: list[tuple[float, int]] = []
         self._walk(spans)
@@ -119,9 +120,11 @@ class RankMemory:
         self._point(seconds, held, gradients, bucket, runs=False)
 
     def _point(self, seconds: float, activations: int, gradients: int, transient: int, runs: bool = True) -> None:
-        now = {**self._always, "gradients": gradients, "activations": activations, "transient": transient}
-        if not runs:
-            now["buffers"] = 0
-        self.over_time.append((seconds, sum(now.values())))
-        if sum(now.values()) > sum(self.at_peak.values()):
-            self.at_peak = now
+        always = self._held if runs else self._held - self._always["buffers"]
+        now = always + gradients + activations + transient
+        self.over_time.append((seconds, now))
+        if now > self._most:
+            self._most = now
+            self.at_peak = {
+                **self._always, "gradients": gradients, "activations": activations, "transient": transient,
+            } | ({} if runs else {"buffers": 0})  # fmt: skip

@@ -9,7 +9,7 @@ from onecard.errors import PlanError
 from onecard.machine.cost import MACHINE, Machine
 from onecard.pipeline.schedule.action import Schedule
 from onecard.pipeline.schedule.modes import plan as schedule_named
-from onecard.pipeline.schedule.timing import Span, Timeline, Times, simulate
+from onecard.pipeline.schedule.timing import Span, Timeline, Times, makespan, simulate
 from onecard.planning.job import JobCost, PieceCost, RankCost
 from onecard.planning.lines import AxisLine
 from onecard.planning.memory import RankMemory
@@ -78,14 +78,15 @@ def composed(
     stages = stages_of(pieces, other, plan)
     times = [stage_time(stage, state) for stage in stages]
     times[0] = times[0].in_one()
-    schedule = schedule_named(plan.schedule if plan.pp > 1 else "1F1B", plan.pp, plan.virtual)(plan.microbatches)
+    name = plan.schedule if plan.pp > 1 else "1F1B"
+    schedule = schedule_named(name, plan.pp, plan.virtual, messages=False)(plan.microbatches)
     message = max((_to_the_next(stage.output, state) for stage in stages[:-1]), default=0.0)
-    timeline = _timeline(schedule, times, message, plan.overlap_pp)
+    timeline = simulate(schedule, _durations(times, message, plan.overlap_pp))
     spans: dict[int, list[Span]] = {place: [] for place in range(plan.pp)}
     for span in timeline.computing:
         spans[span.rank].append(span)
     ranks = [_rank(place, schedule, stages, times, of_rank, state) for place, of_rank in spans.items()]
-    without = _timeline(schedule, times, 0.0, True).makespan if message else timeline.makespan
+    without = makespan(schedule, _durations(times, 0.0, True)) if message else timeline.makespan
     return _job(plan, machine, ranks, timeline, timeline.makespan - without, pieces, tokens)
 
 
@@ -114,19 +115,16 @@ def on_hosts(machine: Machine, per_host: int) -> Machine:
     return _changes[key][1]
 
 
-def _timeline(schedule: Schedule, times: Sequence[StageTime], message: float, overlap: bool) -> Timeline:
+def _durations(times: Sequence[StageTime], message: float, overlap: bool) -> Times:
     """``overlap``: a stage goes on while what it has made travels; else it waits until that is there."""
     forward, back = ([0.0] * len(times) for _ in range(2))
     if not overlap:
         forward[:-1] = back[1:] = [message] * (len(times) - 1)
-    return simulate(
-        schedule,
-        Times(
-            [t.forward + more for t, more in zip(times, forward, strict=True)],
-            [t.backward_input + more for t, more in zip(times, back, strict=True)],
-            [t.backward_weight for t in times],
-            message if overlap else 0.0,
-        ),
+    return Times(
+        [t.forward + more for t, more in zip(times, forward, strict=True)],
+        [t.backward_input + more for t, more in zip(times, back, strict=True)],
+        [t.backward_weight for t in times],
+        message if overlap else 0.0,
     )
 
 

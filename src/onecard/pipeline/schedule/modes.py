@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from onecard.pipeline.schedule.orders import (
     zb_h2,
 )
 from onecard.pipeline.schedule.schedule_auto import zb_1p, zb_2p
+from onecard.pipeline.schedule.schedule_messages import computations_alone
 from onecard.pipeline.schedule.schedule_v import dualpipe_v, v_half, v_min, zb_v
 
 KEPT = 128  # schedules, one for each number of microbatches in use
@@ -43,13 +45,14 @@ class ModeError(ScheduleError):
     """A name that no schedule has, or chunks that it cannot have."""
 
 
-def plan(mode: Any, ranks: int, chunks: int | None = None) -> Callable[[int], Schedule]:
+def plan(mode: Any, ranks: int, chunks: int | None = None, messages: bool = True) -> Callable[[int], Schedule]:
     """For a number of microbatches the schedule of this name; a Schedule is itself, a function is called.
 
     Args:
         mode: one of ``MODES``, in any spelling; a ``pipeline.Schedule``; or a function (ranks, microbatches) -> Schedule.
         chunks: stages for each rank; None: as the schedule has. 1F1B and F-then-B with several are interleaved 1F1B (VPP)
             and breadth-first (BFS), as in Paddle.
+        messages: whether sends and receives are in it; to simulate one they need not be, and are most of what it takes to make.
 
     Example:
         >>> plan("1F1B", 2)(4), plan("vpp", 2, 3)(4).num_stages
@@ -63,7 +66,7 @@ def plan(mode: Any, ranks: int, chunks: int | None = None) -> Callable[[int], Sc
     if name in _FOLDED:
         if chunks not in (None, 1, 2):
             raise ModeError(f"schedule_mode {mode!r} folds the layers into 2 stages for each rank, not {chunks}")
-        return lambda microbatches: _made(_FOLDED[name], ranks, microbatches)
+        return lambda microbatches: _made(messages, _FOLDED[name], ranks, microbatches)
     if chunks is not None and chunks > 1:
         name = {"1F1B": "VPP", "F-then-B": "BFS"}.get(name, name)
     if name not in _CHUNKED or (name in _PLAIN and chunks in (None, 1)):
@@ -72,13 +75,14 @@ def plan(mode: Any, ranks: int, chunks: int | None = None) -> Callable[[int], Sc
                 f"schedule_mode {mode!r} has one stage for each rank, but num_virtual_pipeline_stages={chunks}; with several go: "
                 f"{', '.join(_CHUNKED)}"
             )
-        return lambda microbatches: _made(_PLAIN[name], ranks, microbatches)
-    return lambda microbatches: _made(_CHUNKED[name], ranks, microbatches, chunks or 2)
+        return lambda microbatches: _made(messages, _PLAIN[name], ranks, microbatches)
+    return lambda microbatches: _made(messages, _CHUNKED[name], ranks, microbatches, chunks or 2)
 
 
 @lru_cache(KEPT)
-def _made(make: Make, *sizes: int) -> Schedule:
-    return make(*sizes)
+def _made(messages: bool, make: Make, *sizes: int) -> Schedule:
+    with nullcontext() if messages else computations_alone():
+        return make(*sizes)
 
 
 def known(mode: Any) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from onecard.errors import ScheduleError
 from onecard.pipeline.schedule.action import Action, Schedule, received_by
 from onecard.pipeline.schedule.flow import input_of
@@ -22,6 +26,8 @@ def with_messages(schedule: Schedule, times: Times | None = None) -> Schedule:
         >>> with_messages(Schedule.of([["0F0", "0B0"], ["1F0", "1B0"]])).ranks
         ((0F0, 0SEND_F0, 0RECV_B0, 0B0), (1RECV_F0, 1F0, 1B0, 1SEND_B0))
     """
+    if _left_out.get():
+        return schedule
     schedule = schedule.compute()
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
     # The sort is stable and `simulate` lists causes first: so they stay first where times are equal.
@@ -33,6 +39,19 @@ def with_messages(schedule: Schedule, times: Times | None = None) -> Schedule:
             rows[rank].append(send)
             rows[schedule.stage_to_rank[receive.stage]].append(receive)
     return Schedule(tuple(tuple(row) for row in rows), schedule.name)
+
+
+_left_out: ContextVar[bool] = ContextVar("_left_out", default=False)
+
+
+@contextmanager
+def computations_alone() -> Iterator[None]:
+    """Inside, schedules that are made have no messages: to be simulated, where a result leaves as soon as it is there, too."""
+    before = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(before)
 
 
 def one_order(schedule: Schedule) -> None:

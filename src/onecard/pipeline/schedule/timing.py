@@ -170,12 +170,30 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
         >>> timeline.step, timeline.bubble_rate
         (12.0, 0.25)
     """
-    lasts, delay = (times := times or Times()).durations(schedule.num_stages), times.communication
+    spans: list[Span] = []
+    _gone_through(schedule, times or Times(), spans)
+    return Timeline(tuple(spans), schedule.name)
+
+
+def makespan(schedule: Schedule, times: Times) -> float:
+    """That of ``simulate``, in half of the time: no span is made.
+
+    Example:
+        >>> from onecard.pipeline import gpipe
+        >>> makespan(gpipe(2, 3), Times(1, 1, 1))
+        12.0
+    """
+    return _gone_through(schedule, times, None)
+
+
+def _gone_through(schedule: Schedule, times: Times, spans: list[Span] | None) -> float:
+    """From the first start to the last end of a computation; what runs when is put into ``spans``."""
+    lasts, delay = times.durations(schedule.num_stages), times.communication
     flow = flow_of(schedule)
     clocks, places = [0.0] * len(flow.rows), [0] * len(flow.rows)
     ready = [-1.0] * flow.numbers  # when each is there
     waiting: dict[int, int] = {}  # the rank that stands still for an input
-    spans: list[Span] = []
+    first, last = float("inf"), 0.0
     runnable = list(reversed(range(len(flow.rows))))
     while runnable:
         rank = runnable.pop()
@@ -188,7 +206,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             if computes:
                 start = max(clock, ready[wanted]) if wanted >= 0 else clock
                 clock = start + lasts[action.kind][action.stage]
-                spans.append(Span(rank, action, start, clock))
+                first = start if start < first else first
+                if spans is not None:
+                    spans.append(Span(rank, action, start, clock))
             if given >= 0:
                 ready[given] = clock + delay if far else clock
                 if given in waiting:
@@ -196,6 +216,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
         else:
             turn = len(row)
         clocks[rank], places[rank] = clock, turn
+        last = max(last, clock)
     for number, rank in waiting.items():
         what, stage, microbatch = flow.input(number)
         stands = flow.rows[rank][places[rank]]
@@ -204,4 +225,4 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             f"{'the activation' if what == 'F' else 'the gradient'} of microbatch {microbatch} for stage {stage}, which "
             "never comes; onecard.pipeline.check_schedule says why"
         )
-    return Timeline(tuple(spans), schedule.name)
+    return last - first if last else 0.0

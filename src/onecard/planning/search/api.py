@@ -13,7 +13,7 @@ from onecard.planning.known_models import known_model
 from onecard.planning.machine_file import machine_named
 from onecard.planning.plan import Plan
 from onecard.planning.record import Loss, Model, parts_of
-from onecard.planning.search.find import ALIKE, Search, Searched
+from onecard.planning.search.find import ALIKE, Search
 from onecard.planning.search.plans import Choice, Plans, beside, chosen
 from onecard.planning.search.space import Space
 from onecard.planning.search.subject import PlanSubject, subject_of
@@ -125,9 +125,9 @@ def _of_step(step: Any, batch: Any, loss: Any, planned: Callable[..., Plans]) ->
 
 def _planned(
     subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str,
-    obvious: bool = False, smallest: bool = False,
+    obvious: bool = False,
 ) -> Plans:  # fmt: skip
-    search = Search(Space(subject, world, machine, dict(fixed), smallest), machine, limit, objective)
+    search = Search(Space(subject, world, machine, dict(fixed)), machine, limit, objective)
     found = search.run()
     if not found.priced:
         raise _nothing(subject, world, machine, limit, fixed, search)
@@ -186,19 +186,28 @@ def _obvious(
         if any(fixed.get(field, value) != value for field, value in ways.items()):
             continue
         near = None
-        try:
-            one = _planned(subject, world, machine, limit, {**fixed, **ways}, "time").cost
-        except PlanError:
-            try:
-                one = _planned(subject, world, machine, 0, {**fixed, **ways}, "memory", smallest=True).cost
-            except PlanError:  # nor with any memory
+        one = _best(subject, world, machine, limit, {**fixed, **ways})
+        if one is None:
+            one = _best(subject, world, machine, 0, {**fixed, **ways}, "memory")
+            if one is None:  # nor with any memory
                 continue
-            with suppress(PlanError):
-                free = {name: value for name, value in ways.items() if name != "recompute"}
-                near = _planned(subject, world, machine, limit, {**fixed, **free}, "time").cost
+            free = {name: value for name, value in ways.items() if name != "recompute"}
+            near = _best(subject, world, machine, limit, {**fixed, **free})
         if one.plan != best.plan and all(one.plan != other.plan for other in found):
             found.append(beside(one, best, limit, near, name))
     return found
+
+
+def _best(
+    subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], objective: str = "time"
+) -> JobCost | None:
+    """The best plan with these fields, if any fits; for the smallest one only small microbatches are looked at."""
+    with suppress(PlanError):
+        space = Space(subject, world, machine, dict(fixed), objective == "memory")
+        found = Search(space, machine, limit, objective).run().priced
+        if found:
+            return found[0] if objective == "memory" else in_order(found)[0]
+    return None
 
 
 def _ways(subject: PlanSubject, world: int) -> dict[str, dict[str, Any]]:
@@ -218,11 +227,10 @@ def _nothing(
     subject: PlanSubject, world: int, machine: Machine, limit: int, fixed: Mapping[str, Any], search: Search
 ) -> PlanError:
     """Nothing fits: which plan takes least, and what is missing."""
-    least: Searched = Search(Space(subject, world, machine, dict(fixed), True), machine, 0, "memory").run()
-    if not least.priced:
+    cost = _best(subject, world, machine, 0, fixed, "memory")
+    if cost is None:
         why = max(search.space.why, key=lambda w: search.space.why[w], default="no plan has these fields")
         return PlanError(f"plan: nothing can run on {world} ranks with {dict(fixed) or 'these rows'}: {why}")
-    cost = least.priced[0]
     return NothingFits(
         f"nothing fits into {bytes_in_words(limit)} on {world} rank(s): {in_words(cost.plan)} takes least, "
         f"{bytes_in_words(cost.peak)} ({largest(cost)}). More ranks, fewer rows, or fixed={{'offload': True}}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from torch import fx
 
+from onecard._torch.graphs import node_put
 from onecard.comm.issue.again import Line
 from onecard.place.mesh import ProcessMesh
 from onecard.static.step.step import RecordedStep
@@ -49,7 +49,7 @@ class _Rows:
     rows: int
 
     def number(self, one: int, two: int) -> int:
-        return _on_line(one, two, Fraction(self.rows - FROM[0], FROM[1] - FROM[0]))
+        return _on_line(one, two, self.rows - FROM[0], FROM[1] - FROM[0])
 
     def other(self, one: Any, two: Any) -> Any:
         raise NotLinear
@@ -66,8 +66,9 @@ class _Experts:
     def number(self, one: int, two: int) -> int:
         few, many, ranks = self.few, self.many, self.ranks
         if two > one:
-            return _on_line(one, two, Fraction(ranks - few, many - few))
-        return _on_line(one, two, (Fraction(1, ranks) - Fraction(1, few)) / (Fraction(1, many) - Fraction(1, few)))
+            return _on_line(one, two, ranks - few, many - few)
+        # The share of 1/ranks on the way from 1/few to 1/many.
+        return _on_line(one, two, (few - ranks) * many, (few - many) * ranks)
 
     def other(self, one: Any, two: Any) -> Any:
         """What has another form: the ranks of a message, and what it says of each of them."""
@@ -92,11 +93,11 @@ class _Experts:
         return Line(ProcessMesh([*found], one.mesh.dim_names), 0)
 
 
-def _on_line(one: int, two: int, share: Fraction) -> int:
-    found = one + (two - one) * share
-    if found.denominator != 1:
+def _on_line(one: int, two: int, share: int, of: int) -> int:
+    more, left = divmod((two - one) * share, of)
+    if left:
         raise NotLinear
-    return found.numerator
+    return one + more
 
 
 def _between(few: RecordedStep, many: RecordedStep, along: _Rows | _Experts) -> RecordedStep | None:
@@ -108,8 +109,9 @@ def _between(few: RecordedStep, many: RecordedStep, along: _Rows | _Experts) -> 
         for a, b in zip(first, second, strict=True):
             if (a.op, a.target) != (b.op, b.target):
                 raise NotLinear
-            args, kwargs = (_along(one, two, along, made) for one, two in ((a.args, b.args), (a.kwargs, b.kwargs)))
-            copy = graph.create_node(a.op, a.target, args, kwargs, a.name, a.type)
+            args = _along(a.args, b.args, along, made)
+            kwargs = _along(a.kwargs, b.kwargs, along, made) if a.kwargs or b.kwargs else {}
+            copy = node_put(graph, a.op, a.target, args, kwargs, a.name, a.type)
             copy.meta = dict(a.meta)
             for key in ("tensor", "touched"):
                 if key in a.meta and a.meta[key] != b.meta.get(key):
@@ -127,6 +129,8 @@ def _along(one: Any, two: Any, along: _Rows | _Experts, nodes: dict[fx.Node, fx.
     """What lies on the line through two values, in tuples, lists, slices and dicts."""
     if isinstance(one, fx.Node):
         return nodes[one]
+    if one is two:
+        return one  # numbers, dtypes, and tuples of them: two graphs have no node in common
     if type(one) is int and type(two) is int:
         return one if one == two else along.number(one, two)
     if isinstance(one, Line):

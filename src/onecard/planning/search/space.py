@@ -142,7 +142,7 @@ class Space:
             try:
                 one = replace(group, schedule=schedule, virtual=virtual, stages=tuple(self.fixed.get("stages", ())))
                 if not one.stages:
-                    schedule_named(one.schedule, one.pp, one.virtual)(min(one.microbatches, one.pp))
+                    schedule_named(one.schedule, one.pp, one.virtual, messages=False)(min(one.microbatches, one.pp))
             except (PlanError, ScheduleError) as why:
                 self._left_out(str(why))
                 continue
