@@ -105,7 +105,7 @@ def bagged(call: Call, given: Sequence[Tensor], kinds: Known, rows: int) -> Kind
         table
     ):
         return None
-    begins = torch.arange(rows) * (indices.shape[0] // rows)
+    begins = torch.arange(rows, device="cpu") * (indices.shape[0] // rows)
     each = is_real(offsets) and torch.equal(offsets.to(begins), begins)
     return Kind(ROWS, size=rows) if each and not call.values.get("include_last_offset") else None
 
