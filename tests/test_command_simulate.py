@@ -9,6 +9,7 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from launching import python
@@ -101,6 +102,21 @@ def test_machines_are_written_and_read(tmp_path):
     assert [getattr(read, n) for n in names] == [getattr(machine.with_links(dp=oc.Link(1e-5, 1e9)), n) for n in names]
     data = simulated(*SMALL, "--machine", str(path))
     assert data["machine"]["name"] == "ours"
+
+
+def test_a_measured_gpu_keeps_what_its_kernels_reach(tmp_path):
+    path, measured = tmp_path / "gpu.json", replace(oc.Machine.preset("H100"), name="NVIDIA H100 80GB HBM3")
+    save_machine(measured, path)
+    assert load_machine(path).kernels == measured.kernels
+    data = json.loads(path.read_text())
+    for change, said in (
+        ({"start": None}, "'start'"), ({"memory": {"": "0.9"}}, "memory"), ({"products": {"bfloat16": 0.8}}, 'a share ""'),
+    ):  # fmt: skip
+        wrong = {k: v for k, v in (data["kernels"] | change).items() if v is not None}
+        path.write_text(json.dumps(data | {"kernels": wrong}))
+        with pytest.raises(oc.errors.PlanError, match=r"gpu\.json") as caught:
+            load_machine(path)
+        assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from dataclasses import fields, replace
@@ -13,6 +14,8 @@ import torch
 import onecard as oc
 from onecard.errors import CostError, LayoutError
 from onecard.machine.kernels import Kernels
+from onecard.static.measure import on_gpu
+from onecard.static.measure.probes import FAMILIES
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import calibrate
@@ -184,3 +187,26 @@ def test_what_is_left_out_is_seen(layers: list[oc.Recording]) -> None:
         replace(kernels, messages={"": 1.0}),
     ):
         assert off(layers, replace(A100, kernels=changed)) > 0.03
+
+
+# -- a GPU that is measured --------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_share_is_the_one_at_which_the_law_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = replace(of(H100), products={"": 0.71})
+    told = known.product(H100.dtypes["bfloat16"], H100.memory, 4096, 4096, 4096)
+    monkeypatch.setattr(on_gpu, "seconds", lambda make, run, touched=0.0: told)
+    assert on_gpu._product(H100, of(H100), 4096, "bfloat16") == pytest.approx(0.71, rel=1e-3)
+    told = known.attend(H100.dtypes["bfloat16"], 2 * 16 * 8192**2 * 128.0, 128, 8192)
+    share = on_gpu._attention(128, False) / H100.dtypes["bfloat16"]
+    assert share == pytest.approx(of(H100).attention["128"], rel=2e-2)  # a kernel's start beside its work
+
+
+def test_every_family_is_measured() -> None:
+    """Each by an operator of its own; those of a CPU's curves that GPUs have no kernel for are left out."""
+    kept = {*FAMILIES} - {"gelu tanh", "gelu backward tanh"}
+    source = ast.parse(Path(on_gpu.__file__).read_text())
+    named = {
+        k.value for d in ast.walk(source) if isinstance(d, ast.Dict) for k in d.keys if isinstance(k, ast.Constant)
+    }
+    assert kept <= named, kept - named

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from onecard.comm import shm
 from onecard.comm.shm import futex, peers, rendezvous, segment
 from onecard.comm.world import world
+from onecard.errors import CommunicationError
 from onecard.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not shm.available(), reason="needs Linux")
@@ -124,6 +125,28 @@ def mapped():
 
 def test_the_memory_is_no_file_so_that_the_size_of_dev_shm_does_not_matter():
     assert run_ranks(mapped, 2, backend="gloo") == [{"/memfd:onecard-shm (deleted)"}] * 2
+
+
+def test_a_gpu_for_each_rank_or_a_word(monkeypatch):
+    for name in ("ONECARD_BACKEND", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert world.device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    world.gpu_for_each()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(CommunicationError, match=r"4 ranks on this host, and 2 GPUs.*--nproc_per_node 2.*BACKEND=shm"):
+        world.gpu_for_each()
+    for backend, kind in {"cpu:gloo,cuda:nccl": "cuda", "shm": "cpu", "gloo": "cpu"}.items():
+        monkeypatch.setenv("ONECARD_BACKEND", backend)
+        assert world.device().type == kind
+    monkeypatch.delenv("ONECARD_BACKEND")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for backend, kind in {"nccl": "cuda", "gloo": "cpu", "fake": "cpu"}.items():  # the program's own group
+        monkeypatch.setattr("torch.distributed.get_backend", lambda backend=backend: backend)
+        assert world.device().type == kind
 
 
 def test_the_default_follows_the_hosts_and_the_environment(monkeypatch):
