@@ -364,3 +364,16 @@ def test_ranks_that_shuffle_differently_are_named(kind: str, words: str) -> None
 @pytest.mark.parametrize("kind", ["in order", "one generator"])
 def test_seeds_that_decide_no_order_may_differ(kind: str) -> None:
     assert run_ranks(shuffled, 2, kind) == [3, 3]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_batches_stay_on_the_device_where_they_are(monkeypatch, whole):
+    """A program that never names a device is the CPU's, also on a machine whose ranks have GPUs."""
+    monkeypatch.setattr("onecard.comm.world.world.device", lambda: torch.device("cuda", 0))
+    mesh = oc.ProcessMesh([0], ["dp"])
+    loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
+    given = oc.shard_dataloader(loader, mesh) if whole else oc.shard_dataloader(loader, mesh, "dp")
+    parts = [x for (x,) in given]
+    assert [x.device.type for x in parts] == [x.to_local().device.type for x in parts] == ["cpu"] * 2
+    assert torch.cat([x.full_tensor() for x in parts]).tolist() == list(range(8))
+    assert oc.shard_tensor(torch.ones(2), mesh, [oc.Shard(0)]).device.type == "cpu"

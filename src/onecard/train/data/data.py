@@ -18,7 +18,6 @@ from onecard.comm.agree import clock
 from onecard.comm.base import record
 from onecard.comm.base.state import machine
 from onecard.comm.issue import collectives, groups
-from onecard.comm.world import world
 from onecard.errors import DispatchError, LayoutError
 from onecard.moves.resharding import Step
 from onecard.place.layout import Layout
@@ -227,8 +226,8 @@ class ShardDataloader:
             return mapped(value, lambda v: self._wrap_part(v, i, whole) if isinstance(v, Tensor) else v)
         shape = torch.Size([whole, *value.shape[1:]])
         layout = self._target(i, value.dim())
-        spec = Spec.make(layout, shape, contiguous_stride(shape), value.dtype, _device(value))
-        local = value.to(spec.device) if spec.here else value.new_empty(0)
+        spec = Spec.make(layout, shape, contiguous_stride(shape), value.dtype, value.device)
+        local = value if spec.here else value.new_empty(0)
         if spec.here and tuple(local.shape) != layout.local_shape(shape):
             raise DispatchError(
                 f"shard_dataloader: this rank has {local.shape[0]} rows of a batch of {whole} samples, "
@@ -248,11 +247,6 @@ class ShardDataloader:
             )
         layout = self._target(i, value.dim())
         return shard_tensor(value, layout.mesh, layout.placements)
-
-
-def _device(value: Tensor) -> torch.device:
-    """Where a batch's local tensors go."""
-    return world.device() if value.device.type == "cpu" else value.device
 
 
 _END: Any = object()
