@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -29,6 +28,7 @@ from onecard.planning.machine_file import machine_named, this_machine
 from onecard.planning.program import HeardProgram
 from onecard.planning.search.api import plan
 from onecard.planning.search.plans import Plans
+from onecard.rules.verify.guard import forked
 
 LONG = 5.0
 """Seconds after which it is said that a plan is looked for: a step of many operators takes a minute."""
@@ -63,23 +63,12 @@ def _started(words: list[str]) -> int:
 
     It ends without what a program has put down for its end: nothing of a rehearsal is to last.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of threads: NumPy's, which are idle
-        child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
+
+    def work() -> int:
         os.environ["PYTHONHASHSEED"] = "0"  # as ranks have it
-        status = main(words)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return main(words)
+
+    return forked(work)
 
 
 def main(argv: list[str]) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 
 Note = Callable[[str], None]
@@ -24,23 +25,34 @@ def guarded(work: Callable[[Note], int]) -> tuple[int, str]:
     if not hasattr(os, "fork"):
         return work(lambda words: None), ""
     board = mmap.mmap(-1, 4096)  # shared with the child, and still there when it is gone
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = work(lambda words: _write(board, words))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+    child = forked(lambda: work(lambda words: _write(board, words)))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status >= 0:
         return status, ""
     return 128 - status, f"{signal.Signals(-status).name} in {bytes(board).rstrip(bytes(1)).decode()}"
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Start a copy of this process that does the work and ends with its status; the copy's number.
+
+    It ends without what a program has put down for its end.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of threads: NumPy's, which are idle
+        child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _write(board: mmap.mmap, words: str) -> None:
