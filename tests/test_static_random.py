@@ -18,6 +18,7 @@ import onecard as oc
 from onecard import recorded
 from onecard.errors import RecordingError
 from onecard.static import passes
+from onecard.static.capture import randomness
 from onecard.static.passes import PASSES
 from onecard.static.step.order import draws
 from onecard.static.step.writes import written_by
@@ -212,3 +213,16 @@ def test_draws_in_python_are_said(step: Callable[[Tensor], Tensor], what: str) -
     static(torch.ones(2))
     with pytest.warns(UserWarning, match=f"draws from {what} random; every replay repeats"):
         static(torch.ones(2))
+
+
+def test_the_state_of_a_gpus_generator_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is recorded another object stands where torch has its generators; the nodes ask what stood there before."""
+    real = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(torch.cuda, "default_generators", (real,))
+    seen = randomness._SeenGenerator("cuda:0")
+    monkeypatch.setattr(torch.cuda, "default_generators", (seen,))
+    state = seen.get_state()
+    assert torch.equal(state, real.get_state())
+    torch.rand(3, generator=real)
+    seen.set_state(state)
+    assert torch.equal(real.get_state(), state)

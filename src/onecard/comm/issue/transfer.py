@@ -164,7 +164,7 @@ def _exchange(transfer: Transfer, outgoing: Peers, incoming: Peers, microbatch: 
 def _carried(x: Tensor) -> Tensor:
     """A tensor where NCCL takes it."""
     device = way(dist.group.WORLD) if x.is_cpu else None
-    return x if device is None else x.to(device)
+    return x if device is None else x.to(device, copy=True)
 
 
 under_way: Kept[list[int]] = Kept(list)
