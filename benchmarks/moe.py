@@ -6,7 +6,8 @@
     ONECARD_BACKEND=gloo python benchmarks/moe.py    # over Gloo
 
 8 experts of two products with a GELU between them, the best 2 for each token, d 512, 2,048 tokens of all ranks together.
-"fleet" is ``MoELayer`` with ``GroupedExperts``, "marks" the one-card program with its experts cut along an axis. Peers:
+"fleet" is ``MoELayer`` with ``GroupedExperts``, "marks" the one-card program with its experts cut along an axis, "recorded" the
+same as a recorded step. Peers:
 DeepSpeed's ``MOELayer`` where it is installed (nothing dropped, no random choice), torch's grouped products between
 all-to-alls by hand, and experts cut as tensors with all tokens on each rank. All send over the same backend, start from the
 same weights, and must give one card's loss and gradients of tokens and experts (1e-5 relative); then they are timed in turn
@@ -40,7 +41,7 @@ from onecard.launch._allocator import allocator  # noqa: E402
 from onecard.testing import run_ranks  # noqa: E402
 from peers.grouped_moe import as_tensors, by_hand, choose, cut  # noqa: E402
 
-OWN = ("fleet", "marks")
+OWN = ("fleet", "marks", "recorded")
 PEERS = ("by hand", "dtensor", "deepspeed")
 TOLERANCE = 1e-5
 
@@ -122,8 +123,12 @@ class Variant:
     cut: int = 0
     """the dim of up that is cut; down's is the other one"""
     whole: Callable[[Tensor], Tensor] | None = None
+    recorded: Callable[[], Tensor] | None = None
 
     def step(self) -> Tensor:
+        return self.once() if self.recorded is None else self.recorded()
+
+    def once(self) -> Tensor:
         for each in (self.x, *self.all):
             each.grad = None
         loss = self.run(self.x).square().sum()
@@ -132,9 +137,9 @@ class Variant:
 
 
 def build(args: BenchArgs, name: str) -> Variant:
-    return {"fleet": _fleet, "marks": _marks, "by hand": _hand, "dtensor": _dtensor, "deepspeed": _deepspeed}[name](
-        args
-    )
+    builders = {"fleet": _fleet, "marks": _marks, "recorded": _recorded}
+    builders |= {"by hand": _hand, "dtensor": _dtensor, "deepspeed": _deepspeed}
+    return builders[name](args)
 
 
 def _local(args: BenchArgs, weight: Tensor) -> Tensor:
@@ -180,6 +185,14 @@ def _marks(args: BenchArgs) -> Variant:
         return value.full_tensor() if value.dim() == 0 else value.to_local()
 
     return Variant(x, lambda x: one_card(x, gate, up, down, args.k), parts, [gate, up, down], [up, down], whole=whole)
+
+
+def _recorded(args: BenchArgs) -> Variant:
+    import onecard as oc
+
+    made = _marks(args)
+    made.recorded = oc.to_static(made.once)
+    return made
 
 
 def _hand(args: BenchArgs) -> Variant:
@@ -329,7 +342,7 @@ def _ratio(own: Any, other: Any) -> float:
 def main(args: BenchArgs) -> int:
     """Run all, print the comparison; returns the exit code."""
     os.environ |= allocator(os.environ)
-    args, console = sized(args), Console()
+    args, console = sized(args), Console(width=None if sys.stdout.isatty() else 150)
     if "deepspeed" in args.variants and importlib.util.find_spec("deepspeed") is None:
         console.print("DeepSpeed is not installed (pip install deepspeed): it is left out")
         args = BenchArgs(**{**vars(args), "variants": tuple(v for v in args.variants if v != "deepspeed")})

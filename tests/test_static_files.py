@@ -133,3 +133,18 @@ def test_a_file_holds_no_pickle_and_no_other_function() -> None:
         save_file({"x": torch.zeros(1)}, str(path))
         with pytest.raises(RecordingError, match="is no recording"):
             oc.load_recording(path)
+
+
+def nameless_saved() -> str:
+    mesh = oc.ProcessMesh([0, 1], ["tp"])
+    parts = [oc.shard_tensor(torch.ones(4, 4), mesh, [oc.Shard(0)]) for _ in range(2)]
+    step = oc.to_static(lambda: sum(x.sum() for x in parts[1:]))
+    step(), step()
+    with pytest.raises(RecordingError) as said:
+        step.recordings[0].save("unwritten")
+    return str(said.value)
+
+
+def test_a_distributed_tensor_without_a_name_is_not_saved():
+    for said in run_ranks(nameless_saved, 2):
+        assert "to which no name of the program leads" in said and "tp=Shard(0)" in said

@@ -19,10 +19,18 @@ watcher: Any = None
 """Who looks on as a program runs, recorded or not (``onecard.prove``); None: nobody."""
 
 
+class Opaque:
+    """A value that only functions of ours take and give: a node of a graph, though it is no tensor."""
+
+    __slots__ = ()
+
+
 class Listener:
     """Who is told of what runs while a step is recorded or compared, unless it is paused."""
 
     _off = 0
+    rows = False
+    """Whether tensors may lie row by row where data says (``tensor/rows``), and calls on them are nodes."""
 
     @property
     def listens(self) -> bool:
@@ -50,12 +58,13 @@ pure: set[Callable[..., Any]] = set()
 """Those that give the same for the same, and neither send nor draw: who needs their result twice may have one."""
 
 
-def one_node(*written: int, is_pure: bool = False) -> Callable[[Function], Function]:
+def one_node(*written: int, is_pure: bool = False, in_files: bool = True) -> Callable[[Function], Function]:
     """A function that a recording keeps as one node: what it does with values (random keys, messages) is no part of the graph.
 
     Args:
         written: positions of the tensors, or lists of tensors, that it writes to.
         is_pure: it gives the same for the same, and sends nothing.
+        in_files: a saved recording may call it.
 
     Example:
         >>> @one_node()
@@ -73,6 +82,8 @@ def one_node(*written: int, is_pure: bool = False) -> Callable[[Function], Funct
             return recorder.call(function, args, kwargs)
 
         register(function, *written)
+        if not in_files:
+            del functions[name_of(function)]
         if is_pure:
             pure.add(function)
         return run  # type: ignore[return-value]

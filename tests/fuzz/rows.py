@@ -2,6 +2,7 @@
 
 PYTHONPATH=tests python -m fuzz.rows 0 300 2        # seeds, ranks
 PYTHONPATH=tests python -m fuzz.rows 0 300 4 grid   # a mesh of two axes
+PYTHONPATH=tests python -m fuzz.rows 0 300 2 recorded [grid]   # each as a recorded step, replayed with other values
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +21,12 @@ from torch import Tensor
 
 import onecard as oc
 from fuzz.plants import planted
+from onecard.errors import RecordingError
 from onecard.testing import run_ranks
 
 D, EXPERTS = 4, 3
 R, S = oc.Replicate(), oc.Shard
+CALLS, REFUSED = 6, "not recorded: "
 NAMES = ("x", "y", "w", "b", "stack", "rows")
 """Tokens twice, a matrix, a vector, a matrix and a vector for each expert."""
 
@@ -180,22 +184,80 @@ def wrong(seeds: Sequence[int], grid: bool, fault: str = "") -> list[tuple[int, 
     return found
 
 
+def step_of(source: str) -> Any:
+    """The same as a function of what the names stand for."""
+    lines = "\n".join(f"    {line}" for line in source.split("\n"))
+    made: dict[str, Any] = {"torch": torch, "F": F, "D": D, "EXPERTS": EXPERTS}
+    exec(f"def step({', '.join(NAMES)}):\n{lines}\n    loss.backward()\n    return loss.detach()", made)
+    return made["step"]
+
+
+def replayed_wrong(seeds: Sequence[int], grid: bool, fault: str = "") -> list[tuple[int, str]]:
+    """On a rank: the same of programs that are recorded at their second call; what a recording refuses is right, and counted."""
+    torch.set_default_dtype(torch.float64)
+    ranks = torch.arange(oc.get_world_size())
+    mesh = oc.ProcessMesh(ranks.view(2, -1) if grid else ranks, ["dp", "ep"][: 1 + grid])
+    found = []
+    for seed in seeds:
+        count, source = program(seed)
+        lie = layouts(seed, grid)
+        with planted(fault):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    warnings.filterwarnings("error", ".*(was|compared|as it is).*")
+                    how = _replays(seed, count, source, mesh, lie)
+            except RecordingError as why:
+                how = f"{REFUSED}{str(why)[:200]}"
+            except Exception as why:
+                how = f"{type(why).__name__}: {str(why)[:300]}"
+        if how:
+            found.append((seed, how))
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def _replays(seed: int, count: int, source: str, mesh: Any, lie: Sequence[Any]) -> str:
+    """What is wrong at which call."""
+    step = step_of(source)
+    parts = [torch.nn.Parameter(oc.shard_tensor(x, mesh, p)) for x, p in zip(values(seed, count), lie, strict=True)]
+    recorded = oc.to_static(step)
+    for call in range(CALLS):
+        new = values(seed + 1000 * call, count)
+        with torch.no_grad():
+            for x, value, p in zip(parts, new, lie, strict=True):
+                x.copy_(oc.shard_tensor(value, mesh, p))
+                x.grad = None
+        plain = [torch.nn.Parameter(x) for x in new]
+        expected, made = step(*plain), recorded(*parts)
+        pairs = [(made, expected), *((a.grad, b.grad) for a, b in zip(parts, plain, strict=True))]
+        far = [name for name, (a, b) in zip(("loss", *NAMES), pairs, strict=True) if not _same(a, b)]
+        if far:
+            return f"call {call + 1}: other than on one card: {', '.join(far)}"
+    return ""
+
+
 def _same(mine: Any, expected: Tensor | None) -> bool:
     if mine is None or expected is None:
         return mine is expected
     return torch.allclose(oc.unshard(mine.detach()), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-def run(seeds: Sequence[int], ranks: int, grid: bool = False, fault: str = "") -> dict[int, str]:
+def run(
+    seeds: Sequence[int], ranks: int, grid: bool = False, fault: str = "", recorded: bool = False
+) -> dict[int, str]:
     """The programs of these seeds that are wrong on some rank, and how."""
-    return {seed: how for rank in run_ranks(wrong, ranks, [*seeds], grid, fault, timeout=580) for seed, how in rank}
+    task = replayed_wrong if recorded else wrong
+    return {seed: how for rank in run_ranks(task, ranks, [*seeds], grid, fault, timeout=580) for seed, how in rank}
 
 
 if __name__ == "__main__":
     first, last, count = (int(word) for word in sys.argv[1:4])
     bad: dict[int, str] = {}
     for begin in range(first, last, 20):
-        bad |= run(range(begin, min(last, begin + 20)), count, sys.argv[4:] == ["grid"])
+        bad |= run(range(begin, min(last, begin + 20)), count, "grid" in sys.argv, recorded="recorded" in sys.argv)
+    refused = {seed for seed, how in bad.items() if how.startswith(REFUSED)}
+    print(f"{len(refused)} are not recorded: {Counter(bad.pop(seed)[:90] for seed in refused)}")
     for seed, how in bad.items():
         print(f"seed {seed}: {how}\n{program(seed)[1]}\n")
     print(f"{last - first} programs on {count} ranks, {len(bad)} wrong")

@@ -181,7 +181,7 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     parts = options.microbatches
     first = leaves if parts is None else parts.first(leaves, names)
     batch = None if parts is None else _WholeCall(fn, leaves, names, tree, options, parts)
-    capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed)
+    capture = Capture(first, names, roots_given(fn, leaves), options.ask, options.replayed, options.rows)
     looker = Additive(first) if parts is not None and parts.avg is None else None
     undo = None if parts is None else capture.undone(parts.sketched)
     fault: Exception | None = None

@@ -65,6 +65,7 @@ class DistTensor(Tensor):
     wait: Callable[[], DistTensor]
     _memory: memory.Memory | None = None
     _due: Callable[[], None] | None = None
+    _in_rows = False  # whether its part is rows, which settle where somebody asks for it (``tensor/rows``)
     _summed_by: Any = None
     _blocks: Any = None
 

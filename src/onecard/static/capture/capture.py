@@ -40,6 +40,8 @@ from onecard.static.step.phases import Phases
 from onecard.static.step.step import Effect, Input, Output, RecordedStep, Where
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.rows.one_call import seen_as
+from onecard.tensor.rows.rows import settle
 from onecard.train.modules.recordable import recordable
 from onecard.train.shard import stages_of
 
@@ -54,10 +56,11 @@ class Capture:
         roots: Sequence[tuple[str, Any]],
         ask: bool = False,
         replayed: bool = True,
+        rows: bool = False,
     ) -> None:
         self.leaves, self.names, self.given_roots = leaves, names, roots
         self.before, self.phases = Before(is_watched) if replayed else Before(), Phases()
-        self.recorder = Recorder(self.before, self.phases, ask)
+        self.recorder = Recorder(self.before, self.phases, ask, rows)
         self._replayed = replayed
         self.taken_back = False
         self.leaves_nothing = not replayed  # of what nobody replays nobody will say what it leaves
@@ -107,6 +110,7 @@ class Capture:
                 self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)
+                settle((result, [*self.before.gradients_now()]))
             recorder.random.end()
         finally:
             recorded.recorder = None
@@ -218,9 +222,8 @@ class Capture:
             recorder.conditions.append((operator.eq, (node, value), True))
         self.places = places = Places(self._roots(), self.leaves, self.names)
         places.gradients_of(before)
-        for leaf in recorder.leaves.values():
-            if before.had(leaf):
-                places(id(leaf), leaf)
+        for leaf in filter(before.had, recorder.leaves.values()):
+            places(id(leaf), leaf)
         places.gradients_of(before)
         self._nodes: list[fx.Node] = []
         self.seen.whole(result, "a result", name)
@@ -228,7 +231,7 @@ class Capture:
         results = tuple(self._result(x) for x in flat)
         effects = (*self._groups(), *self._states(), *self._gradients(), *self._moved())
         recorder.finish(self._nodes)
-        script = StepScript(recorder.graph, recorder.outside)
+        script = StepScript(recorder.graph, recorder.outside, recorder.rows)
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
         had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
@@ -251,7 +254,7 @@ class Capture:
 
     def _output(self, x: Tensor | Number) -> Output:
         """A new output of the graph."""
-        node = x.node if isinstance(x, Number) else self.recorder.node_of(x._local if isinstance(x, DistTensor) else x)
+        node = x.node if isinstance(x, Number) else self.recorder.node_of(seen_as(x))
         self._nodes.append(node)
         grad = isinstance(x, Tensor) and x.requires_grad
         return Output(len(self._nodes) - 1, x._spec if isinstance(x, DistTensor) else None, grad)

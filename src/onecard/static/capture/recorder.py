@@ -28,6 +28,7 @@ from onecard.random import Key
 from onecard.rules.call import tensors_in
 from onecard.static.capture.randomness import GeneratorWatch
 from onecard.static.capture.sketch import Sketch
+from onecard.static.capture.value_reads import ValueReads
 from onecard.static.guards import reads
 from onecard.static.guards.numbers import Number, poisoned
 from onecard.static.step import refusals
@@ -37,6 +38,7 @@ from onecard.static.step.phases import Phases
 from onecard.static.step.writes import changed_by, written_by
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.rows.one_call import held_of, seen_as
 
 aten = torch.ops.aten
 Condition = tuple[
@@ -48,7 +50,7 @@ def _top() -> None:
     """Stands where the operators begin, until they are all there."""
 
 
-class Recorder(recorded.Listener):
+class Recorder(ValueReads):
     """A graph that grows while a step runs.
 
     Attributes:
@@ -62,12 +64,13 @@ class Recorder(recorded.Listener):
         guesses: what modules read of data is guessed: the recording is only looked at.
     """
 
-    def __init__(self, before: Any, phases: Phases, ask: bool = False) -> None:
+    def __init__(self, before: Any, phases: Phases, ask: bool = False, rows: bool = False) -> None:
+        self.rows = rows
         self.ask = ask  # values of data may be read: they become conditions
         self.graph, self.phases, self._before = fx.Graph(), phases, before
         self._start = self.graph.call_function(_top)
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
-        self._keys: dict[Key, fx.Node] = {}
+        self._keys: dict[Key | recorded.Opaque, fx.Node] = {}
         self.outside: dict[fx.Node, Any] = {}
         self._inputs: dict[int, fx.Node] = {}
         self.conditions: list[Condition] = []
@@ -105,11 +108,6 @@ class Recorder(recorded.Listener):
             node.meta["rank"] = world.get_rank()  # what it sends, and to whom, is this rank's
         return result
 
-    def needs_values(self) -> None:
-        """An operator's rule looks at values, out of sight of the dispatcher."""
-        if self.listens:
-            raise refusals.reads_data("how it is divided over the ranks depends on its values")
-
     def message(self, what: Message, into: Tensor, given: Tensor) -> None:
         """Run a collective, and write it down."""
         if what.operation not in again.COLLECTIVES:
@@ -131,14 +129,14 @@ class Recorder(recorded.Listener):
             if isinstance(x, DistTensor):
                 if takes_gradients(x):
                     self.leaves[id(x)] = x
-                found = self._nodes.get(id(x._local))
-                if found is not None and found[0]() is x._local:
+                found = self._nodes.get(id(part := seen_as(x)))
+                if found is not None and found[0]() is part:
                     found[1].meta["spec"] = x._spec
 
     def _word(self, x: Any) -> Any:
         """An argument by what is the same on all ranks: a tensor by its node's name, whatever it holds here."""
         if isinstance(x, Tensor):
-            found = self._nodes.get(id(x._local if isinstance(x, DistTensor) else x))
+            found = self._nodes.get(id(seen_as(x)))
             return found[1].name if found is not None else ""
         return tuple(map(self._word, x)) if isinstance(x, list | tuple) else x
 
@@ -193,36 +191,6 @@ class Recorder(recorded.Listener):
         self._add(own.send_own, (tensors, message), {}, None, tensors)
         return result
 
-    def _count(self, func: Any, args: Any) -> None:
-        """How many elements its masks take is known before a replay, if they do not depend on data."""
-        masks = [(x, self.node_of(x)) for x in reads.masks(func, args)]
-        if not masks or any(node.meta["data"] for _, node in masks):
-            raise refusals.shape_depends(func)
-        for mask, node in masks:
-            with self.paused():
-                count = reads.chosen_by(mask)
-            self.reads.append((count, self._put(reads.chosen_by, (node,), {})))
-
-    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What Python is given of tensors; of those that do not depend on data it is known before a replay."""
-        given, named = self._given(args), self._given(kwargs)
-        data = any(n.meta["data"] for n in given if isinstance(n, fx.Node))
-        if self.guesses and (self.phases.here()["inside"] if data else faked.here):  # without data constants have none
-            return reads.guessed(func, args)
-        if data and not self.ask:
-            raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")
-        if data and self.sketch is not None:
-            raise refusals.reads_data(
-                "ask=True asks for its value, and a step that is cut into stages is written down before it runs"
-            )
-        value = func(*args, **kwargs)
-        made = self._put(reads.VALUES[func], given, named)
-        made.meta["data"] = data
-        self.reads.append((value, made))
-        if type(value) is float and not data and self.calls and value not in self.known:
-            self.tags = [*self.tags, Number(value, made, self)]  # a tensor, for an operator that takes a number
-        return value
-
     def _add(self, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> fx.Node:
         node = self._put(func, self._given(args), self._given(kwargs))
         inputs = [*node.all_input_nodes]
@@ -246,7 +214,7 @@ class Recorder(recorded.Listener):
 
     def _keep(self, node: fx.Node, result: Any, given: set[int]) -> None:
         """Note which tensors a node has made."""
-        if isinstance(result, Key):
+        if isinstance(result, Key | recorded.Opaque):
             self._keys[result] = node
             node.meta["key"] = True
         elif isinstance(result, Tensor):
@@ -254,20 +222,23 @@ class Recorder(recorded.Listener):
                 self._name(result, node)
         elif isinstance(result, list | tuple):
             for i, part in enumerate(result):
-                if isinstance(part, Tensor) and id(part) not in given:
+                if (isinstance(part, Tensor) and id(part) not in given) or isinstance(part, recorded.Opaque):
                     got = self._put(operator.getitem, (node, i), {})
                     got.meta["data"] = node.meta["data"]
-                    self._name(part, got)
+                    self._keep(got, part, given)
 
     def note_rows(self, gradients: Sequence[Tensor]) -> None:
         """These have a row for each row of the batch: each microbatch has its own, where parameters' are added up."""
         for x in gradients:
-            found = self._nodes.get(id(x._local if isinstance(x, DistTensor) else x))
+            found = self._nodes.get(id(seen_as(x)))
             if found is not None:
                 found[1].meta["of rows"] = True
 
     def _name(self, x: Tensor, node: fx.Node) -> None:
-        node.meta["tensor"] = facts(x)
+        if isinstance(x, DistTensor):  # rows: others are known by their parts
+            node.meta.update(key=True, bytes=held_of(x).nbytes)  # type: ignore[union-attr]
+        else:
+            node.meta["tensor"] = facts(x)
         self._nodes[id(x)] = (TensorWeakRef(x), node)
 
     def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -279,7 +250,7 @@ class Recorder(recorded.Listener):
 
     def _given(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, Key):
+        if isinstance(value, Key | recorded.Opaque):
             return self._keys[value]
         if isinstance(value, Tensor):
             return self.node_of(value)
@@ -321,6 +292,11 @@ class Recorder(recorded.Listener):
         node = self.input(x)
         self._name(x, node)
         return node
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor came up before."""
+        found = self._nodes.get(id(x))
+        return found is not None and found[0]() is x
 
     def renamed(self, x: Tensor, value: Tensor | None) -> None:
         """A tensor has the memory of another one from now on (``x.data = value``, by the library); None: what it was."""

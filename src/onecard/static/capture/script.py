@@ -56,9 +56,11 @@ class StepScript:
 
     Attributes:
         inputs: the numbers of the graph's inputs, in order; ``outputs``: of its outputs.
+        rows: whether rows could come up in it.
     """
 
-    def __init__(self, graph: fx.Graph, outside: dict[fx.Node, Any]) -> None:
+    def __init__(self, graph: fx.Graph, outside: dict[fx.Node, Any], rows: bool = False) -> None:
+        self.rows = rows
         numbers = {node: i for i, node in enumerate(graph.nodes)}
         self.inputs = [numbers[node] for node in outside]
         self._names: dict[int, str] = {}
@@ -70,7 +72,7 @@ class StepScript:
                 self.outputs = [numbers[n] for n in node.args[0]]
             elif node.op != "call_function" or node.target is reads.chosen_by:
                 continue
-            elif node.target is operator.getitem and isinstance(node.args[0], fx.Node) and "tensor" in node.meta:
+            elif node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_named(node):
                 parts.setdefault(node.args[0], []).append((node.args[1], numbers[node]))
             else:
                 self.entries.append(_entry(node, numbers))
@@ -116,7 +118,7 @@ def _entry(node: fx.Node, numbers: dict[fx.Node, int]) -> ScriptEntry:
     is_operator = operator_of(node) is not None
     gives_value = id(target) in _READERS
     is_call = is_operator or target is again.message or gives_value or target in recorded.writes
-    named = "tensor" in node.meta or (is_call and not is_operator and _makes_key(node))
+    named = _is_named(node) if is_call and not is_operator else "tensor" in node.meta
     return ScriptEntry(
         numbers[node], operators_of(target) if gives_value else target, tuple(_told(x, numbers) for x in node.args),
         {k: _told(v, numbers) for k, v in node.kwargs.items()}, named, (), gives_value, not is_call, None,
@@ -124,8 +126,9 @@ def _entry(node: fx.Node, numbers: dict[fx.Node, int]) -> ScriptEntry:
     )  # fmt: skip
 
 
-def _makes_key(node: fx.Node) -> bool:
-    return bool(node.meta.get("key"))
+def _is_named(node: fx.Node) -> bool:
+    """Whether what a node gives is known by its identity: a tensor, a key, rows."""
+    return "tensor" in node.meta or "key" in node.meta
 
 
 def _told(value: Any, numbers: dict[fx.Node, int]) -> Any:

@@ -26,6 +26,7 @@ from onecard.static.file.targets import check_call, function_of, name_of
 from onecard.static.file.trees import decode_tree, encode_tree
 from onecard.static.guards.places import is_nameless
 from onecard.static.step.step import RecordedStep
+from onecard.tensor.dist_tensor import DistTensor
 
 FORMAT = 3
 _PLAIN = ("name", "inputs", "results", "effects", "answers", "roots", "gradients", "arguments", "beliefs", "around")
@@ -43,6 +44,12 @@ def save(recording: RecordedStep, path: str | Path) -> None:
     head |= {"format": FORMAT, "graph": _graph(recording.graph), "tree": encode_tree(recording.tree)}
     head["questions"] = None if recording.conditions is None else _graph(recording.conditions)
     head["call"] = None if recording.call is None else encode_tree(recording.call)
+    if distributed := [x for x in constants.values() if isinstance(x, DistTensor)]:
+        raise RecordingError(
+            f"{recording.name} uses {distributed[0]._spec!r}, to which no name of the program leads (an entry of a slice, or "
+            "of a container made in the step), so that a file cannot say what it is: pass it as an argument, or keep it in a "
+            "module or under a name of its own"
+        )
     if any(type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter) for x in constants.values()):
         raise RecordingError(f"{recording.name} was recorded without data, so that its constants have none to be saved")
     with no_dispatch():  # also where new tensors have no data

@@ -60,6 +60,11 @@ def name_of(target: Any) -> str:
     """
     if isinstance(target, OpOverload):
         return f"op {target}"
+    if target in recorded.writes and recorded.name_of(target) not in recorded.functions:
+        raise RecordingError(
+            "rows go where data says (x[index] or a grouped product of a dim that is cut), which a file does not hold: record "
+            'the step with to_static(..., without=["rows"]), which sends all rows to all ranks, and save that'
+        )
     if target in recorded.writes:
         return f"call {recorded.name_of(target)}"
     found = next((f"{kind} {k}" for kind, table in _TABLES.items() for k, f in table.items() if f is target), None)

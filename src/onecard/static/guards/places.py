@@ -83,6 +83,12 @@ class Before:
         found = self.alive.get(id(x))
         return found is not None and found() is x
 
+    def gradients_now(self) -> Iterator[Tensor | None]:
+        """What leaves that were there have as gradients by now."""
+        for key in self.gradients:
+            if (leaf := self.alive[key]()) is not None:
+                yield _torch.gradient(leaf)
+
     def still_is(self, x: Any, was: int) -> bool:
         """Whether this is what had that identity before, which something new may have by now."""
         return id(x) == was and (x is None or self.had(x))

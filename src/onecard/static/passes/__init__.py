@@ -25,7 +25,7 @@ from onecard.static.passes.inplace import in_place
 from onecard.static.passes.kernel import fastest
 from onecard.static.passes.merge import merged
 from onecard.static.passes.noop_views import plain_names
-from onecard.static.passes.options import StaticOptions
+from onecard.static.passes.options import ROWS, StaticOptions
 from onecard.static.passes.overlap import overlapped
 from onecard.static.passes.pieces import cut_buckets
 from onecard.static.passes.recompute import candidates, recomputed
@@ -60,7 +60,7 @@ def chosen(options: StaticOptions, most: int | None = None) -> dict[str, Pass]:
         raise RecordingError(f"kernels={options.kernels!r} is not one of {', '.join(map(repr, KERNELS))}")
     if unknown := [name for name in also if name not in ASKED]:
         raise RecordingError(f"also={unknown[0]!r}: the passes to ask for are {', '.join(ASKED)}")
-    if unknown := [name for name in without if name not in PASSES]:
+    if unknown := [name for name in without if name not in (*PASSES, ROWS)]:
         raise RecordingError(f"there is no pass {unknown[0]!r}; there are {', '.join(PASSES)}")
     asked = {name: run for name, run in ASKED.items() if name in (*also, options.kernels)}
     if "recompute" in asked:

@@ -12,6 +12,9 @@ from onecard.static.capture import autocast
 from onecard.static.code.segments import check_backend
 from onecard.static.passes.microbatches import Microbatches, asked
 
+ROWS = "rows"
+"""Left out as a pass is: then all rows go to all ranks, and a recording holds nothing but operators of torch and messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class StaticOptions:
@@ -41,6 +44,14 @@ class StaticOptions:
     def dtype(self) -> torch.dtype | None:
         """What autocast computes in; None: it is off."""
         return autocast.dtype_of(self.also)
+
+    @property
+    def rows(self) -> bool:
+        """Whether rows may go where data says, as they do outside of a recording: calls on them are nodes of their own.
+
+        Microbatches and stages are made of what is of one size at each call.
+        """
+        return self.replayed and self.microbatches is None and ROWS not in self.without
 
     @property
     def microbatches(self) -> Microbatches | None:

@@ -143,6 +143,8 @@ def _name(block: Block) -> str:
 def size_of(node: fx.Node) -> int:
     """Bytes of the memory that a node's result needs: what is expanded counts once."""
     facts = node.meta.get("tensor")
+    if "bytes" in node.meta:  # rows, of which there are as many as there were
+        return int(node.meta["bytes"])
     if facts is None:  # several results
         return 0 if is_name(node) else sum(size_of(n) for n in node.users if n.target is operator.getitem)
     shape, stride, dtype, _ = facts

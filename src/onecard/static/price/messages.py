@@ -14,7 +14,7 @@ from onecard.comm.issue import again, staged, started, transfer
 from onecard.comm.issue.message import name_of
 from onecard.comm.world import world
 from onecard.machine.cost import Machine, sent
-from onecard.static.price import families
+from onecard.static.price import families, on_rows
 from onecard.static.price.live import size_of
 from onecard.static.step.step import RecordedStep
 
@@ -32,7 +32,7 @@ _MESSAGES = {id(call) for call in (again.message, _TRANSFER, *_SENDS, *_RECEIVES
 
 def is_message(node: fx.Node) -> bool:
     """Whether a node sends or receives."""
-    return id(node.target) in _MESSAGES
+    return id(node.target) in _MESSAGES or bool(on_rows.steps_of(node))
 
 
 def own_call(node: fx.Node) -> str:
@@ -63,6 +63,8 @@ def is_left(node: fx.Node) -> bool:
 def kind_of(node: fx.Node) -> str:
     """What a message is: torch's name of the collective, "transfer", "send" or "recv"."""
     names = {_TRANSFER: "transfer", **dict.fromkeys(_SENDS, "send"), **dict.fromkeys(_RECEIVES, "recv")}
+    if steps := on_rows.steps_of(node):
+        return steps[0].kind
     return names.get(node.target) or str(node.args[2])
 
 
@@ -70,6 +72,8 @@ def axis_of(node: fx.Node) -> str:
     """The mesh axis of a message, or the name of its group; "" of what is none."""
     if node.target is _TRANSFER:
         return BETWEEN_MESHES
+    if steps := on_rows.steps_of(node):
+        return on_rows.axis_of(steps[0])
     return str(node.args[4]) if is_message(node) else ""
 
 
@@ -82,7 +86,11 @@ def sent_along(recording: RecordedStep) -> dict[str, int]:
     """Bytes that this rank sends, by mesh axis."""
     found: Counter[str] = Counter()
     for node in filter(is_message, recording.nodes()):
-        found[axis_of(node)] += sent_by(node)
+        if steps := on_rows.steps_of(node):
+            for step in steps:
+                found[on_rows.axis_of(step)] += step.bytes
+        else:
+            found[axis_of(node)] += sent_by(node)
     return dict(found)
 
 
@@ -92,6 +100,8 @@ def sent_by(node: fx.Node) -> int:
         return int(_transfer_of(node)[0].sent_by(rank_of(node)))
     if node.target in (*_SENDS, *_RECEIVES):
         return _bytes(node.args[0]) if node.target in _SENDS else 0
+    if steps := on_rows.steps_of(node):
+        return sum(step.bytes for step in steps)
     _, given, kind, rest, line = node.args
     count = line.mesh.shape[line.axis]  # type: ignore[union-attr]
     size = size_of(given)  # type: ignore[arg-type]
@@ -112,6 +122,8 @@ def far_by(node: fx.Node, machine: Machine) -> int:
     if node.target in (*_SENDS, *_RECEIVES):
         given: Any = node.args
         return sent_by(node) if machine.is_far(rank_of(node), given[3][given[1]]) else 0
+    if steps := on_rows.steps_of(node):
+        return sum(machine.far(step.bytes, step.target.mesh, step.axis, step.kind) for step in steps)
     _, _, kind, _, line = node.args
     return machine.far(sent_by(node), line.mesh, line.axis, name_of(str(kind)))  # type: ignore[union-attr]
 
@@ -126,6 +138,9 @@ def seconds_of(node: fx.Node, machine: Machine) -> float:
         count, link = _bytes(x), machine.links.get(str(name))
         far = count if machine.is_far(rank_of(node), ranks[peer]) else 0
         return machine.message(count, far, link)
+    if steps := on_rows.steps_of(node):
+        links = [machine.link(step.target.mesh, step.axis) for step in steps]
+        return sum(machine.message(s.bytes, link=link, kind=s.kind) for s, link in zip(steps, links, strict=True))
     _, _, kind, _, line = node.args
     name = families.sent(str(kind), line.mesh.shape[line.axis])  # type: ignore[union-attr]
     link = machine.link(line.mesh, line.axis, name_of(str(kind)))  # type: ignore[union-attr]

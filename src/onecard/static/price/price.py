@@ -18,7 +18,7 @@ from onecard.rules.call import Call
 from onecard.rules.estimate import work_of_call
 from onecard.rules.registry import find
 from onecard.rules.work import Work
-from onecard.static.price import by_kernels, families
+from onecard.static.price import by_kernels, families, on_rows
 from onecard.static.price.live import Live, is_name, size_of
 from onecard.static.price.messages import (
     OWN,
@@ -34,6 +34,7 @@ from onecard.static.price.messages import (
     sent_along,
     sent_by,
 )
+from onecard.static.price.on_rows import is_on_rows, work_on_rows
 from onecard.static.price.works import once
 from onecard.static.step.nodes import kernel
 from onecard.static.step.step import RecordedStep
@@ -173,9 +174,11 @@ def cost(recording: RecordedStep, machine: Machine = MACHINE, live: Live | None 
     live, clock = live or Live(recording.graph), _Clock(_before(recording, machine), machine)
     nodes = []
     for node in recording.nodes():
-        sent, done = (sent_by(node), Work(0, 0)) if is_message(node) else (0, work(node))
+        sent, done = sent_by(node) if is_message(node) else 0, work(node)
         far = far_by(node, machine) if sent else 0
-        taken = seconds_of(node, machine) if is_message(node) else operator_seconds(node, machine, done)
+        taken = seconds_of(node, machine) if is_message(node) else 0.0
+        if done.macs or done.accessed or not is_message(node):
+            taken += operator_seconds(node, machine, done)
         start, seconds = clock.run(node, taken)
         nodes.append(
             NodeCost(
@@ -261,6 +264,8 @@ def called(node: fx.Node) -> str:
         return str(target).removesuffix(".default")
     if call := own_call(node):
         return f"{OWN}{call}"
+    if is_on_rows(node):
+        return repr(node.args[0])
     return kind_of(node) if is_message(node) else target.__name__
 
 
@@ -268,6 +273,8 @@ def work(node: fx.Node) -> Work:
     """What an operator computes, and bytes that it reads and writes; nothing of what only names memory."""
     if node.target is kernel:
         return Work(0, node.meta["touched"])
+    if is_on_rows(node):
+        return work_on_rows(node)
     if not isinstance(node.target, OpOverload) or is_name(node):
         return Work(0, 0)
     return _worked(node)
@@ -315,6 +322,8 @@ def _results(node: fx.Node) -> list[fx.Node]:
 def operator_seconds(node: fx.Node, machine: Machine, done: Work) -> float:
     """Seconds of an operator: measured, if the machine has a curve for its family; else by what its kernels reach; else by the
     roofline."""
+    if is_on_rows(node):
+        return done.seconds(machine, on_rows.dtype_of(node))
     measured = families.seconds(node, machine.curves, int(done.macs), int(done.accessed)) if machine.curves else None
     if measured is not None:
         return measured

@@ -27,6 +27,8 @@ from onecard.static.run.difference import Difference, same
 from onecard.static.step.step import Output
 from onecard.static.step.writes import changed_by
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.tensor.rows.one_call import seen_as
+from onecard.tensor.rows.rows import settle
 from onecard.train.modules.recordable import recordable
 
 aten = torch.ops.aten
@@ -51,7 +53,7 @@ class Follower(recorded.Listener):
     def __init__(
         self, script: StepScript, given: Sequence[Any], roots: Sequence[Any], leaves: Sequence[Any], note: Any = None
     ) -> None:
-        self.note = note
+        self.note, self.rows = note, script.rows
         self.script, self.roots, self.leaves = script, roots, leaves
         self.found: Difference | None = None
         self._entries, self._next = script.entries, 0
@@ -77,6 +79,7 @@ class Follower(recorded.Listener):
         try:
             with _torch.beneath(self.mode), randomness.seen(), recordable():
                 result = call()
+                settle((result, [at(where, self.roots, self.leaves).grad for where, _ in self.script.gradients]))
         finally:
             recorded.recorder = None
         if self.found is None:
@@ -130,6 +133,10 @@ class Follower(recorded.Listener):
         self.saw(own.send_own, (tensors, message), {}, None)
         return result
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor came up before."""
+        return id(x) in self._names
+
     def renamed(self, x: Tensor, value: Tensor | None) -> None:
         """A tensor has the memory of another one from now on; None: what it was."""
         known = self._given.get(id(x)) if value is None else self._names.get(id(value))
@@ -168,10 +175,10 @@ class Follower(recorded.Listener):
             if (kwargs or entry.kwargs) and not self._options(entry, kwargs or {}):
                 return
         if entry.named:
-            self._names[result if isinstance(result, Key) else id(result)] = entry.number
+            self._names[_identity(result)] = entry.number
         elif entry.parts:
             for i, number in entry.parts:
-                self._names[id(result[i])] = number
+                self._names[_identity(result[i])] = number
         elif entry.gives_value:
             self._values[entry.number] = result
 
@@ -194,7 +201,7 @@ class Follower(recorded.Listener):
             if isinstance(value, Tensor):
                 number = self._names.get(id(value))
                 return number == expected.number or number == self._twice.get(expected.number, -1)
-            if isinstance(value, Key):
+            if isinstance(value, Key | recorded.Opaque):
                 return self._names.get(value) == expected.number
             return expected.number in self._values and same(value, self._values[expected.number])
         if isinstance(expected, list | tuple) and isinstance(value, list | tuple):
@@ -247,7 +254,7 @@ class Follower(recorded.Listener):
             self._differs(Difference("fewer", None, entry))
 
     def _number_of(self, x: Any) -> Any:
-        return self._names.get(id(x._local if isinstance(x, DistTensor) else x))
+        return self._names.get(id(seen_as(x)))
 
     def _made(self, x: Any, output: Output) -> bool:
         """Whether a tensor or a number is what the recording gives there."""
@@ -300,6 +307,10 @@ class Follower(recorded.Listener):
         if self.found is None:
             found.line = record.user_line()
             self.found = found
+
+
+def _identity(result: Any) -> Any:
+    return result if isinstance(result, Key | recorded.Opaque) else id(result)
 
 
 def _as_long(target: Any, args: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from onecard.comm.issue import again
+from onecard.static.price import on_rows
 from onecard.static.price.messages import axis_of, is_message, own_call, sent_by
 from onecard.static.price.price import called
 from onecard.static.step.step import RecordedStep
@@ -86,12 +87,14 @@ def _line(node: fx.Node) -> str:
         what = f"  >>>  {called(node)}({_value(given)}{f' -> {_value(into)}' if into is not given else ''}; "
         what += f"{', '.join(map(str, rest))}) along {str(line)!r}, {nbytes(given):,} bytes"
     else:
-        given = ", ".join([*map(_value, args), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())])
+        shown = args[1] if on_rows.is_on_rows(node) else args
+        given = ", ".join([*map(_value, shown), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())])
         what = f"    {node.name} = {called(node)}({given})"
     if facts:
         what += f"  {kind(facts)}"
     if spec is not None:
         what += f" [{spec.layout}]"
+    what += "".join(f", sends {step.bytes:,} bytes along {on_rows.axis_of(step)!r}" for step in on_rows.steps_of(node))
     at = node.meta.get("line") or "?"
     return f"{what}  # {Path(at).name}"
 

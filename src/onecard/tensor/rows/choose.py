@@ -17,6 +17,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.entries import whole
 from onecard.tensor.dispatch.intercept import onward
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.rows.one_call import in_one
 from onecard.tensor.rows.owners import ChosenRows, Owners, of_dim
 from onecard.tensor.rows.rows import Rows, as_rows, made, nothing, spread, unknown, without
 from onecard.tensor.spec import Spec, contiguous_stride
@@ -123,7 +124,13 @@ class _Add(torch.autograd.Function):
     def forward(ctx: Any, grad: Any, index: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.choice = choice  # as long as it is kept, backward finds it
-        return _added(grad, choice, spec, rows)
+        if isinstance(grad, Rows) and grad._along:
+            spread(grad)
+        made = _added(grad, choice, spec, rows)
+        if made is NotImplemented:
+            spread(grad)
+            made = _added(grad, choice, spec, rows)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -133,7 +140,12 @@ class _Add(torch.autograd.Function):
 
 def _choice(x: Any, index: Tensor) -> ChosenRows:
     """Who has the rows of these numbers."""
-    source, numbers = _source(x), _numbers(index)
+    return _of_numbers(x, _numbers(index))
+
+
+@in_one
+def _of_numbers(x: Any, numbers: Tensor) -> ChosenRows:
+    source = _source(x)
     return source.chosen(numbers) or source.choose(_checked(numbers, x.shape[0]))
 
 
@@ -161,6 +173,7 @@ def _checked(numbers: Tensor, size: int) -> Tensor:
     return numbers
 
 
+@in_one
 def _chosen(x: Any, choice: ChosenRows, index: Tensor) -> Rows:
     """The rows; axes that cut the index alone divide them, too."""
     spec, owners, into = x._spec, choice.owners, choice.into
@@ -184,11 +197,10 @@ def _also(choice: ChosenRows, extra: dict[int, Tensor]) -> tuple[Owners, Tensor]
     return owners, choice.into[given.local(owners.mine)]
 
 
+@in_one
 def _added(grad: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
     source, owners, into = choice.source, choice.owners, choice.into
     extra = {}
-    if isinstance(grad, Rows) and grad._along:
-        spread(grad)
     if isinstance(grad, Rows):
         extra = {a: p for a, p in grad._owners.places.items() if a not in owners.places}
     elif isinstance(grad, DistTensor) and grad._spec.layout.axes(0):
@@ -198,9 +210,7 @@ def _added(grad: Any, choice: ChosenRows, spec: Spec, rows: bool) -> Tensor:
         owners, into = _also(choice, extra)
     found = as_rows(grad, 0, owners, "index_backward", "grad")
     if found is None:
-        spread(grad)
-        found = as_rows(grad, 0, owners, "index_backward", "grad")
-    assert found is not None
+        return NotImplemented
     values, layout = found
     mesh, total = owners.mesh, values
     if owners.here:

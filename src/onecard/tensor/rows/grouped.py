@@ -21,6 +21,7 @@ from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.build import build
 from onecard.tensor.dispatch.entries import program
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.rows.one_call import in_one
 from onecard.tensor.rows.owners import Owners, of_dim
 from onecard.tensor.rows.rows import (
     Rows,
@@ -52,7 +53,7 @@ class _Grouped:
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if not unknown():
-            made = run(self.func, args, kwargs)
+            made = _in_one(self.func, args, kwargs)
             if made is not NotImplemented:
                 return made
         if self.ordinary is None:
@@ -79,6 +80,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if (x.dim(), weights.dim()) == (2, 3):
         return _times_weights(x, weights, offs)
     return _gradient(x, weights, offs) if (x.dim(), weights.dim()) == (2, 2) else NotImplemented
+
+
+_in_one = in_one(run)
 
 
 class Groups(NamedTuple):

@@ -19,11 +19,12 @@ from torch import Tensor
 from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.place.parts import Dim, axes_of, is_merged, merge
+from onecard.recorded import Opaque
 
 LIMIT = 64  # dims of which it is known who has each index
 
 
-class ChosenRows:
+class ChosenRows(Opaque):
     """Rows that were chosen by number.
 
     Attributes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from onecard.rules.rule import Bound
 from onecard.tensor.aliasing import strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.dist_tensor import DistTensor, _has_no_memory, _make, wrap
+from onecard.tensor.rows.one_call import in_one
 from onecard.tensor.rows.owners import Owners, can_move, of_dim
 from onecard.tensor.rows.ways import MessageWords, move
 from onecard.tensor.spec import Spec
@@ -47,6 +49,7 @@ class Rows(DistTensor):
         _view_of: what it is a view of, and how; ``_seen_by``: what is a view of it.
     """
 
+    _in_rows = True
     _held: Tensor
     _along: int
     _owners: Owners
@@ -71,14 +74,25 @@ class Rows(DistTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if not unknown():
-            made = handlers.get(func, _by_rule)(func, args, kwargs)
+        if not unknown() and _followed((args, kwargs)):
+            made = _on_rows(func, args, kwargs)
             if made is not NotImplemented:
                 return made
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Rows):
-                spread(x)
+        settle((args, kwargs))
         return DistTensor.__torch_dispatch__(func, types, args, kwargs)
+
+
+@in_one
+def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    return handlers.get(func, _by_rule)(func, args, kwargs)
+
+
+def _followed(given: Any) -> bool:
+    """Whether a recording, if there is one, has seen the rows come up: those of before it are settled."""
+    recorder = recorded.recorder
+    if recorder is None or not recorder.listens:
+        return True
+    return all(recorder.knows(x) for x in tree_leaves(given) if isinstance(x, Rows))
 
 
 ordinary: Kept[bool] = Kept(bool)  # whether what is computed now must be no rows
@@ -108,7 +122,9 @@ def knows(*ops: Any) -> Callable[[Handler], Handler]:
 
 def unknown() -> bool:
     """Whether the step may hold no rows: it is written down, compared, or not really done, so sizes must not be data."""
-    return recorded.recorder is not None or trace.tracing() or trace.faking() or check.on or pretending()
+    recorder = recorded.recorder
+    writes_down = recorder is not None and not recorder.rows
+    return writes_down or trace.tracing() or trace.faking() or check.on or pretending()
 
 
 def layout_of(layout: Layout, dim: int, owners: Owners) -> Layout:
@@ -158,6 +174,14 @@ def spread(x: Rows, at_home: bool = True) -> None:
         _derive(view)
 
 
+def settle(values: Any) -> None:
+    """The rows among these become ordinary tensors, in place."""
+    for x in tree_leaves(values):
+        if isinstance(x, Rows):
+            with nullcontext() if _followed(x) else recorded.unrecorded():
+                spread(x)
+
+
 def _family(x: Rows) -> list[Rows]:
     """The views of rows that are alive, each after what it is a view of."""
     found = []
@@ -185,16 +209,21 @@ def _derive(view: Rows) -> None:
 
 
 def _settle(x: Rows, at_home: bool) -> None:
-    spec, owners, dim = x._spec, x._owners, x._along
-    values, layout = x._held, spec.layout
-    if at_home and owners.used and owners.home[1]:
-        values, layout = _home(x)
-    else:
-        values = filled(values, dim, owners, spec.shape[dim])
+    spec, owners = x._spec, x._owners
+    values, layout = _settled(x, at_home)
     x._local = values
     x._spec = spec if layout is spec.layout else spec.with_layout(layout)
     x._local = strides.place(x._spec)(values) if owners.here else values
     x._memory = None
+
+
+@in_one
+def _settled(x: Rows, at_home: bool) -> tuple[Tensor, Layout]:
+    """This rank's part of what rows become, and its layout."""
+    spec, owners, dim = x._spec, x._owners, x._along
+    if at_home and owners.used and owners.home[1]:
+        return _home(x)
+    return filled(x._held, dim, owners, spec.shape[dim]), spec.layout
 
 
 def _home(x: Rows) -> tuple[Tensor, Layout]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecard import recorded
 from onecard.errors import OnecardError
 from onecard.place.layout import Layout
 from onecard.place.parts import axes_of, is_merged
@@ -61,7 +62,7 @@ class _Select:
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         x, _, index = args
-        rows = getattr(x, "_is_param", False) and not (unknown() or ordinary.here or torch.is_inference_mode_enabled())
+        rows = getattr(x, "_is_param", False) and not (_unknown() or ordinary.here or torch.is_inference_mode_enabled())
         made = _expert(x, index) if rows else None
         if made is not None:
             return made
@@ -69,6 +70,11 @@ class _Select:
             with unrecorded():
                 self.ordinary = build(self.func, args, kwargs)
         return self.ordinary(args, kwargs)
+
+
+def _unknown() -> bool:
+    """Tokens of one expert are of a size that is data: a loop over experts cannot be recorded."""
+    return unknown() or recorded.recorder is not None
 
 
 @program(aten.select.int)
