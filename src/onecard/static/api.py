@@ -92,7 +92,8 @@ def to_static(
     Args:
         fn: as for ``record``. A module is replayed without gradients; to train, record the step that calls it.
         limit: how many recordings are kept. Beyond it, calls run as they are, with a warning.
-        without: passes that are left out (``onecard.static.passes.PASSES``), to find out which one is at fault.
+        without: passes that are left out (``onecard.static.passes.PASSES``), to find out which one is at fault. "rows": rows that
+            go where data says (of experts) go to all ranks, so that a file can hold the recording.
         ask: what Python reads of tensors (``if mask.all()``, also inside libraries) is not refused, but computed again before
             each replay; another answer makes a new recording. It costs that computation.
         kernels: "eager": those that eager runs, and its bits. "fastest": for each product of float32 on the CPU the fastest one
