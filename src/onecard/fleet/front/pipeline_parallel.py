@@ -107,6 +107,7 @@ class PipelineParallel(DistributedModel):
         self._elsewhere.begin()
         loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, self._weights(labels, sizes), scale)
         self._elsewhere.check(self._layers[0].stages)
+        self._compare()
         if loss is None:
             raise FleetError("the loss did not reach this rank")
         return loss

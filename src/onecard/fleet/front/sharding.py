@@ -19,11 +19,11 @@ from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
-from onecard.fleet.gradients.copies import refuse_bounded
 from onecard.fleet.gradients.scaling import distributed_scaler
 from onecard.fleet.grid import topology
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.zero.sharded_model import AXIS, GroupShardedModel, Sharded
+from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
 from onecard.train.shard import held
 from onecard.train.zero.blocks import BlockSpec, Policy

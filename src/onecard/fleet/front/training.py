@@ -16,7 +16,6 @@ from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.wrapped import DistributedModel
 from onecard.fleet.gradients import hooks, pending
 from onecard.fleet.gradients import sums as gradients
-from onecard.fleet.gradients.copies import refuse_bounded
 from onecard.fleet.gradients.merging import merge
 from onecard.fleet.grid import topology
 from onecard.fleet.grid.strategy import DistributedStrategy
@@ -27,6 +26,7 @@ from onecard.fleet.layers.recomputing import recompute_modules
 from onecard.fleet.zero import carried, whole
 from onecard.fleet.zero.sharded_model import before_step
 from onecard.fleet.zero.sharded_optimizer import ShardedOptimizer
+from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
 from onecard.train.shard import held
 

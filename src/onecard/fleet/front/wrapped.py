@@ -34,21 +34,31 @@ class DistributedModel(nn.Module):
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
         self._members: Members | None = None
         self._family: pending.Family | None = None
-        self._number, self._compared = sparse_check.serial(), 0
+        self._number, self._compared = sparse_check.serial(), -1
         self._adopt()
         module.register_forward_pre_hook(self._begin, prepend=True)
+        module.register_forward_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
         """Before a forward that is trained: parameters that have come since are those of the fleet program, too."""
         if not torch.is_grad_enabled() or not self.module.training:
             return
-        with recorded.unrecorded():
-            if self._members is None or not self._members.same():
+        if self._members is None or not self._members.same():
+            with recorded.unrecorded():
                 self._adopt()
-            backwards = 0 if self._family is None else self._family.backwards
-            if backwards != self._compared:  # once for all microbatches of a step
-                self._compared = backwards
-                compare(self._number, self.module)
+
+    def _end(self, *_: Any) -> None:
+        """After it: what the forward has written to copies of parameters is compared with what came before it."""
+        if not torch.is_grad_enabled() or not self.module.training:
+            return
+        backwards = 0 if self._family is None else self._family.backwards
+        if backwards != self._compared:  # once for all microbatches of a step
+            self._compared = backwards
+            self._compare()
+
+    def _compare(self) -> None:
+        with recorded.unrecorded():
+            compare(self._number, self.module)
 
     def _adopt(self) -> None:
         """Say what the parameters are, and give the copies of those that are new one value."""

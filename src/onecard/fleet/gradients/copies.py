@@ -11,13 +11,13 @@ from onecard.comm.agree import sparse_check
 from onecard.comm.issue import plain
 from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
-from onecard.errors import FleetError
 from onecard.fleet.gradients import holders
 from onecard.fleet.gradients import sums as gradients
 
 _CURE = (
     "Each rank must do the same to its copy. p.grad, and what torch.autograd.grad gives for a parameter, are of all ranks' data; "
-    "other tensors are of this rank's. Random numbers: seed all ranks alike"
+    "other tensors are of this rank's. Random numbers: seed all ranks alike. A forward that writes to a parameter sees this "
+    "rank's rows alone (F.embedding(max_norm=)): do that behind each step"
 )
 
 
@@ -30,22 +30,6 @@ def by_group(tensors: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
     return [kinds[ranks] for ranks in sorted(kinds)]
 
 
-def refuse_bounded(model: nn.Module, ranks: Ranks, call: str) -> None:
-    """Whether a forward would write to each rank's copy what that rank's own rows say.
-
-    Raises:
-        FleetError: an embedding bounds the rows that it looks up.
-    """
-    for name, m in model.named_modules() if ranks.size > 1 else ():
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            raise FleetError(
-                f"{call}: {name or 'the model'} is an {type(m).__name__} with max_norm={m.max_norm}: each forward bounds the "
-                "rows that this rank's ids name, on this rank, where one card bounds those of the whole batch. A plan does as "
-                "one card (oc.to_static(step, plan=oc.Plan(dp=2))), and so do marks. Here leave max_norm out, and bound all rows "
-                f"behind each step: with torch.no_grad(): w.copy_(torch.renorm(w, {m.norm_type}, 0, {m.max_norm}))"
-            )
-
-
 @torch.no_grad()
 def equalise(tensors: Iterable[Tensor]) -> None:
     """Give copies of a parameter or a buffer one value: that of the first rank that has it."""
@@ -56,7 +40,7 @@ def equalise(tensors: Iterable[Tensor]) -> None:
 
 
 def compare(number: int, model: nn.Module) -> None:
-    """Before a forward: copies that have drifted apart are an error, at the model's forwards 1, 2, 4, 8, 16, 24, ...
+    """After a forward: copies that have drifted apart are an error, at the model's forwards 1, 2, 4, 8, 16, 24, ...
 
     Raises:
         CommunicationError: names the parameter, and its values on two ranks.

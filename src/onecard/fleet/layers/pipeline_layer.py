@@ -210,6 +210,19 @@ class PipelineLayer(nn.Module):
                 f'seg_method="parameters", or bounds other than {self.bounds}'
             )
 
+    def fault_anywhere(self, fault: Callable[[str, nn.Module], str]) -> str:
+        """The words of a function (path, module) on a layer with a fault, whichever rank has it: the same on all of them."""
+        made = {i: m for stage in self.stages for i in self.layers_of(stage) if (m := self._modules.get(str(i)))}
+        found = [i for i, m in made.items() if fault(str(i), m)]
+        said = torch.tensor(float(found[0] if found else len(self.descs)), device="cpu")
+        first = int(plain.all_reduce(said, self.group, "min", call="PipelineLayer").item())
+        first = first if arrives() else int(said)
+        if first == len(self.descs):
+            return ""
+        with torch.device("meta"), random_turns.not_drawn(True):
+            desc = self.descs[first]
+            return fault(str(first), desc.build_layer() if isinstance(desc, LayerDesc) else desc)
+
     def _shared_descs(self) -> list[SharedLayerDesc]:
         return [desc for desc in self.descs if isinstance(desc, SharedLayerDesc)]
 

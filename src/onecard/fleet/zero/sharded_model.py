@@ -35,6 +35,7 @@ from onecard.fleet.zero.local_parameter import (
     of_local,
     twin_parameter,
 )
+from onecard.fleet.zero.written import ForwardWrites
 from onecard.tensor import DistTensor
 from onecard.train.zero.blocks import BlockSpec, GatheredParameter, Hook, ParameterBlocks, Policy
 from onecard.train.zero.master import exchange_all
@@ -83,6 +84,9 @@ class Sharded:
                 if cut is not None:
                     pieces[p] = GatheredParameter(own_part(cut), spec, p)
             self.blocks = ParameterBlocks(model, pieces, policy, self.overlap, blocks)
+        watch = ForwardWrites(model, named, lambda p: holders.divided_over(p, group), self.blocks is None)
+        if self.blocks is not None:
+            self.blocks.ends = watch.see_pieces
         every = stage.stage > 1
         self.reducer = Reducer(everything, stage.cut, every, self.overlap, self._no_gradient, stage.reduce_dtype)
         whole = topology.begun() and group.ranks == topology.data_ranks().ranks  # else the norm is that over the group

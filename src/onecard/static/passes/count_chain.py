@@ -51,13 +51,12 @@ class Chain:
 
     def _needed(self, node: fx.Node, until: int) -> list[fx.Node]:
         """All that a node depends on as it is at a place, through memory too, in order, but for inputs."""
-        writes, roots = self.once.memory.writes, self.once.memory.roots
         found, wanted = set[fx.Node](), [node]
         while wanted:
             if (one := wanted.pop()) not in found:
                 found.add(one)
                 wanted += _operands(one)
-                wanted += [n for n, written in writes.items() if self.order[n] < until and written & roots[one]]
+                wanted += [n for n in self.once.memory.writers_to(one) if self.order[n] < until]
         return sorted((n for n in found if n.op == "call_function"), key=self.order.__getitem__)
 
     def _sort(self, node: fx.Node) -> bool:

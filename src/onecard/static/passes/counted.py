@@ -81,7 +81,7 @@ class CountFinder:
     """Finds counts in the graph of one microbatch."""
 
     def __init__(self, graph: fx.Graph, once: Once, k: int) -> None:
-        self.nodes, self.memory, self.k = list(graph.nodes), once.memory, k
+        self.order, self.memory, self.k = {n: i for i, n in enumerate(graph.nodes)}, once.memory, k
 
     def of(self, node: Any, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
         """The count that is ``then`` of a node's value; None if that depends on more than the batch."""
@@ -102,14 +102,13 @@ class CountFinder:
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """What a node depends on, through memory too, in order."""
-        before = self.nodes[: self.nodes.index(node) + 1]
-        found, wanted = set[fx.Node](), [node]
+        end, found, wanted = self.order[node], set[fx.Node](), [node]
         while wanted:
             if (one := wanted.pop()) not in found:
                 found.add(one)
                 wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
-                wanted += [n for n in before if self.memory.writes.get(n, frozenset()) & self.memory.roots[one]]
-        return [n for n in before if n in found]
+                wanted += [n for n in self.memory.writers_to(one) if self.order[n] <= end]
+        return sorted((n for n in found if self.order[n] <= end), key=self.order.__getitem__)
 
 
 def _step(node: fx.Node, number: dict[fx.Node, int]) -> Any:

@@ -38,11 +38,19 @@ class GraphMemory:
             roots[node] = frozenset([node]) if not shared else _union(shared, roots)
             if written:
                 self.writes[node] = _union(written, roots)
-        self.written = frozenset[fx.Node]().union(*self.writes.values()) if self.writes else frozenset()
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        for node, places in self.writes.items():
+            for root in places:
+                self._writers.setdefault(root, []).append(node)
+        self.written = frozenset(self._writers)
 
     def steady(self, node: fx.Node) -> bool:
         """Whether nobody ever writes to what a node gives."""
         return not self.roots[node] & self.written
+
+    def writers_to(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that write to memory that a node may have; one that writes to several of it, as often."""
+        return [n for root in self.roots[node] for n in self._writers.get(root, ())]
 
 
 def _union(nodes: list[fx.Node], roots: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:

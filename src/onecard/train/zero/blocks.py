@@ -9,7 +9,7 @@ Source: FSDP (Zhao et al., arXiv 2304.11277).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class GatheredParameter:
 class Unit:
     """The pieces of a block, gathered and given up together."""
 
-    def __init__(self, name: str, pieces: Sequence[GatheredParameter], gives_up: bool) -> None:
+    def __init__(self, name: str, pieces: list[GatheredParameter], gives_up: bool) -> None:
         self.name, self.pieces, self.gives_up = name, pieces, gives_up
         self.shown = False
         self.seen_outside = False  # shown while the program itself runs
@@ -217,6 +217,9 @@ class ParameterBlocks:
     ) -> None:
         self.ahead = ahead
         self.twice = False  # a backward has made a graph of its own, which reads what it has read
+        self.ends: Callable[[list[GatheredParameter]], None] = lambda pieces: (
+            None
+        )  # called as a block's forward has ended
         self._unit_of: dict[int, Unit] = {}
         self.units: list[Unit] = []
         self._order: list[Unit] = []  # of the last forward
@@ -292,6 +295,7 @@ class ParameterBlocks:
             grads = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
             for x in grads if torch.is_grad_enabled() else ():
                 x.register_hook(lambda grad: self._backward(unit))
+            self.ends(unit.pieces)
             gives_up = unit.gives_up or not torch.is_grad_enabled()
             if _torch.graph_task() < 0 and gives_up and not self._stays(unit):
                 unit.release(keep=True)

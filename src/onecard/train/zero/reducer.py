@@ -312,7 +312,7 @@ def take(param: DistTensor, cut: Cut, part: Tensor) -> None:
 
 def reduce_gradients(cuts: Sequence[Cut]) -> None:
     """Give the gradients of parameters the layouts with the cut, those that are pending in few large messages."""
-    for x in {id(cut.x): cut.x for cut in cuts if type(cut.x.grad) is Tensor}.values():
+    for x in {id(cut.x): cut.x for cut in cuts if not isinstance(cut.x.grad, DistTensor)}.values():
         # A program has put it there: what each rank has whole, as one card does.
         x.grad = shard_tensor(x.grad, x.mesh, [Replicate()] * x.mesh.ndim)
     due = [cut for cut in cuts if cut.x.grad._spec.layout is not cut.layout]  # type: ignore[union-attr]
