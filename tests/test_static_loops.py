@@ -174,6 +174,13 @@ def clamped(p: Tensor) -> None:
     p.grad.clamp_(-0.01, 0.01)
 
 
+def through_memory(g: Tensor) -> Tensor:
+    """What is bent is not what an operator gave, but the memory that it wrote to."""
+    kept = torch.zeros(g.shape)
+    kept[:] = g
+    return kept.clamp(-0.01, 0.01)
+
+
 @pytest.mark.parametrize(
     ("of", "operator"),
     [
@@ -181,6 +188,7 @@ def clamped(p: Tensor) -> None:
         ({"hook": lambda g: g / (g.norm() + 1)}, "linalg_vector_norm"),
         ({"hook": lambda g: g * g}, "mul"),
         ({"after": clamped}, "clamp_"),
+        ({"hook": through_memory}, "clamp"),
     ],
 )
 def test_hooks_that_bend_a_microbatchs_gradient_are_told(of, operator):

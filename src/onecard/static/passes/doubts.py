@@ -79,24 +79,28 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
     """What takes gradients of a microbatch in a way that autograd itself never does: hooks."""
-    passes, now = dict[fx.Node, int](), 0  # gradients, by the backward pass that they are of
+    passes, now = dict[fx.Node, int](), 0  # gradients, and memory that has some, by the backward pass that they are of
+    memory = once.memory
+
+    def pass_of(node: fx.Node) -> int:
+        return max((passes.get(n, 0) for n in (node, *memory.roots[node])), default=0)
+
     for node in graph.nodes:
         if node.target in _BEGINS and node.users and all(phase_of(user) == "backward" for user in node.users):
             passes[node] = now = now + 1
-        given = [passes[n] for n in node.all_input_nodes if n in passes]
-        if phase_of(node) != "backward" or node in once.tail or not given:
+        latest = max(map(pass_of, node.all_input_nodes), default=0)
+        if phase_of(node) != "backward" or node in once.tail or not latest:
             continue
-        if not isinstance(
-            node.target, OpOverload
-        ):  # a message, to the memory that it is given, or another function of ours
-            passes.update({n: max(given) for n in (node, *node.all_input_nodes) if n not in passes})
+        passes.update(dict.fromkeys(memory.writes.get(node, ()), latest))
+        if not isinstance(node.target, OpOverload):  # a message, or another function of ours
+            passes[node] = max(pass_of(node), latest)
             continue
         name = schema_of(node.target).functional
-        operands = [passes.get(n) for n in node.args if isinstance(n, fx.Node)]
-        if max(given) == now and (name in _BENT or (name in _PRODUCTS and operands.count(now) > 1)):
+        operands = [pass_of(n) for n in node.args if isinstance(n, fx.Node)]
+        if latest == now and (name in _BENT or (name in _PRODUCTS and operands.count(now) > 1)):
             yield node
         else:
-            passes[node] = max(given)  # those of an earlier pass are values to a later one
+            passes[node] = latest  # those of an earlier pass are values to a later one
 
 
 _BEGINS = (aten.ones_like.default, aten.full.default, aten.full_like.default)
