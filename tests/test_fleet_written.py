@@ -14,7 +14,9 @@ from onecard import fleet
 from onecard.errors import CommunicationError
 from onecard.testing import run_ranks
 
-WORDS = r"forward at .*: the parameter (0\.)?weight is .*one parameter on ranks .* differs between ranks \(seen at call 1\)"
+WORDS = (
+    r"forward at .*: the parameter (0\.)?weight is .*one parameter on ranks .* differs between ranks \(seen at call 1\)"
+)
 
 
 class Bounded(nn.Module):

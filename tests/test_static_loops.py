@@ -174,6 +174,25 @@ def clamped(p: Tensor) -> None:
     p.grad.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.parametrize("options", [{}, {"k_steps": 2}])
+def test_compiled_functions_are_recorded_as_they_were_written(options: dict[str, Any]) -> None:
+    """The compiler would take the recorder for a part of the program: minutes, and words about lines of ours."""
+    compiled = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y) + 0.01 * z.square().mean()
+
+    assert losses(oc.to_static(loop(torch.compile(loss, backend=backend)), **options)) == pytest.approx(
+        losses(loop(loss)), rel=1e-5
+    )
+    assert len(compiled) == 1  # where the step runs as it is
+
+
 def through_memory(g: Tensor) -> Tensor:
     """What is bent is not what an operator gave, but the memory that it wrote to."""
     kept = torch.zeros(g.shape)

@@ -1,9 +1,14 @@
-"""``torch.compile`` that compiles nothing: its modules are those of torch's, with their names in checkpoints."""
+"""``torch.compile`` that compiles nothing: its modules are those of torch's, with their names in checkpoints. And what was
+compiled before, called as it was written.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -55,3 +60,16 @@ def uncompiled(model: Any = None, *_: Any, **__: Any) -> Any:
         return uncompiled
     kind = _kind() if isinstance(model, nn.Module) else None
     return model if kind is None or is_wrapper(model) else kind(model)
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, what is compiled runs as it was written: compiled code shows nobody its operators, and the compiler would take
+    those who look on for a part of the program.
+    """
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything; to import it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules", UserWarning)  # they are ours
+        yield

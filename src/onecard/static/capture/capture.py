@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from onecard import recorded
 from onecard._torch import names as _torch
 from onecard._torch.names import tree_flatten, tree_unflatten
+from onecard._torch.uncompiled import eagerly
 from onecard.errors import RecordingError
 from onecard.static.capture import randomness
 from onecard.static.capture.above import Above
@@ -101,6 +102,7 @@ class Capture:
             for _, root in self.given_roots:
                 self._found(root)
             with (
+                eagerly(),
                 followed_by_math(),
                 Above(recorder),
                 _torch.beneath(Below(recorder)),

@@ -13,6 +13,7 @@ from onecard import recorded
 from onecard._torch import names as _torch
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import OpOverload, tree_flatten
+from onecard._torch.uncompiled import eagerly
 from onecard.comm.base import own, record
 from onecard.comm.issue import again
 from onecard.comm.issue.groups import line_of
@@ -77,7 +78,7 @@ class Follower(recorded.Listener):
         """Run the step as it is; what it returns."""
         recorded.recorder = self
         try:
-            with _torch.beneath(self.mode), randomness.seen(), recordable():
+            with eagerly(), _torch.beneath(self.mode), randomness.seen(), recordable():
                 result = call()
                 settle((result, [at(where, self.roots, self.leaves).grad for where, _ in self.script.gradients]))
         finally:
