@@ -16,7 +16,7 @@ from onecard.fleet.zero import local_parameter, sharded_model
 from onecard.pipeline.run import waiting_hooks
 from onecard.testing import run_ranks
 from onecard.train.zero import master, zero
-from onecard.train.zero.blocks import GatheredParameter
+from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.zero import ShardedUpdate
 
 MARKS = tuple(level for level in LEVELS if level.startswith("ZeRO") and level not in RECORDED)

@@ -14,7 +14,7 @@ from onecard import fleet
 from onecard.fleet.zero import sharded_model
 from onecard.tensor import buckets
 from onecard.testing import run_ranks
-from onecard.train.zero.blocks import GatheredParameter
+from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.reducer import Reducer
 
 

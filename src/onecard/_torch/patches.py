@@ -55,6 +55,7 @@ TABLE: dict[str, Patch] = {
             "torch.nn.Module._apply", TENSOR,
             "conversions that cannot be (`model.double()` of stages) are refused on all ranks",
         ),
+        Patch("torch.nn.modules.rnn.RNNBase.flatten_parameters", TENSOR, "weights whose memory is ours stay there, on GPUs"),
         Patch("json.JSONEncoder.default", TENSOR, "encoders that know plain tensors (wandb's) are given a whole one"),
         Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),

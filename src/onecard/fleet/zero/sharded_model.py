@@ -37,7 +37,8 @@ from onecard.fleet.zero.local_parameter import (
 )
 from onecard.fleet.zero.written import ForwardWrites
 from onecard.tensor import DistTensor
-from onecard.train.zero.blocks import BlockSpec, GatheredParameter, Hook, ParameterBlocks, Policy
+from onecard.train.zero.blocks import BlockSpec, Hook, ParameterBlocks, Policy
+from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.master import exchange_all
 from onecard.train.zero.optimizer import keep_laid_out
 from onecard.train.zero.reducer import Reducer, hook

@@ -19,7 +19,8 @@ from onecard.comm.issue.ranks import Ranks
 from onecard.comm.world import world
 from onecard.errors import FleetError
 from onecard.fleet.layers.pipeline_layer import PipelineLayer
-from onecard.train.zero.blocks import GatheredParameter, Hook
+from onecard.train.zero.blocks import Hook
+from onecard.train.zero.gathered import GatheredParameter
 
 CURE = (
     "A forward sees this rank's rows alone, where one card sees all: what it writes to a parameter (max_norm= of an embedding, "

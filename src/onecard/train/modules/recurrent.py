@@ -7,13 +7,15 @@ and states are taken whole, the gradient of a weight is a pending sum over the a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from onecard._torch import patches
 from onecard._torch.names import DispatchKeySet
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor
@@ -89,7 +91,10 @@ def _in_turn(
 
         def on_parts(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             state = list(rest[: len(states)]) if several else rest[0]
-            return run(x, state, list(rest[len(states) :]), num_layers // runs)
+            with warnings.catch_warnings():
+                if x.is_cuda:  # each rank's weights are tensors of their own, which cuDNN brings together in each call
+                    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+                return run(x, state, list(rest[len(states) :]), num_layers // runs)
 
         outputs, *ends = _run(on_parts, outputs, part, weights, bidirectional, mesh, placements)
         last.append(tuple(ends))
@@ -135,6 +140,21 @@ def _run(
         mesh,
         out_shapes=[wide, *[tuple(s.shape) for s in states]],
     )(x, *states, *params)
+
+
+@patches.with_first_tensor
+def install() -> None:
+    """On a GPU torch lays the weights of a recurrent layer into one memory, of itself too: where other tensors lie."""
+    patches.replace("torch.nn.modules.rnn.RNNBase.flatten_parameters", nn.RNNBase, "flatten_parameters", _but_for_ours)
+
+
+def _but_for_ours(torchs: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+    def flatten_parameters(self: nn.RNNBase) -> None:
+        """As torch's; nothing where weights are parts, or memory that is given up between blocks."""
+        if not any(isinstance(w, DistTensor) or getattr(w, "is_local_parameter", False) for w in self._flat_weights):
+            torchs(self)
+
+    return flatten_parameters
 
 
 for _op in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):

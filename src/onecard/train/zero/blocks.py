@@ -24,6 +24,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.buckets import Cut, start_gather
 from onecard.tensor.spec import Spec
 from onecard.train.zero.block_names import BlockSpec, blocks_of
+from onecard.train.zero.gathered import GatheredParameter
 from onecard.train.zero.reducer import hook
 
 Policy = bool | Callable[[str, nn.Module], bool]
@@ -48,105 +49,12 @@ def _nothing() -> None:
     pass
 
 
-class GatheredParameter:
-    """A parameter of which this rank keeps a part, and the memory in which it is whole.
-
-    Attributes:
-        x: the part, a distributed tensor.
-        seen: what the module computes with: ``x`` itself, or a plain parameter.
-    """
-
-    def __init__(self, cut: Cut, spec: Spec, seen: Any) -> None:
-        self.x, self.seen, self.layout, self.axis, self.dim = cut.x, seen, cut.layout, cut.axis, cut.dim
-        self.part, self.cut_spec, self.whole_spec = cut.x._local, cut.x._spec, spec
-        like = cut.whole
-        self._facts = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": like.device}
-        self.whole = self._buffer = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
-        self._nbytes = self.whole.untyped_storage().nbytes()
-        self._was: Tensor | None = None
-        self._shown_at = self._versions()
-        self.forget(False, False)
-
-    def cut(self) -> Cut:
-        """How it is cut, with the memory of the whole."""
-        # Not the version counter of what autograd keeps: to fill the memory again changes nothing.
-        whole = self.whole if recorded.recorder is not None else self.whole.data
-        return Cut(self.x, whole, self.layout, self.axis, self.dim)
-
-    def mend(self) -> None:
-        """The part is one again, if the program has given the parameter other data than a part (``p.data = ...``)."""
-        if self.x._spec.layout is not self.cut_spec.layout and self.x._local is not self.whole:
-            with torch.no_grad():
-                self.part.copy_(self.x._become(self.cut_spec.layout, "data", "self", "other data were given", True))
-            self.x._local, self.x._spec = self.part, self.cut_spec
-
-    def allocate(self) -> None:
-        """Memory for the whole. A recording has its own: a replay could not empty and fill this one."""
-        if recorded.recorder is not None:
-            self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
-            recorded.recorder.refilled(self, self.whole)
-        else:
-            self._resize(self._nbytes)
-
-    def show(self) -> None:
-        """The module sees the whole."""
-        if self.seen is self.x:
-            self.part = self.x._local
-            self.x._local, self.x._spec = self.whole, self.whole_spec
-        else:
-            self._give(self.whole)
-        self._shown_at = self._versions()
-
-    def _versions(self) -> tuple[int, int]:
-        return self.whole._version, self.seen._version
-
-    def was_written(self) -> bool:
-        """Whether a block that is being recorded has written to what it was shown: an embedding's ``max_norm``."""
-        return self._versions() != self._shown_at
-
-    def _give(self, value: Tensor | None) -> None:
-        """The plain parameter's memory is that of a tensor, or none."""
-        with recorded.unrecorded():
-            self.seen.data = self._buffer.new_empty(0) if value is None else value
-        if recorded.recorder is not None:
-            recorded.recorder.renamed(self.seen, value)
-
-    def remember(self) -> None:
-        """The program goes on while the whole is shown: it may write to that, or to the part."""
-        if self.seen is not self.x and recorded.recorder is None:
-            self._was = self.x._local.clone()
-
-    def forget(self, shown: bool, written: bool) -> None:
-        """The module sees the part, and the memory is given up. ``written``: somebody may have written to the whole.
-
-        Versions do not say whether: a write to ``p.data`` counts none.
-        """
-        self.mend()
-        if self.seen is self.x:
-            if self.x._spec is self.whole_spec:
-                if written:
-                    self.part.copy_(self.cut().own())
-                self.x._local, self.x._spec = self.part, self.cut_spec
-        else:
-            if shown and written and (recorded.recorder is None or self.was_written()):
-                own, part = Cut(self.x, self.seen.data, self.layout, self.axis, self.dim).own(), self.x._local
-                part.copy_(own if self._was is None else torch.where(part == self._was, own, part))
-            self._was = None
-            self._give(None)
-        self.whole = self._buffer
-        self._resize(0)
-
-    def _resize(self, nbytes: int) -> None:
-        storage = self._buffer.untyped_storage()
-        if storage.resizable():  # not once somebody has an array of numpy of it, who then keeps it
-            storage.resize_(nbytes)
-
-
 class Unit:
     """The pieces of a block, gathered and given up together."""
 
     def __init__(self, name: str, pieces: list[GatheredParameter], gives_up: bool) -> None:
         self.name, self.pieces, self.gives_up = name, pieces, gives_up
+        GatheredParameter.together(pieces)
         self.shown = False
         self.seen_outside = False  # shown while the program itself runs
         self.stays = False  # read outside of its block by what autograd may keep: whole until the next step
@@ -191,6 +99,8 @@ class Unit:
             for piece in self.pieces:
                 known = recorded.recorder is None or piece.was_written()
                 piece.forget(self.shown, self.shown and (self.seen_outside or known))
+            for piece in self.pieces:
+                piece.give_up()
         self.shown = self.seen_outside = False
         if not keep:
             self.inputs, self.waiting = 0, set()
