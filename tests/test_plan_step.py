@@ -273,3 +273,17 @@ def test_what_does_not_go_with_a_plan_is_told():
         oc.to_static(nn.Linear(2, 2), plan=plan)
     with pytest.raises(PlanError, match="made for another program"):
         planned.starts_of(oc.Plan(pp=2, stages=(2, 1), microbatches=2), MLP(4, 8))
+
+
+def test_layers_that_are_called_one_by_one_are_named_with_their_model():
+    net = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: Tensor) -> None:
+        net["two"](net["one"](x)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(
+        PlanError, match=r"calls layers of net one by one.*call net\(\.\.\.\).*oc.parallelize\(net, optimizer"
+    ):
+        oc.plan(step, batch=(torch.randn(4, 4),), world=2, machine=SLOW)

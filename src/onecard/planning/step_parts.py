@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,19 +94,36 @@ def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         )
     model, batch, loss = program.parts()
     optimizers = tuple(capture.phases.optimizers)
-    _check_one_model(name, model, optimizers)
+    _check_one_model(name, model, optimizers, dict(zip(names, leaves, strict=True)) | _reached(fn))
     return StepParts(model, optimizers, batch, loss)
 
 
-def _check_one_model(name: str, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def _reached(fn: Any) -> dict[str, Any]:
+    """What a function names: variables around it, and attributes of the object whose method it is."""
+    found = {f"self.{name}": x for name, x in vars(getattr(fn, "__self__", SimpleNamespace())).items()}
+    with suppress(TypeError):  # no function of Python
+        known = inspect.getclosurevars(getattr(fn, "__func__", fn))
+        found |= {**known.globals, **known.nonlocals}
+    return found
+
+
+def _check_one_model(name: str, model: nn.Module, optimizers: Sequence[Optimizer], reached: dict[str, Any]) -> None:
     """What the optimizers train is the model's."""
-    own = {id(p) for p in model.parameters()}
-    others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
-    if others:
-        raise PlanError(
-            f"plan: {name} trains {len(others)} parameter(s) that are not of {type(model).__name__}, the first of shape "
-            f"{[*others[0].shape]}: a plan is for one model. Put them into one module that calls the others"
-        )
+    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    own = {*model.parameters()}
+    if not (others := [p for p in trained if p not in own]):
+        return
+    for at, whole in reached.items():
+        if isinstance(whole, nn.Module) and {*trained} <= {*whole.parameters()}:
+            raise PlanError(
+                f"plan: {name} calls layers of {at} one by one, and trains more than those of {type(model).__name__}: call "
+                f"{at}(...), with what the step does between them as the forward of {type(whole).__name__}. As it is, without "
+                f"stages and microbatches, it runs eagerly: oc.parallelize({at}, optimizer, plan=...)"
+            )
+    raise PlanError(
+        f"plan: {name} trains {len(others)} parameter(s) that are not of {type(model).__name__}, the first of shape "
+        f"{[*others[0].shape]}: a plan is for one model. Put them into one module that calls the others"
+    )
 
 
 class _Calls(TorchFunctionMode):
