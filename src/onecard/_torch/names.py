@@ -74,7 +74,7 @@ ATTRIBUTES = {
 # The same of objects that have them only once they are made or imported: the agent's processes, a module's contents.
 MADE = (
     "_pcontext", "_worker_group", "_parameters", "_buffers", "_timeout", "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks", "_save_state_dict", "_load_state_dict",
+    "_optimizer_step_post_hooks", "_save_state_dict", "_load_state_dict", "_flat_weights",
 )  # fmt: skip
 
 
