@@ -188,13 +188,18 @@ def _printed() -> list[Any]:
     loss = model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum()
     loss.backward()
     drawn = [torch.rand(1).item(), __import__("numpy").random.default_rng().random(), __import__("random").random()]
-    return [repr(loss.detach()), f"{loss:.3f}", str(model.weight.grad), torch.distributed.is_initialized(), drawn]
+    seen = [repr(loss), repr(model.bias), repr((model.weight * torch.full((40, 2), 0.123)).flatten())]
+    return [repr(loss.detach()), f"{loss:.3f}", str(model.weight.grad), torch.distributed.is_initialized(), drawn, seen]
 
 
 def test_what_is_seen_is_one_card():
     first, second = run_ranks(_printed, 2)
     assert first == second
     assert re.fullmatch(r"tensor\(-?[\d.]+\)", first[0]) and first[2] == "tensor([[4., 6.]])" and first[3] is False
+    loss, bias, long = first[5]
+    assert re.fullmatch(r"tensor\(-?[\d.]+, grad_fn=<SumBackward0>\)", loss)
+    assert re.fullmatch(r"Parameter containing:\ntensor\(\[-?[\d.]+\], requires_grad=True\)", bias)
+    assert long.endswith("],\n       grad_fn=<ViewBackward0>)") and max(map(len, long.splitlines())) <= 80
 
 
 # -- in place --------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,24 @@ for _ in range(3):
     F.cross_entropy(alike, torch.zeros(8, dtype=torch.long)).backward()
     opt.step()
 """,
+    "an optimizer for each parameter, which steps in backward": """
+for p in net.parameters():
+    def stepped(p, opt=torch.optim.Adam([p])):
+        opt.step()
+        opt.zero_grad()
+    p.register_post_accumulate_grad_hook(stepped)
+for _ in range(4):
+    F.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+""",
+    "a shape that is changed in place, as that of an LSTM's result": ADAM
+    + """
+for _ in range(3):
+    opt.zero_grad()
+    out = net(torch.randn(8, 5, 4)).transpose(0, 1).contiguous()
+    out.transpose_(0, 1)
+    torch.bmm(out.transpose(1, 2), out).square().mean().backward()
+    opt.step()
+""",
     "nobody's launcher": ADAM
     + """
 assert int(os.environ.get("RANK", -1)) == -1 and "WORLD_SIZE" not in os.environ

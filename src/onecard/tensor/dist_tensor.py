@@ -23,6 +23,7 @@ from onecard.place.mesh import ProcessMesh
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.dispatch.intercept import KEYS
 from onecard.tensor.refusals import no_flat_form
+from onecard.tensor.shown import shown
 from onecard.tensor.spec import OWN, STALE, Spec
 
 _make = Tensor._make_wrapper_subclass
@@ -234,7 +235,7 @@ class DistTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if as_one_card.here:
-            return repr(self._whole().requires_grad_(self.requires_grad))
+            return shown(self, self._whole())
         if self._local.numel() and not self._local.is_meta and not self._local.untyped_storage().nbytes():
             return f"DistTensor({self._spec!r} on {self.mesh!r}\n  on other ranks)"
         values = self._local if self._local.numel() <= 24 else self._local.flatten()[:6]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -69,7 +69,7 @@ class RehearsedSteps:
         self.found: Rehearsed | None = None
         self.recorder: RegionRecorder | None = None
         self._optimizer: Optimizer | None = None
-        self._has_modules = self._armed = self._by_hand = self._backward = False
+        self._has_modules = self._armed = self._by_hand = self._backward = self._over = False
         self._stack = ExitStack()
 
     def __enter__(self) -> RehearsedSteps:
@@ -86,6 +86,8 @@ class RehearsedSteps:
 
     def _module(self, module: nn.Module, _: Any) -> None:
         """A module is about to run: the first one that trains after the first step begins the region."""
+        if self._over:
+            self._end_at_second_step()
         if not torch.is_grad_enabled() or not module.training:
             return
         self._has_modules = True
@@ -100,7 +102,7 @@ class RehearsedSteps:
 
     def ended(self) -> None:
         """The program has ended: its last step by hand has, too."""
-        if self._by_hand and self._backward and self.recorder is not None:
+        if self._over or (self._by_hand and self._backward and self.recorder is not None):
             self._end()
 
     def _made(self, made: Any) -> Any:
@@ -115,8 +117,11 @@ class RehearsedSteps:
         if self.steps == 1:
             self._armed = True
         elif self.recorder is not None:
-            self._end()
-            raise SecondStepEnded
+            self._end_at_second_step()
+
+    def _end_at_second_step(self) -> NoReturn:
+        self._end()
+        raise SecondStepEnded
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._by_hand or not _torch.fakes():  # a trial of the library's own, on data
@@ -131,8 +136,10 @@ class RehearsedSteps:
             if not self._has_modules:
                 self._begin()
         elif self.recorder is not None:
-            self._end()
-            raise SecondStepEnded
+            if _torch.in_backward():  # in a hook of its: others step behind it, and only outside may a mode be left
+                self._over = True
+            else:
+                self._end_at_second_step()
 
     def _begin(self) -> None:
         self._armed = False

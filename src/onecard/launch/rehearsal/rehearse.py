@@ -68,7 +68,10 @@ def rehearse(
             raise RehearsalError(f"{place(fault, script)}: {said(fault)}") from fault
         if region.found is None:
             raise RehearsalError(f"{script}: ended after {_steps(region)}; a step is what lies between two of them")
-        priced = cost(region.found.step, machine)
+        try:
+            priced = cost(region.found.step, machine)
+        except Exception as fault:  # ours, whatever it is: a program runs without a price, too
+            raise RehearsalError(f"{script}: its step was written down, and is not priced: {said(fault)}") from fault
     return region.found, priced
 
 

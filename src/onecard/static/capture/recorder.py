@@ -33,7 +33,7 @@ from onecard.static.guards import reads
 from onecard.static.guards.numbers import Number, poisoned
 from onecard.static.step import refusals
 from onecard.static.step.facts import as_the_kernel_gives, facts, takes_gradients
-from onecard.static.step.nodes import called
+from onecard.static.step.nodes import called, traits
 from onecard.static.step.phases import Phases
 from onecard.static.step.writes import changed_by, written_by
 from onecard.tensor.deferred.calls import storage_of
@@ -218,7 +218,7 @@ class Recorder(ValueReads):
             self._keys[result] = node
             node.meta["key"] = True
         elif isinstance(result, Tensor):
-            if id(result) not in given:
+            if id(result) not in given or traits(node).reshapes:  # from here on it has this node's shape
                 self._name(result, node)
         elif isinstance(result, list | tuple):
             for i, part in enumerate(result):
