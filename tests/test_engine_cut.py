@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,35 @@ def test_a_stage_that_has_nothing_to_train(kind: str) -> None:
     wanted = _without(kind, False)
     for found in run_ranks(_without, 2, kind, True, timeout=60.0):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _weighted(ranks: int) -> list[float]:
+    """A small model, all of it on the first stage, and a loss that is divided by weights; the last batch is short."""
+    torch.manual_seed(0)
+    model, strategy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), oc.Strategy()
+    if ranks > 1:
+        strategy.pipeline.enable, strategy.pipeline.degree, strategy.pipeline.accumulate_steps = True, 2, 2
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = 1.0 + (y == 1)
+        return (F.cross_entropy(out, y, reduction="none") * weight).sum() / weight.sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    engine = oc.Engine(model, loss, optimizer, strategy=strategy)
+    engine.prepare(oc.InputSpec([None, 4], "float32", "x"), oc.InputSpec([None], "int64", "y"), mode="train")
+    x, y = torch.linspace(-1, 1, 88).reshape(22, 4).sin(), torch.arange(22) % 3
+    batches = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+    return [float(engine.run(batch, mode="train")["loss"]) for batch in batches]
+
+
+def test_a_loss_over_all_ranks_and_a_short_last_batch() -> None:
+    """What ranks beside the pipeline sum is made and summed on one stage; rows that do not divide are one microbatch."""
+    wanted = _weighted(1)
+    for found in run_ranks(_quietly, 4, timeout=100.0):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _quietly() -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of stages without parameters
+        return _weighted(4)

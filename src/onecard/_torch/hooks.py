@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +19,32 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 class LeftBehind:
-    """A hook that a pickled module has not: in its place is one of Python's own that does nothing, also where no onecard is."""
+    """A hook that a saved module has not (``module_pickler``). Where Python's own pickler writes it, one of Python's that does
+    nothing is in its place, also where no onecard is.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (sys.audit, "onecard: a hook of several ranks, which does nothing here")
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, x: Any) -> Any:
+        if not isinstance(x, nn.Module):
+            return NotImplemented
+        hooks = {name: value for name, value in vars(x).items() if "_hooks" in name and isinstance(value, OrderedDict)}
+        ours = {i for of_kind in hooks.values() for i, hook in of_kind.items() if isinstance(hook, LeftBehind)}
+        reduced = x.__reduce_ex__(2)  # torch's protocol, and its marks of a hook have the hook's number
+        if not ours or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return NotImplemented
+        kept = {
+            name: OrderedDict((i, h) for i, h in of_kind.items() if i not in ours) for name, of_kind in hooks.items()
+        }
+        return (*reduced[:2], {name: kept.get(name, value) for name, value in reduced[2].items()}, *reduced[3:])
+
+
+def module_pickler() -> Any:
+    """Python's ``pickle`` for ``torch.save``, by which a module is as it would be on one card."""
+    return SimpleNamespace(**{**vars(pickle), "Pickler": _Pickler})
 
 
 # Which hooks are given keywords. In its place: none, so that nothing is taken off it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from onecard._torch.hooks import module_pickler
 from onecard._torch.imported import when_imported
 from onecard._torch.uncompiled import uncompiled
 from onecard.auto import dcp, taken
@@ -177,7 +179,7 @@ def whole(x: Any) -> Any:
 
 
 def _whole() -> list[tuple[Any, str, Any]]:
-    """Writers that read a tensor's memory are given whole ones."""
+    """Writers that read a tensor's memory are given whole ones; a module is saved as it would be on one card."""
 
     def saved(real: Callable[..., Any]) -> Callable[..., Any]:
         def save(tensors: dict[str, Tensor], *rest: Any, **given: Any) -> Any:
@@ -185,5 +187,13 @@ def _whole() -> list[tuple[Any, str, Any]]:
 
         return save
 
+    def pickled(real: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, pickle_module: Any = pickle, *rest: Any, **given: Any) -> Any:
+            return real(obj, f, module_pickler() if pickle_module is pickle else pickle_module, *rest, **given)
+
+        return save
+
     safe = safetensors.torch
-    return [(safe, "save_file", saved(safe.save_file)), (safe, "save", saved(safe.save))]
+    return [
+        (safe, "save_file", saved(safe.save_file)), (safe, "save", saved(safe.save)), (torch, "save", pickled(torch.save)),
+    ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -288,12 +289,14 @@ class Engine:
         staged = options.get("stages")
         count = options.get("k_steps", 1) if staged is None else staged.k_steps
         if rows % (parts * count) and count > 1:
-            if rows == longest or staged is not None:
+            if rows == longest:
                 raise EngineError(
                     f"Engine: a batch of {rows} rows cannot be cut in {count} microbatches on each of {parts} rank(s): want a "
                     f"batch_size that {parts * count} divides"
                 )
             options = {name: value for name, value in options.items() if name not in ("k_steps", "avg")}
+            if staged is not None:
+                options["stages"] = replace(staged, k_steps=1)
         micro = self.strategy.pipeline.micro_batch_size
         if staged is not None and micro > 1 and rows == longest != parts * count * micro:
             raise EngineError(

@@ -36,7 +36,7 @@ def balanced(
         return []
     seconds = [0.0, *accumulate(seconds_of(graph, nodes, machine))]
     crossing = [2 * bytes_ / machine.bandwidth for bytes_ in crossing_bytes(nodes)]
-    closed = _in_chains(graph, nodes)
+    closed = in_chains(graph, nodes)
     if whole:
         closed |= {i for i in range(1, len(nodes)) if nodes[i].meta["operator"] == nodes[i - 1].meta["operator"]}
     places = [i for i in range(1, len(nodes)) if i not in closed]
@@ -106,8 +106,11 @@ def _is_cheap(node: fx.Node) -> bool:
     return all(n.op == "placeholder" for n in node.all_input_nodes) and (only_names(node) or not node.all_input_nodes)
 
 
-def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
-    """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results."""
+def in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
+    """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results.
+
+    A result that ranks sum is changed behind backward, by the last stage.
+    """
     memory, order = GraphMemory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
     first: dict[fx.Node, int] = {}
     found, calls = set[int](), calls_of(graph)
@@ -117,6 +120,10 @@ def _in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
         for root in memory.writes.get(node, ()):
             begin = first.setdefault(root, order.get(root, i))
             found.update(range(begin + 1, i + 1))
+    for node in graph.nodes:
+        if node not in order and phase_of(node) == "forward":
+            for root in memory.writes.get(node, ()):
+                found.update(range(order.get(root, len(nodes)) + 1, len(nodes)))
     return found
 
 

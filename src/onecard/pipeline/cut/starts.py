@@ -11,7 +11,7 @@ from torch import fx
 from onecard.errors import RecordingError
 from onecard.machine.cost import Machine
 from onecard.pipeline.cut.alike import first_of
-from onecard.pipeline.cut.balance import balanced, calls_of, is_one_call
+from onecard.pipeline.cut.balance import balanced, calls_of, in_chains, is_one_call
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.passes.whole_counts import is_whole
 from onecard.static.step.order import only_names
@@ -47,7 +47,7 @@ def starts_of(
     nodes = forward_of(graph, once)
     if at:
         return _named(nodes, stages, at)
-    if found := _as_before(nodes, stages, calls_of(graph)):
+    if found := _as_before(graph, nodes, stages):
         return found
     if len(nodes) < stages:
         raise RecordingError(
@@ -72,12 +72,12 @@ def as_first(graph: fx.Graph, once: Once, mine: list[fx.Node], ranks: Sequence[i
     return [n if n.meta["operator"] == number else a for n, number, a in zip(mine, first, at_or_after, strict=True)]
 
 
-def _as_before(nodes: list[fx.Node], stages: int, calls: set[int]) -> list[fx.Node]:
-    """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have nothing to do."""
+def _as_before(graph: fx.Graph, nodes: list[fx.Node], stages: int) -> list[fx.Node]:
+    """The cuts of an earlier recording, by which the parameters lie; none, if there was none. A stage may have little."""
     found: list[fx.Node] = []
     homes: dict[fx.Node, tuple[int, ...]] = {}
     earlier = False  # also where the first stage has all parameters
-    first = nodes[0]  # of the call that a node is of
+    first, calls = nodes[0], calls_of(graph)  # first: of the call that a node is of
     for before, node in pairwise([nodes[0], *nodes]):
         first = first if is_one_call(before, node, calls) else node
         known = [s for n in node.all_input_nodes if (s := n.meta.get("stages") or homes.get(n))]
@@ -89,7 +89,11 @@ def _as_before(nodes: list[fx.Node], stages: int, calls: set[int]) -> list[fx.No
             continue
         later = [s for s in set(known[0]).intersection(*known[1:]) if s >= len(found)]
         found += [first] * (min(later) - len(found) if later else 0)
-    return found + [nodes[-1]] * (stages - 1 - len(found)) if earlier else []
+    if not earlier:
+        return []
+    closed = in_chains(graph, nodes)
+    last = nodes[max(i for i in range(len(nodes)) if i not in closed)]
+    return found + [last] * (stages - 1 - len(found))
 
 
 def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node]:

@@ -158,7 +158,7 @@ class Microbatches:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
             told += additive.said(seen, self.k_steps, whole_ones)
-        for said in told:
+        for said in told if self.k_steps > 1 else ():  # one microbatch is the batch
             warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums, rows = self._as_seen(recording, seen)
