@@ -419,3 +419,17 @@ def test_a_record_of_first_states_is_read_and_not_replayed() -> None:
     second = oc.record(step)(X)
     second(X)
     assert optimizer.state[model.weight]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(5, 5, 5), (2, 2, 2)], [torch.full((3,), 5), torch.full((3,), 2)]], ids=["numbers", "a tensor"]
+)
+def test_ctc_loss_is_told_where_it_runs(lengths: Any) -> None:
+    """No mask is at fault, and nothing that the program reads."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scores = x.log_softmax(2).requires_grad_()
+        return torch.nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.long), *lengths)
+
+    with pytest.raises(RecordingError, match=r"CTC loss at .*: torch's kernel .* onecard run --auto"):
+        oc.record(step)(torch.randn(5, 3, 4))

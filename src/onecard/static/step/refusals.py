@@ -17,6 +17,8 @@ _READS = "Read values outside of the recorded step: return the tensor and call .
 def shape_depends(func: Any) -> RecordingError:
     """The error for a result whose shape depends on values."""
     name = func._schema.name.removeprefix("aten::")
+    if "ctc_loss" in name:
+        return _ctc()
     what = "indexing by a mask" if name in ("index", "nonzero") else name
     return RecordingError(
         f"{what} at {record.user_line()}: the shape of the result depends on values, so that a recording would be right for this "
@@ -25,8 +27,18 @@ def shape_depends(func: Any) -> RecordingError:
     )
 
 
+def _ctc() -> RecordingError:
+    return RecordingError(
+        f"CTC loss at {record.user_line()}: torch's kernel keeps a table that is as large as lengths and labels say, so that no "
+        "recording has it. Run the step as it is: oc.parallelize(model, optimizer, plan=oc.Plan(dp=oc.get_world_size())), or "
+        "onecard run --auto; or take the loss and backward() outside of the recorded step"
+    )
+
+
 def reads_data(why: str) -> RecordingError:
     """The error for a value that decides what Python does."""
+    if _is_read_in("onecard.train.modules.ctc"):
+        return _ctc()
     if _is_read_in("torch.amp.grad_scaler"):
         return RecordingError(
             f"GradScaler.step at {record.user_line()} reads on the host whether a gradient is infinite, so that a recording "
@@ -48,7 +60,7 @@ def reads_data(why: str) -> RecordingError:
 
 
 def _is_read_in(module: str) -> bool:
-    """Whether this module of torch is what reads."""
+    """Whether this module is what reads."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
