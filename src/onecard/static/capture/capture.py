@@ -30,7 +30,7 @@ from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldTensors
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
-from onecard.static.guards.places import Before, Places, is_nameless, numbers_of, options_of, still_before
+from onecard.static.guards.places import Before, Places, holders, is_nameless, numbers_of, options_of, still_before
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
@@ -39,7 +39,6 @@ from onecard.static.step import refusals
 from onecard.static.step.facts import facts
 from onecard.static.step.phases import Phases
 from onecard.static.step.step import Effect, Input, Output, RecordedStep, Where
-from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
 from onecard.tensor.rows.rows import settle
@@ -365,18 +364,3 @@ class Capture:
             r = next(r for r, (_, root) in enumerate(self.places.roots) if root is place[1])
             where = ("group", r, *place[2:])
         return Input("number", self.places.name(where), where)
-
-
-def holders(values: Sequence[Any]) -> dict[int, int]:
-    """For tensors that lie in another one's memory the number of that one: parameters of ZeRO beside a module's own."""
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for i, x in enumerate(values):
-        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
-            start = x.storage_offset() * x.itemsize
-            length = (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize
-            spans.setdefault(storage_of(x), []).append((int(start), int(start + length), i))
-    found = dict[int, int]()
-    for sharing in spans.values():
-        start, end, holder = max(sharing, key=lambda span: (span[1] - span[0], -span[2]))
-        found |= {i: holder for a, b, i in sharing if i != holder and start <= a and b <= end}
-    return found

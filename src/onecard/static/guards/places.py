@@ -18,6 +18,7 @@ from onecard.static.guards.hooked import own_parameters
 from onecard.static.step import refusals
 from onecard.static.step.facts import takes_gradients
 from onecard.static.step.step import Where
+from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.spec import Spec
 
@@ -101,6 +102,21 @@ class Before:
                 not self.still_is(x._local, local) or x._spec.with_hint(()) is not spec.with_hint(())
             ):
                 yield x
+
+
+def holders(values: Sequence[Any]) -> dict[int, int]:
+    """For tensors that lie in another one's memory the number of that one: parameters of ZeRO beside a module's own."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
+            start = x.storage_offset() * x.itemsize
+            length = (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+            spans.setdefault(storage_of(x), []).append((int(start), int(start + length), i))
+    found = dict[int, int]()
+    for sharing in spans.values():
+        start, end, holder = max(sharing, key=lambda span: (span[1] - span[0], -span[2]))
+        found |= {i: holder for a, b, i in sharing if i != holder and start <= a and b <= end}
+    return found
 
 
 def alive(*wanted: frozen.Kinds) -> list[list[Any]]:
