@@ -6,6 +6,7 @@ Most tests call the launcher in a process from the harness' fork server, which h
 import os
 import re
 import socket
+import threading
 
 import pytest
 from launching import launch_forked, launch_here, launch_node, start, write
@@ -142,10 +143,12 @@ def test_a_reader_that_has_seen_enough_does_not_stop_the_rank(tmp_path):
 
 
 def test_log_of_a_line_that_is_drawn_in_pieces(tmp_path):
-    log = _PlainLog((tmp_path / "log").open("wb"))
+    file = (tmp_path / "log").open("wb")
+    log = _PlainLog(file, threading.Lock())
     for piece in (b"\r10", b" %\r20 %\x1b[", b"0m\r", b"\r", b"30 %\r\nnext\nlast"):
         log.write(piece)
     log.close()
+    file.close()
     assert (tmp_path / "log").read_text() == "30 %\nnext\nlast\n"
     assert plain_line(b"a\rb\r\r") == b"b" and plain_line(b"\r") == b""
 
@@ -372,3 +375,19 @@ def test_explain_tells_the_second_step_of_rank_0(tmp_path):
     argv[-1] = write(tmp_path, "print('none')", "none.py")
     [(status, said)] = run_ranks(launch_forked, 1, tmp_path, argv, {}, timeout=120)
     assert status == 0 and "all that ran, which was not two steps: no message of onecard's" in said
+
+
+APART = """
+    import sys
+    print("result")
+    print("progress", file=sys.stderr)
+    print("more")
+"""
+
+
+def test_what_rank_0_says_to_standard_error_comes_out_there(tmp_path):
+    with start(tmp_path, APART, "--nproc_per_node", "2") as process:
+        output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output, errors) == (0, "result\nmore\n", "progress\n")
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert sorted(logs[0].splitlines()) == ["more", "progress", "result"] and logs[1] == "result\nprogress\nmore\n"

@@ -50,7 +50,8 @@ def split_where_it_says(x: Tensor) -> Tensor:
 
 
 def distribution(x: Tensor) -> Tensor:
-    return torch.distributions.Normal(x, x.exp()).log_prob(x)
+    # Said, as torch's compiler turns it off for the whole process the first time that it runs.
+    return torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x)
 
 
 WORDS = {

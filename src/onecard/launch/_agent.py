@@ -204,10 +204,10 @@ class Workplace:
         self.watch.board(rank).unlink(missing_ok=True)
         if attempt == "0":
             set_aside([self.log(rank)])
-        output = str(self.log(rank).absolute())
+        output = errors = str(self.log(rank).absolute())
         if rank == 0:
             self.screen = self.screen or Screen(self.log(0), self.notes)
-            output = self.screen.path
+            output, errors = self.screen.path, self.screen.errors
         if attempt != "0":
             limit = environment["TORCHELASTIC_MAX_RESTARTS"]
             with open(output, "a") as file:
@@ -218,8 +218,9 @@ class Workplace:
         self.size = environment["WORLD_SIZE"] if rank == 0 else self.size
         environment.update(self.environment)
         environment.update(
-            ONECARD_OUTPUT=output, ONECARD_ERROR_FILE=str(self.note(rank)), ONECARD_LAUNCHER_PID=str(os.getpid())
-        )
+            ONECARD_OUTPUT=output, ONECARD_ERRORS=errors, ONECARD_ERROR_FILE=str(self.note(rank)),
+            ONECARD_LAUNCHER_PID=str(os.getpid()),
+        )  # fmt: skip
         environment["TORCHELASTIC_ERROR_FILE"] = ""
         environment["ONECARD_BOARD"] = str(self.watch.board(rank))
 

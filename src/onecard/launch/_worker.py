@@ -26,7 +26,7 @@ def main() -> None:
     """Runs the script or module named on the command line as `__main__`."""
     kind, name = sys.argv[1:3]
     _die_with(int(os.environ.pop("ONECARD_LAUNCHER_PID")))
-    _redirect(os.environ.pop("ONECARD_OUTPUT"))
+    _redirect(os.environ.pop("ONECARD_OUTPUT"), os.environ.pop("ONECARD_ERRORS"))
     record = _Recorder(os.environ.pop("ONECARD_ERROR_FILE"))
     _hand_over(os.environ.pop("ONECARD_BOARD"))
     sys.excepthook = record.exception
@@ -73,16 +73,16 @@ def _hand_over(board: str) -> None:
     sys.modules[launcher.__name__] = launcher
 
 
-def _redirect(output: str) -> None:
+def _redirect(output: str, errors: str) -> None:
     # O_NOCTTY: a pseudo-terminal must not become the one that signals this session.
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
-        os.dup2(source, target)
-    os.close(descriptor)
-    os.close(nothing)
+    into = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
+    opened = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, into) for path in (output, errors))]
+    for target, source in enumerate(opened):
+        if source != target:
+            os.dup2(source, target)
+            os.close(source)
     # Python chose its buffering and encoding for what it was started with.
-    is_terminal = os.isatty(1)
+    is_terminal = os.isatty(1) or os.isatty(2)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     if is_terminal:

@@ -34,7 +34,7 @@ class DistributedModel(nn.Module):
         self._amp = getattr(torch, strategy.amp_configs["dtype"]) if strategy.amp else None
         self._members: Members | None = None
         self._family: pending.Family | None = None
-        self._number, self._compared = sparse_check.serial(), -1
+        self._number, self._later, self._compared = sparse_check.serial(), sparse_check.serial(), -1
         self._adopt()
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
@@ -57,8 +57,10 @@ class DistributedModel(nn.Module):
             self._compare()
 
     def _compare(self) -> None:
+        """The first forward is counted apart: what steps do is compared behind 1, 2, 4, ... of them."""
+        number, self._number = self._number, self._later
         with recorded.unrecorded():
-            compare(self._number, self.module)
+            compare(number, self.module)
 
     def _adopt(self) -> None:
         """Say what the parameters are, and give the copies of those that are new one value."""

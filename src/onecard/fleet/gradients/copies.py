@@ -40,7 +40,7 @@ def equalise(tensors: Iterable[Tensor]) -> None:
 
 
 def compare(number: int, model: nn.Module) -> None:
-    """After a forward: copies that have drifted apart are an error, at the model's forwards 1, 2, 4, 8, 16, 24, ...
+    """After a forward: copies that have drifted apart are an error, at the first and behind steps 1, 2, 4, 8, 16, 24, ...
 
     Raises:
         CommunicationError: names the parameter, and its values on two ranks.

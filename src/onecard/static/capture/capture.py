@@ -111,7 +111,7 @@ class Capture:
                 self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)
-                settle((result, [*self.before.gradients_now()]))
+                settle((result, self.before.gradients_now()))
             recorder.random.end()
         finally:
             recorded.recorder = None

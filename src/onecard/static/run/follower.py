@@ -80,7 +80,7 @@ class Follower(recorded.Listener):
         try:
             with eagerly(), _torch.beneath(self.mode), randomness.seen(), recordable():
                 result = call()
-                settle((result, [at(where, self.roots, self.leaves).grad for where, _ in self.script.gradients]))
+                settle((result, self._gradients()))
         finally:
             recorded.recorder = None
         if self.found is None:
@@ -90,6 +90,10 @@ class Follower(recorded.Listener):
         if self.found is None:
             self._effects()
         return result
+
+    def _gradients(self) -> list[Any]:
+        with _torch.as_it_is():
+            return [_torch.gradient(at(where, self.roots, self.leaves)) for where, _ in self.script.gradients]
 
     # -- what the lower layers call, as of a recorder ------------------------------------------------------------------
 
