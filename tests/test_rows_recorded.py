@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.random import Key
 from onecard.tensor.rows import one_call
 from onecard.testing import run_ranks
 
@@ -186,6 +187,16 @@ def otherwise() -> str:
 def test_a_replay_that_gives_something_else_is_told() -> None:
     for said in run_ranks(otherwise, 2):
         assert "rows: of_numbers" in said and "something else" in said
+
+
+def test_what_a_recording_follows_is_no_constant_of_a_call() -> None:
+    """Tensors, numbers of optimizers, keys and generators: each would be that of the first call for ever."""
+    followed = torch.ones(2), 0.5, Key(1, 2), torch.Generator()
+    taken: list[Any] = []
+    rest = one_call._apart(([followed[0], 3], {"by": followed[1]}, *followed[2:], "word"), taken)
+    assert [a is b for a, b in zip(taken, followed, strict=True)] == [True] * 4
+    assert rest[0][1] == 3 and rest[4] == "word"
+    assert one_call.together(rest, taken) == ([followed[0], 3], {"by": 0.5}, *followed[2:], "word")
 
 
 def test_random_programs_recorded_on_a_line_of_ranks_are_one_cards() -> None:

@@ -60,7 +60,7 @@ def _macs(call: RowsCall) -> float:
     if row is None:
         return 0
     given = [1.0 if f is None else torch.empty_strided(f[0], f[1], dtype=f[2], device="meta") for f in call.whole]
-    _, args, kwargs = one_call.together(call.arguments, given)
+    _, args, kwargs = one_call.together(call.arguments, given, put=lambda part, spec: part)
     with suppress(OnecardError, NotImplementedError, RuntimeError):
         made = Call(call.operator, args, kwargs)  # type: ignore[arg-type]
         made.results = row.results_of(made)

@@ -163,14 +163,17 @@ def _part(value: Any) -> Any:
     return seen_as(value)
 
 
-def together(value: Any, taken: list[Any]) -> Any:
-    """A value with its tensors put back. A distributed one is another object: what is changed of it, nobody else sees."""
+def together(value: Any, taken: list[Any], put: Callable[[Any, Spec], Any] = wrap) -> Any:
+    """A value with its tensors put back. A distributed one is another object: what is changed of it, nobody else sees.
+
+    ``put`` makes it of its part and its spec.
+    """
     kind = type(value)
     if kind is Taken:
         found = taken[value.number]
-        return found if value.spec is None or found.is_meta else wrap(found, value.spec)
+        return found if value.spec is None else put(found, value.spec)
     if kind in (list, tuple):
-        return kind(together(v, taken) for v in value)
+        return kind(together(v, taken, put) for v in value)
     if kind is dict:
-        return {k: together(v, taken) for k, v in value.items()}
+        return {k: together(v, taken, put) for k, v in value.items()}
     return value
