@@ -189,6 +189,30 @@ def test_a_replay_that_gives_something_else_is_told() -> None:
         assert "rows: of_numbers" in said and "something else" in said
 
 
+def beside_a_view() -> list[float]:
+    """Losses of rows times a copy that stands for a view, after what it is a view of was written to."""
+    mesh = oc.ProcessMesh([0, 1], ["dp"])
+    numbers = torch.tensor([2, 0, 3])
+
+    def step(x: Any, base: Any) -> Any:
+        base = base * 1
+        view = base.view(3, 8)  # by halves of 4 rows there are no 3
+        base.add_(1)
+        return (x[numbers] * view).square().sum()
+
+    recorded, found = oc.to_static(step), []
+    for call in range(CALLS):
+        draw = torch.Generator().manual_seed(call)
+        plain = torch.randn(4, 8, generator=draw), torch.randn(4, 6, generator=draw)
+        found.append(far(recorded(*(oc.shard_tensor(x, mesh, [S(0)]) for x in plain)), step(*plain)))
+    return found
+
+
+def test_rows_meet_a_view_as_it_is() -> None:
+    for found in run_ranks(beside_a_view, 2):
+        assert max(found) <= 1e-6
+
+
 def test_what_a_recording_follows_is_no_constant_of_a_call() -> None:
     """Tensors, numbers of optimizers, keys and generators: each would be that of the first call for ever."""
     followed = torch.ones(2), 0.5, Key(1, 2), torch.Generator()
