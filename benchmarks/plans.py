@@ -1,7 +1,8 @@
 """Plans that are found: how long the search takes, beside published configurations, and beside all plans, measured.
 
 python benchmarks/plans.py            # on paper: LLaMA and DeepSeek-V3 on H100, minutes; --only DeepSeek
-python benchmarks/plans.py --truth    # eight programs on ranks of this machine: every plan of a reduced space, measured
+python benchmarks/plans.py --truth    # eight programs on ranks of this machine: every plan of a reduced space, measured in turns
+python benchmarks/plans.py --half     # the same programs: the plan for half the memory of pure data parallelism, measured
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import onecard as oc
 from onecard.machine.cost import Machine
@@ -93,14 +93,6 @@ def _short(plan: oc.Plan) -> str:
 # -- in truth --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of a step under a plan, the median of several; bytes: this rank's peak beyond what it had before."""
-
-    seconds: float
-    nbytes: int
-
-
 def reduced(name: str, ranks: int, machine: Machine) -> Iterator[oc.Plan]:
     """All plans that can be applied to a program: dp x tp, ZeRO, recomputation."""
     from onecard.planning.search.find import Search
@@ -108,8 +100,7 @@ def reduced(name: str, ranks: int, machine: Machine) -> Iterator[oc.Plan]:
 
     program = _programs()[name]
     subject = subjects.subject_of(program.build(), program.batch(), program.loss, {})
-    fixed = {"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0}
-    search = Search(Space(subject, ranks, machine, fixed), machine, 0)
+    search = Search(Space(subject, ranks, machine, REDUCED), machine, 0)
     for group in search.space.groups():
         for one in (group, *search.space.again(group)):
             yield from search.space.members(one)
@@ -133,59 +124,119 @@ def _programs() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(name: str, plan: oc.Plan, steps: int = 7) -> Measured:
-    """A program under a plan, on a rank."""
+REDUCED = {"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0}
+"""What ``oc.parallelize`` lays out in place."""
+
+
+def _step(name: str, plan: oc.Plan) -> tuple[Any, Any, Any]:
+    """A program's model, its optimizer and its step, under a plan. On a rank."""
     import plan_programs as p
 
-    program = _programs()[name]
-    torch.manual_seed(0)
-    model = program.build().train()
-    optimizer = p.optimizer_of(program, model)
+    model, optimizer, step = p.step_of(_programs()[name])
+    if plan.pp > 1 or plan.microbatches > 1:
+        return model, optimizer, oc.to_static(step, plan=plan)
     oc.parallelize(model, optimizer, plan=plan)
+    return model, optimizer, step
+
+
+def in_turns(name: str, plans: list[oc.Plan], rounds: int) -> list[list[float]]:
+    """Seconds of a step under each plan, in each round: one after the other, so that all see the machine as it is then."""
+    batch = _programs()[name].batch()
+    steps = [_step(name, plan)[2] for plan in plans]
     took = []
-    for _ in range(steps + 3):
-        batch = program.batch()
-        began = time.perf_counter()
-        program.loss(model, *batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        took.append(time.perf_counter() - began)
-    return Measured(statistics.median(took[3:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    for _ in range(rounds + 3):
+        took.append([])
+        for step in steps:
+            began = time.perf_counter()
+            step(*batch)
+            took[-1].append(time.perf_counter() - began)
+    return took[3:]
 
 
-def in_truth(rank_counts: list[int]) -> None:
-    """For each program every plan measured: where the one that is found comes."""
+def most_alive(name: str, plan: oc.Plan) -> int:
+    """The most bytes of tensors alive at once in a later step, on this rank."""
+    from live_memory import Counted
+
+    batch = _programs()[name].batch()
+    model, optimizer, step = _step(name, plan)
+    for _ in range(3):
+        step(*batch)
+    counted = Counted([[*model.parameters()], [*model.buffers()], [*optimizer.state.values()], batch])
+    with counted:
+        step(*batch)
+    return counted.peak
+
+
+def _found(name: str, ranks: int, machine: Machine, memory: int, fixed: dict[str, Any]) -> oc.Plan:
+    program = _programs()[name]
+    return oc.plan(
+        program.build(),
+        world=ranks,
+        machine=machine,
+        batch=program.batch(),
+        loss=program.loss,
+        memory=memory,
+        fixed=fixed,
+    ).best
+
+
+def in_truth(rank_counts: list[int], rounds: int, only: str) -> None:
+    """For each program every plan measured: where the one that is found comes, and what it takes of half the memory."""
     machine = Machine.measure()
     for ranks in rank_counts:
-        for name in _programs():
-            program = _programs()[name]
-            found = oc.plan(
-                program.build(), world=ranks, machine=machine, batch=program.batch(), loss=program.loss, memory=0,
-                fixed={"pp": 1, "cp": 1, "microbatches": 1, "replicas": 1, "recompute_blocks": 0},
-            ).best  # fmt: skip
+        for name in (name for name in _programs() if only in name):
+            found = _found(name, ranks, machine, 0, REDUCED)
             plans = list(dict.fromkeys(reduced(name, ranks, machine)))
-            seconds = {plan: run_ranks(measured, ranks, name, plan, timeout=300.0)[0].seconds for plan in plans}
-            best = min(seconds, key=lambda plan: seconds[plan])
             pure = next(plan for plan in plans if plan.dp == ranks and not plan.zero and plan.recompute == "none")
+            took = run_ranks(in_turns, ranks, name, plans, rounds, timeout=900.0)[0]
+            middle = [statistics.median(of_plan) for of_plan in zip(*took, strict=True)]
+            best = plans[middle.index(min(middle))]
+            where = [plans.index(plan) for plan in (found, best, pure)]
+            beside = [statistics.median(row[where[0]] / row[other] for row in took) for other in where[1:]]
             print(
-                f"{name}, {ranks} ranks, {len(plans)} plans: found {_short(found)} {seconds[found] * 1e3:.1f} ms; best "
-                f"{_short(best)} {seconds[best] * 1e3:.1f} ms: {seconds[found] / seconds[best]:.2f}; pure dp "
-                f"{seconds[found] / seconds[pure]:.2f}",
+                f"{name}, {ranks} ranks, {len(plans)} plans: found {_short(found)} {middle[where[0]] * 1e3:.1f} ms; best "
+                f"{_short(best)} {middle[where[1]] * 1e3:.1f} ms: {beside[0]:.2f}; pure dp {beside[1]:.2f}",
                 flush=True,
             )
+
+
+def in_half(rank_counts: list[int], only: str) -> None:
+    """For each program the plan for half the memory that pure data parallelism takes, and what it takes, on the fullest rank."""
+    machine = Machine.measure()
+    for ranks in rank_counts:
+        for name in (name for name in _programs() if only in name):
+            pure = next(
+                plan for plan in reduced(name, ranks, machine)
+                if plan.dp == ranks and not plan.zero and plan.recompute == "none"
+            )  # fmt: skip
+            whole = max(run_ranks(most_alive, ranks, name, pure, timeout=300.0))
+            said = f"{name}, {ranks} ranks: pure dp {whole / 1e6:.1f} MB"
+            for fixed in (REDUCED, {"cp": 1, "replicas": 1}):  # without, then with pipelines and microbatches
+                try:
+                    plan = _found(name, ranks, machine, whole // 2, fixed)
+                except oc.errors.PlanError as why:
+                    said += f"; {str(why).splitlines()[0]}"
+                    continue
+                took = max(run_ranks(most_alive, ranks, name, plan, timeout=300.0))
+                said += f"; {_short(plan)} {took / 1e6:.1f} MB: {took / whole:.3f}"
+                break
+            print(said, flush=True)
 
 
 def main() -> None:
     """Both parts, as asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", action="store_true")
-    parser.add_argument("--only", default="", help="part of a published job's name")
+    parser.add_argument("--half", action="store_true", help="plans for half the memory, measured")
+    parser.add_argument("--only", default="", help="part of a job's or a program's name")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if given.truth:
-        in_truth(given.ranks)
+        in_truth(given.ranks, given.rounds, given.only)
+    elif given.half:
+        in_half(given.ranks, given.only)
     else:
         on_paper(given.only)
 

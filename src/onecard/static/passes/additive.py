@@ -16,7 +16,7 @@ from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict, told
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
-from onecard.static.passes.row_numbers import SCALES, is_real, value_of
+from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -107,7 +107,12 @@ class Additive(DispatchMode):
 
     def _is_apart(self, schema: Schema, given: list[Tensor], made: list[Tensor]) -> bool:
         """Whether a call has nothing to do with the batch: an optimizer's, most of all, of which there are many."""
-        if not given or makes_alike(schema) or schema.functional in SCALES or any(lifts(schema, x) for x in made):
+        if (
+            not given
+            or makes_alike(schema)
+            or schema.functional in (*SCALES, *TERMS)
+            or any(lifts(schema, x) for x in made)
+        ):
             return False
         return all(self._kind_of(x) is None for x in given) and all(self.rows not in x.shape for x in made)
 

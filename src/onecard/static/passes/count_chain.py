@@ -20,7 +20,7 @@ from onecard.rules.registry import find
 from onecard.static.passes.dependence import ROWS, Kind, degree_of, may_count
 from onecard.static.passes.once import Once, cut
 from onecard.static.passes.row_kinds import makes_alike
-from onecard.static.passes.row_places import factor_of, outer_of
+from onecard.static.passes.row_places import factor_of, of_two_rows, outer_of
 from onecard.static.price.price import call_of
 from onecard.static.step.memory import effects
 from onecard.static.step.nodes import traits
@@ -47,6 +47,7 @@ class Chain:
         self.lengths: set[fx.Node] = set()  # in which a number may be the microbatch's length
         self.length = next((n.meta["tensor"][0][0] for n in once.own if cut(n)), 1)
         self.fixed: set[fx.Node] = set()  # in which there is nothing of the batch
+        self.filled: set[fx.Node] = set()  # of those, what may have one for each row, where a microbatch has one row
         self.known = all(self._sort(n) for n in self._needed(node, until))
 
     def _needed(self, node: fx.Node, until: int) -> list[fx.Node]:
@@ -73,7 +74,8 @@ class Chain:
             or not self.learns.isdisjoint(given)
         ):
             return False
-        if not self.fixed.issuperset(given) and any(written & self.once.memory.roots[n] for n in self.fixed):
+        changed = [] if self.fixed.issuperset(given) else [n for n in self.fixed if written & self.once.memory.roots[n]]
+        if not self.filled.issuperset(changed):
             return False  # what was the same for all is no longer
         if self._bends(node, given):
             return False
@@ -84,7 +86,20 @@ class Chain:
             return self._is(node, SUM, 1)
         if not isinstance(node.target, OpOverload) or effects(node):
             return False
-        return self._is(node, *self._early(node, given))
+        what, degree = self._early(node, given)
+        return self._now_rows(changed, node) and self._is(node, what, degree)
+
+    def _now_rows(self, changed: list[fx.Node], node: fx.Node) -> bool:
+        """What may have had rows, once rows are written to it: it has them where the result has."""
+        kind = self.lie.get(node)
+        if changed and (kind is None or any(_shape(n) != _shape(node) for n in changed)):
+            return False
+        for one in changed:
+            self.rows.add(one)
+            self.lie[one] = kind  # type: ignore[assignment]
+        self.fixed.difference_update(changed)
+        self.filled.difference_update(changed)
+        return True
 
     def _is(self, node: fx.Node, what: str, degree: int) -> bool:
         self.does[node], self.degrees[node] = what, degree
@@ -97,6 +112,10 @@ class Chain:
         rows = [n for n in given if n in self.rows]
         if self.fixed.issuperset(given):
             self.fixed.add(node)
+            if not self.filled.isdisjoint(given):
+                self.filled.add(node)
+                if not (known.pointwise or known.views or known.may_view or known.copies):
+                    return "", 0  # as many as there are rows, or one of it
             return EACH, 0
         if name in ("sum", "count_nonzero", "mean") and whole:
             return (AVERAGE, 0) if name == "mean" else (SUM, 1)
@@ -119,7 +138,14 @@ class Chain:
         return EACH, 0
 
     def _fill(self, node: fx.Node) -> None:
-        """What is the same for all rows, of as many rows as the batch has: those lie where a dim is as long."""
+        """What is the same for all rows, of as many rows as the batch has: those lie where a dim is as long.
+
+        Where a microbatch has one row, nothing says whether a dim of one is of rows.
+        """
+        if self.length == 1:
+            self.fixed.add(node)
+            self.filled.add(node)
+            return
         dims = [d for d, n in enumerate(node.meta["tensor"][0]) if n == self.length]
         self.rows.add(node)
         if len(dims) == 1:
@@ -128,16 +154,27 @@ class Chain:
     def _apart(self, node: fx.Node) -> bool:
         """Whether each row of a node comes of its own rows alone, by the rule of its operator."""
         call, operands = call_of(node)
+        size = self.length
+        if size == 1 and any(n in self.lie for n in operands):
+            lies = [self.lie.get(n) for n in operands]
+            if (longer := of_two_rows(call, lies, [n in self.filled for n in operands])) is None:
+                return False
+            call, size = longer, 2
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
         if bound is None or len(bound.results) > 1 or any(n in self.rows and n not in self.lie for n in operands):
             return False
-        places = {factor_of(bound, i, self.lie[n]) for i, n in enumerate(operands) if n in self.lie}
+        scale = size // self.length
+        there = {
+            i: replace(k, size=k.size * scale) for i, n in enumerate(operands) if (k := self.lie.get(n)) is not None
+        }
+        places = {factor_of(bound, i, kind) for i, kind in there.items()}
         place = places.pop() if places else None
         if place is None or places or place[0] not in bound.free:
             return False
         factor, within = place
-        if any(n not in self.lie and any(factor in dim for dim in bound.operands[i]) for i, n in enumerate(operands)):
+        others = [i for i, n in enumerate(operands) if n not in self.lie and n not in self.filled]
+        if any(factor in dim for i in others for dim in bound.operands[i]):
             return False  # has a value of its own for each row
         dim = next((d for d, factors in enumerate(bound.results[0]) if factor in factors), None)
         if dim is None:
@@ -155,8 +192,8 @@ class Chain:
     def _bends(self, node: fx.Node, given: list[fx.Node]) -> bool:
         """Whether a node adds to, or bends, what was scaled by a number that may be a microbatch's length, not the batch's."""
         name = schema_of(node.target).functional if isinstance(node.target, OpOverload) else ""
-        scales = name in ("mul", "div") and isinstance(node.args[1], int | float)
-        if scales and may_count(abs(float(node.args[1])), self.length):  # type: ignore[arg-type]
+        number: Any = node.args[1] if name in ("mul", "div") else None
+        if isinstance(number, int | float) and (abs(number) == self.length or may_count(abs(number), self.length)):
             self.lengths.add(node)
         if self.lengths.isdisjoint(given):
             return False
@@ -182,3 +219,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     """What a node needs; the count of a loss: labels and weights."""
     loss = counting(node)
     return node.all_input_nodes if loss is None else [n for n in loss.args[1:3] if isinstance(n, fx.Node)]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    facts = node.meta.get("tensor") or node.args[0].meta["tensor"]  # type: ignore[union-attr]
+    return tuple(facts[0])

@@ -44,17 +44,17 @@ class Verdict:
 
     Attributes:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
-        numbers: those by which something was multiplied or divided, in order; ``unsure``: of something additive, so that they
-            may be counts of rows. ``open``: nobody can tell whether they are. ``terms``: those that were added, and bounds.
-            ``curious``: some that hardly are.
+        numbers: those by which something was multiplied or divided, call by call (None: no number); ``terms``: those that were
+            added, and bounds. ``unsure``: of something additive, so that they may be counts of rows; ``open``: nobody can tell
+            whether they are; ``curious``: some that hardly are.
         values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one.
         normalized: the lines that normalize a batch by its own mean and variance.
     """
 
     losses: list[Kind] = field(default_factory=list)
     results: list[Kind | None] = field(default_factory=list)
-    numbers: list[float] = field(default_factory=list)
-    terms: list[float] = field(default_factory=list)
+    numbers: list[float | None] = field(default_factory=list)
+    terms: list[float | None] = field(default_factory=list)
     values: dict[int, float] = field(default_factory=dict)
     normalized: list[str] = field(default_factory=list)
     unsure: bool = False

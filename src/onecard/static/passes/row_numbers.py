@@ -41,22 +41,21 @@ class RowNumbers:
         self.number, self.follows = None, False
         if call.schema.functional == "slice" and self.before is None:
             self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
-        if call.schema.functional in SCALES and (number := _number(call.values.get("other"), given, kinds)) is not None:
-            self.number = number
-            self.verdict.numbers.append(number)
-        for name in TERMS.get(call.schema.functional, ()) if any(map(told, kinds)) else ():
-            if (number := _number(call.values.get(name), given, kinds)) is not None:
+        if call.schema.functional in SCALES:
+            self.number = _number(call.values.get("other"), given, kinds, self.rows == 1)
+            self.verdict.numbers.append(self.number)
+        for name in TERMS.get(call.schema.functional, ()):
+            number = _number(call.values.get(name), given, kinds, self.rows == 1)
+            self.verdict.terms.append(number)
+            if number is not None and any(map(told, kinds)):
                 self._term(number, any(k is not None and k.how in (ADDS, COUNT) for k in kinds))
 
     def _term(self, number: float, of_sums: bool) -> None:
         """What is added, or bounds: it may be the length of the microbatch."""
-        self.verdict.terms.append(number)
         at = len(self.verdict.terms) - 1
         if self.before is None:
             self.verdict.unsure |= of_sums and may_count(number, self.rows)
             self.verdict.curious |= of_sums and number > 1
-        elif self.rows == self.k:  # nothing was said of a microbatch of one row
-            self.follows |= may_count(number, self.rows)
         elif at < len(self.before.terms) and self.before.terms[at]:
             self.follows |= number != self.before.terms[at]
 
@@ -75,7 +74,8 @@ class RowNumbers:
             self.verdict.unsure |= self._may_follow(inverse, x)
             return 0
         at = len(self.verdict.numbers) - 1
-        first = self.before.numbers[at] if at < len(self.before.numbers) else self.number
+        first = self.before.numbers[at] if at < len(self.before.numbers) else None
+        first = self.number if first is None else first
         times = round(self.number / first, 9) if first else 1
         follows = next((p for p in _POWERS if round(float(self.k) ** p, 9) == times), 0)
         return follows * (1 if call.schema.functional == "mul" else -1)
@@ -88,10 +88,13 @@ class RowNumbers:
         return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
 
 
-def _number(number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None]) -> float | None:
-    """The size of a number among the arguments of a call: Python's, or a tensor's that was made of one."""
+def _number(number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], any_of: bool = False) -> float | None:
+    """The size of a number among the arguments of a call: Python's, or a tensor's that was made of one.
+
+    ``any_of``: of any tensor of one element: nothing is said of those of a single row, but by the look at the whole batch.
+    """
     if isinstance(number, Tensor):
-        at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), None)
+        at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), -1 if any_of else None)
         number = value_of(given[at]) if at is not None else None
     return abs(float(number)) if isinstance(number, int | float) and not isinstance(number, bool) else None
 

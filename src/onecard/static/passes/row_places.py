@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from onecard.rules.call import Call
 from onecard.rules.registry import find
@@ -126,6 +127,60 @@ def factor_of(bound: Bound, operand: int, kind: Kind) -> tuple[int, int] | None:
             return factor, within
         outer *= size
     return None
+
+
+def of_two_rows(call: Call, kinds: Known, filled: Sequence[bool]) -> Call | None:
+    """A call that a microbatch of one row makes, as one of two rows makes it: to a rule a dim of one is no factor.
+
+    ``filled``: of each operand, whether it may have as many rows. None if two rows cannot make it.
+    """
+    if not any(filled):
+        return _of_two_rows(call, kinds, filled)
+    found = _of_two_rows(call, kinds, [False] * len(kinds))  # of one row, which goes with any number
+    return found if found is not None else _of_two_rows(call, kinds, filled)
+
+
+def _of_two_rows(call: Call, kinds: Known, filled: Sequence[bool]) -> Call | None:
+    row = next(k for k in kinds if k is not None)
+    length = next(x.shape[k.dim] for x, k in zip(call.operands, kinds, strict=True) if k is not None)
+    behind = next(k.dim - x.dim() for x, k in zip(call.operands, kinds, strict=True) if k is not None)
+    longer = dict[int, Tensor]()
+    for x, kind, may in zip(call.operands, kinds, filled, strict=True):
+        dim = kind.dim if kind is not None else behind + x.dim()
+        if kind is not None or (may and dim >= 0 and x.shape[dim] == length):
+            longer[id(x)] = x.new_empty([2 * n if d == dim else n for d, n in enumerate(x.shape)])
+    args, kwargs = tree_map(lambda x: longer.get(id(x), x) if isinstance(x, Tensor) else x, call.given)
+    if call.schema.functional in _SIZED:
+        if (size := _longer_size(call, row)) is None:
+            return None
+        args = (args[0], size, *args[2:])
+    made = Call(call.func, args, {k: v for k, v in kwargs.items() if k not in _PLACED})
+    try:
+        made.results = made.meta_results()
+    except (RuntimeError, NotImplementedError, IndexError, ValueError):
+        return None
+    return made if made.results[0].numel() == 2 * call.results[0].numel() else None
+
+
+_SIZED = ("view", "_unsafe_view", "reshape", "expand")
+_PLACED = ("device", "layout", "pin_memory")
+
+
+def _longer_size(call: Call, kind: Kind) -> list[int] | None:
+    """The size that a view asks for, of two rows: a row ahead of all other dims stays there.
+
+    Two dims of one at the beginning are not told apart.
+    """
+    before, now = [*call.self.shape], [*call.results[0].shape]
+    dim = len(now) - len(before) + kind.dim
+    if call.schema.functional != "expand":
+        if kind.dim or kind.before != 1 or not now or (now != before and now[:2] == [1, 1]):
+            return None
+        dim = 0
+    elif now[dim] != before[kind.dim]:
+        return None
+    now[dim] *= 2
+    return now
 
 
 def outer_of(bound: Bound, factors: Sequence[int], factor: int) -> int:
