@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +67,11 @@ def of_dist_model() -> Any:
     return made(torch.ones(8, 4), torch.arange(8) % 3)
 
 
+def contrast(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of rows with each other."""
+    return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
 BATCH = torch.ones(8, 4), torch.arange(8) % 3
 TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "several losses": (lambda: fit(engine(LOSS)), ("the loss is a tensor of shape [8], not one number", "'mean'")),
@@ -103,6 +109,10 @@ TABLE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "not prepared": (lambda: engine().run(BATCH), ("run(mode='train'): the engine is not prepared", "engine.prepare(")),
     "no shapes": (lambda: engine().cost(), ("nothing says what a batch is yet: prepare(inputs_spec=InputSpec(",)),
     "no program": (lambda: engine().main_program, ("nothing says what a batch is yet", "or run a step first")),
+    "negatives of the batch": (
+        lambda: fit(engine(contrast)),
+        ("mm at ", "takes rows of the batch together", "accumulate_steps=1", "microbatch_loss=True"),
+    ),
     "no such schedule": (lambda: engine(schedule_mode="2F2B"), ("schedule_mode='2F2B'", "there are 1F1B, F-then-B")),
     "no virtual stages": (
         lambda: engine(schedule_mode="ZBH2", vpp_degree=2),
@@ -123,6 +133,24 @@ def _said() -> dict[str, str]:
         except OnecardError as fault:
             found[name] = str(fault)
     return found
+
+
+@pytest.mark.parametrize(("section", "count"), [("pipeline", "accumulate_steps"), ("gradient_merge", "k_steps")])
+def test_the_loss_of_microbatches_may_be_meant(section: str, count: str) -> None:
+    """On one rank; the first step, which makes states, takes the batch as it is."""
+    torch.manual_seed(0)
+    x, y, model, alone = torch.randn(8, 4), torch.arange(8) % 3, nn.Linear(4, 3), nn.Linear(4, 3)
+    alone.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for parts in (1, 2):
+        optimizer.zero_grad()
+        for part in x.chunk(parts):
+            (contrast(alone(part), y) / parts).backward()
+        optimizer.step()
+    strategy = {section: {"enable": True, count: 2, "microbatch_loss": True}}
+    made = oc.Engine(model, contrast, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    made.fit([*zip(x, y.tolist(), strict=True)], batch_size=8, epochs=2, verbose=0)
+    torch.testing.assert_close(model.weight, alone.weight)
 
 
 def test_each_mistake_is_told_on_all_ranks() -> None:

@@ -215,6 +215,25 @@ def test_draws_in_python_are_said(step: Callable[[Tensor], Tensor], what: str) -
         static(torch.ones(2))
 
 
+OWN = random.Random(3)
+
+
+@pytest.mark.parametrize("drawn", [random.random, np.random.rand, OWN.random])
+def test_draws_in_python_are_refused_under_microbatches(drawn: Callable[[], float]) -> None:
+    """Nobody runs a step of microbatches as it is, so that no comparison would make good what a replay repeats."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        loss = (x @ weight).square().mean()
+        (loss * 2 if drawn() < 0.7 else loss).backward()
+        weight.grad = None
+
+    static = oc.to_static(step, k_steps=2, avg=True)
+    static(torch.ones(4, 2))
+    with pytest.raises(RecordingError, match=r"step: the step draws from .*pass .* arguments?\. Or draw with torch"):
+        static(torch.ones(4, 2))
+
+
 def test_the_state_of_a_gpus_generator_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is recorded another object stands where torch has its generators; the nodes ask what stood there before."""
     real = torch.Generator().manual_seed(7)

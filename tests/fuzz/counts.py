@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.errors import RecordingError
+from onecard.static.passes.microbatches import Microbatches
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROWS, CLASSES, CALLS = 16, 5, 4
@@ -95,7 +97,7 @@ def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
 
 
 def judged(seed: int, k: int) -> str:
-    """right, right though told, told, refused, silent, or void: no number on one card."""
+    """right, right though told, told, refused, right though refused, silent, or void: no number on one card."""
     text = drawn(seed)
     one, _ = trained(text, None)
     if not torch.isfinite(one).all() or one.abs().max() > 1e4:
@@ -103,9 +105,17 @@ def judged(seed: int, k: int) -> str:
     try:
         found, said = trained(text, k)
     except RecordingError:
-        return "refused"
-    right = ((one - found).abs() / one.abs().clamp(min=1e-2)).max() < 1e-4
-    return ("right though told" if said else "right") if right else "told" if said else "silent"
+        with mock.patch.object(Microbatches, "_judge"):
+            try:
+                found, _ = trained(text, k)
+            except RecordingError:
+                return "refused"
+        return "right though refused" if alike(one, found) else "refused"
+    return ("right though told" if said else "right") if alike(one, found) else "told" if said else "silent"
+
+
+def alike(one: Tensor, found: Tensor) -> bool:
+    return bool(((one - found).abs() / one.abs().clamp(min=1e-2)).max() < 1e-4)
 
 
 def main(seed: int = 0, count: int = 200, k: int = 4) -> None:
@@ -120,7 +130,7 @@ def main(seed: int = 0, count: int = 200, k: int = 4) -> None:
     for number in range(seed, seed + count):
         what = judged(number, k)
         found[what] += 1
-        if what in ("silent", "right though told"):
+        if what == "silent" or "though" in what:
             print(f"seed {number}: {what}: {drawn(number)}", flush=True)
     print(", ".join(f"{n} {what}" for what, n in found.most_common()))
     sys.exit(found["silent"] > 0)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecard.comm.world import world
-from onecard.engine.strategy import Strategy
+from onecard.engine.strategy import GradientMerge, Pipeline, Strategy
 from onecard.pipeline.cut.stages import Stages
 from onecard.place.mesh import ProcessMesh
 from onecard.train import ShardingStage1, ShardingStage2, ShardingStage3
@@ -49,11 +49,20 @@ def _microbatches(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> d
         if pipeline_degree(strategy, ranks, mesh) > 1:
             virtual = pipe.vpp_degree if pipe.vpp_degree > 1 else None
             axis = axis_of(mesh) or "pp"
-            return {"stages": Stages(pipe.accumulate_steps, None, pipe.schedule_mode, virtual, pipe.at, axis)}
-        return {"k_steps": pipe.accumulate_steps} if pipe.accumulate_steps > 1 else {}
+            return {"stages": Stages(pipe.accumulate_steps, _avg(pipe), pipe.schedule_mode, virtual, pipe.at, axis)}
+        return _merged(pipe.accumulate_steps, _avg(pipe)) if pipe.accumulate_steps > 1 else {}
     if not merge.enable or merge.k_steps == 1:
         return {}
-    return {"k_steps": merge.k_steps} | ({} if merge.avg else {"avg": False})
+    return _merged(merge.k_steps, _avg(merge) if merge.avg else False)
+
+
+def _avg(of: Pipeline | GradientMerge) -> bool | None:
+    """Whether means are taken whatever the loss is; None: as it says."""
+    return True if of.microbatch_loss else None
+
+
+def _merged(k_steps: int, avg: bool | None) -> dict[str, Any]:
+    return {"k_steps": k_steps} | ({} if avg is None else {"avg": avg})
 
 
 def pipeline_degree(strategy: Strategy, ranks: int, mesh: ProcessMesh | None) -> int:

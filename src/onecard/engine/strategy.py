@@ -71,6 +71,7 @@ class Pipeline(Checked):
         vpp_degree: stages of each rank.
         degree: how many ranks are one behind the other; -1: the model's mesh says it, or all are.
         at: the modules at which stages begin, by their names; none: as balanced as can be.
+        microbatch_loss: the loss of a microbatch is meant (negatives of its own rows); gradients are means of theirs.
     """
 
     enable: bool = False
@@ -80,11 +81,13 @@ class Pipeline(Checked):
     vpp_degree: int = 1
     degree: int = -1
     at: tuple[str, ...] = ()
+    microbatch_loss: bool = False
 
     path: ClassVar[str] = "pipeline."
     checks: ClassVar[Mapping[str, may.Check]] = {
         "enable": may.yes_or_no, "schedule_mode": _schedule, "micro_batch_size": may.whole(), "accumulate_steps": may.whole(),
         "vpp_degree": may.whole(), "degree": may.whole(rest=True), "at": may.names("names of modules"),
+        "microbatch_loss": may.yes_or_no,
     }  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
         "pp_degree": "pipeline.degree",
@@ -172,15 +175,18 @@ class GradientMerge(Checked):
 
     Attributes:
         avg: gradients are merged as the loss says, a mean or a sum over the batch; False: added up.
+        microbatch_loss: the loss of a microbatch is meant (negatives of its own rows); gradients are means of theirs.
     """
 
     enable: bool = False
     k_steps: int = 1
     avg: bool = True
+    microbatch_loss: bool = False
 
     path: ClassVar[str] = "gradient_merge."
     checks: ClassVar[Mapping[str, may.Check]] = {
         "enable": may.yes_or_no, "k_steps": may.whole(), "avg": may.yes_or_no,
+        "microbatch_loss": may.yes_or_no,
     }  # fmt: skip
 
 

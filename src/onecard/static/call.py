@@ -206,12 +206,28 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
             _said_of_the_batch(batch, fault)
         raise fault
     _check_backward(recording)
+    _check_repeated(capture, name_of(fn), parts)
     seen = None
     if batch is not None and looker is not None:
         seen = looker.returned(result)
         if looker.unsure or seen.curious or seen.values:
             seen = batch.compared(looker)
     return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
+
+
+def _check_repeated(capture: Capture, name: str, parts: Microbatches | None) -> None:
+    """What each replay gives again though the program would go on is told, as a recording is compared with its step and gives up.
+
+    Raises:
+        RecordingError: it was drawn, and the batch is cut: then nobody runs the step as it is.
+    """
+    for said, drawn in {**capture.recorder.random.repeated, **capture.seen.repeated}.items():
+        if drawn and parts is not None:
+            raise RecordingError(
+                f"{name}: {said}. Or draw with torch, whose numbers are new in each replay: "
+                "torch.where(torch.rand(()) < 0.7, block(x), x)"
+            )
+        warnings.warn(said, stacklevel=6)
 
 
 def _alike(

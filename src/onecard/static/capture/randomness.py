@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -91,9 +90,14 @@ def seen() -> Iterator[None]:
 
 
 class GeneratorWatch:
-    """Finds what has set torch's default generator in another way, and draws that are none of torch's."""
+    """Finds what has set torch's default generator in another way, and draws that are none of torch's.
+
+    Attributes:
+        repeated: what each replay gives again, in words, and whether it was drawn.
+    """
 
     def __init__(self) -> None:
+        self.repeated: dict[str, bool] = {}
         self._state = _state()
         self._python, self._numpy = random.getstate(), _numpy()
 
@@ -111,7 +115,7 @@ class GeneratorWatch:
         self._state = _state()
 
     def end(self) -> None:
-        """After the step. What was drawn in Python is a part of the recording: said, because it may be meant.
+        """After the step. What was drawn in Python is a part of the recording, which is said.
 
         Raises:
             RecordingError: the generator is not as the last draw left it.
@@ -121,11 +125,10 @@ class GeneratorWatch:
             return  # fake tensors draw themselves
         for what, before, now in (("Python's", self._python, random.getstate()), ("NumPy's", self._numpy, _numpy())):
             if now != before:
-                warnings.warn(
-                    f"the step draws from {what} random; every replay repeats what was drawn while it was recorded. "
-                    "Draw before the step, and pass the numbers as arguments",
-                    stacklevel=2,
-                )
+                self.repeated[
+                    f"the step draws from {what} random; every replay repeats what was drawn while it was recorded. Draw before "
+                    "the step, and pass the numbers as arguments"
+                ] = True
 
 
 def _state() -> bytes:

@@ -35,7 +35,7 @@ from onecard.static.guards.lookup import (
     item,
     users,
 )
-from onecard.static.guards.seen import Seen
+from onecard.static.guards.seen import DRAWS, Seen
 
 
 class Calls:
@@ -79,7 +79,7 @@ class Calls:
                 f"the step hands work to a thread at {line}, and what that reads is not seen: do it before the step"
             )
         elif isinstance(own, random.Random | numpy.random.Generator) and self.seen.was_there(own):
-            self.seen.repeats("draws from", text(e.base).rpartition(".")[0], line)
+            self.seen.repeats(DRAWS, text(e.base).rpartition(".")[0], line)
         elif isinstance(f, types.BuiltinMethodType) and self.seen.was_there(own) and not _says_the_same(own, name):
             self.seen.repeats("asks", f"{text(e.base).rpartition('.')[0]}, a {type(own).__name__},", line)
 

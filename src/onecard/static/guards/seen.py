@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import contains
@@ -31,6 +30,7 @@ class Seen:
         guards: what must be as it was.
         roots: modules, optimizers and tensors, by the names that they were found by.
         never: why the step can never be replayed, "" if it can.
+        repeated: what each replay gives again, in words, and whether it was drawn.
     """
 
     def __init__(self, had: Callable[[Tensor], bool], found: Callable[[Any], None]) -> None:
@@ -39,6 +39,7 @@ class Seen:
         self.guards: list[Guard] = []
         self.roots: list[tuple[str, Any]] = []
         self.never = ""
+        self.repeated: dict[str, bool] = {}
         self._known: set[Any] = set()
         self._first: dict[int, tuple[Any, Any]] = {}  # containers, and what they held when they were first seen
         self._stored: list[Any] = []
@@ -220,11 +221,10 @@ class Seen:
         """The step has something of an object that may answer otherwise next time, and that nobody can look into."""
         if (does, name) not in self._known:
             self._known.add((does, name))
-            warnings.warn(
+            self.repeated[
                 f"the step {does} {name} at {line}; every replay repeats what it was given while it was recorded. Do it before "
-                "the step, and pass what comes of it as an argument",
-                stacklevel=2,
-            )
+                "the step, and pass what comes of it as an argument"
+            ] = does == DRAWS
 
     def function(self, f: Any) -> None:
         """A function of the program's runs."""
@@ -263,6 +263,7 @@ class Seen:
         return next((said for g in guards if (said := g.difference())), "")
 
 
+DRAWS = "draws from"
 _SAID = ("", "whole", "answer", "code")
 
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.rules.call import Call, Schema, schema_of
-from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, Verdict, told
+from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Doubt, Kind, Verdict, told
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
@@ -183,38 +183,46 @@ def _bases(x: Tensor) -> list[Tensor]:
     return [x._base] if x._base is not None else []
 
 
-def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[str]:
-    """What to tell the user of a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says.
+def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[Doubt]:
+    """Where numbers are not the batch's in a step that is cut in ``k`` microbatches, whose gradients are merged as its loss says.
 
     ``whole``: the results that are what the whole batch gives.
     """
     if verdict.open:
-        yield (
+        yield _told(
             "the step reads values, so that it cannot be seen on the whole batch, and whether a number in it counts rows "
             "(loss.sum() / len(x)) cannot be told: microbatches are averaged, as of a mean. Say avg=True, or avg=False for a sum"
         )
     if verdict.normalized:
-        yield (
+        yield _told(
             f"batch norm at {verdict.normalized[0]} normalizes each microbatch by its own mean and variance, where one card "
             "takes those of the batch. avg=True says that a loop of microbatches is meant"
         )
     if unknown := [kind.where for kind in verdict.losses if kind.how == UNKNOWN and kind.where]:
-        yield (
+        yield _told(
             f"whether the loss of a microbatch is a part of the batch's cannot be told: {unknown[0]} has no rule that says "
             "whether rows stay apart. Microbatches are averaged, as of a mean: say avg=True if they do"
         )
     for kind in verdict.losses:
         if why := _why(kind):
-            yield (
+            yield Doubt(
                 f"the loss of a microbatch is no part of the batch's loss: {why}. Gradients and loss are means of what {k} "
-                "microbatches give, which is not what one card computes. Take the batch as it is (k_steps=1), or give avg=True "
-                "where this is meant"
+                "microbatches give, which is not what one card computes",
+                True,
             )
     if len({kind.degree for kind in verdict.losses if kind.how == ADDS}) > 1:
-        yield "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says"
+        yield Doubt(
+            "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says", True
+        )
     for i, result in enumerate(verdict.results):
         if i not in whole and result is not None and (why := _why(result) or _why_count(result)):
-            yield f"result {i} is no sum and no mean over rows: {why}. The call gives the mean of what {k} microbatches give"
+            yield _told(
+                f"result {i} is no sum and no mean over rows: {why}. The call gives the mean of what {k} microbatches give"
+            )
+
+
+def _told(words: str) -> Doubt:
+    return Doubt(words, False)
 
 
 def _why(kind: Kind) -> str:

@@ -62,6 +62,17 @@ class Verdict:
     open: bool = False
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Where a step of microbatches is another one than that of their batch, in words.
+
+    ``gradients``: whether what trains is another number, not only what the step returns or keeps.
+    """
+
+    words: str
+    gradients: bool
+
+
 def degree_of(name: str, degrees: Mapping[int, int]) -> int:
     """The degree of a count that an operator makes of others, from theirs, by operand."""
     if name == "mul":

@@ -1,4 +1,4 @@
-"""Gradient merge: what makes a merged step another one than that of the whole batch, as warnings."""
+"""Gradient merge: what makes a merged step another one than that of the whole batch, in words."""
 
 from __future__ import annotations
 
@@ -15,35 +15,42 @@ from onecard.comm.base.state import faked
 from onecard.rules.call import schema_of
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
+from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
 
 aten = torch.ops.aten
 
 
-def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[list[str], tuple[Count, ...]]:
+def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[list[Doubt], tuple[Count, ...]]:
     """What to tell the user, from the graph of one microbatch and the arguments of the whole step; and what to look at later.
 
     A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal. Those that are not the
     whole batch's (``whole_counts``) are computed from the batch that is recorded, on this rank, and from later ones, as labels
     are not ignored in each. One that depends on parameters is taken to differ.
     """
-    said, counts = list[str](), list[Count]()
+    said, counts = list[Doubt](), list[Count]()
     for words_of, count in _divided(graph, once, k):
         if faked.here:  # the step with data tells it
             continue
         if count is None or count.differs(leaves):
-            said.append(words_of)
+            said.append(Doubt(words_of, True))
         else:
             counts.append(replace(count, said=words_of))
     said += [
-        f"{words(n)} writes into the program ahead of the backward pass, the same for each microbatch, {k} times a call, where "
-        "one card does so once: put it at the beginning of the step, or behind the optimizer's step"
+        Doubt(
+            f"{words(n)} writes into the program ahead of the backward pass, the same for each microbatch, {k} times a call, "
+            "where one card does so once: put it at the beginning of the step, or behind the optimizer's step",
+            False,
+        )
         for n in once.repeated()
     ]
     said += [
-        f"{words(n)}, in a hook, is not linear in the gradient, and what it is given there is a microbatch's: change p.grad "
-        "behind backward() instead, where it is the batch's"
+        Doubt(
+            f"{words(n)}, in a hook, is not linear in the gradient, and what it is given there is a microbatch's: change p.grad "
+            "behind backward() instead, where it is the batch's",
+            True,
+        )
         for n in _bent(graph, once)
     ]
     return list(dict.fromkeys(said)), tuple(counts)

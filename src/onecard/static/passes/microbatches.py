@@ -16,7 +16,7 @@ from onecard.errors import RecordingError
 from onecard.place.layout import is_merged
 from onecard.static.passes import additive
 from onecard.static.passes.additive import Verdict
-from onecard.static.passes.dependence import Kind
+from onecard.static.passes.dependence import Doubt, Kind
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
 from onecard.static.passes.once import Once, cut
@@ -125,6 +125,21 @@ class Microbatches:
             )
         return wrap(part, _rows(x._spec, x.shape[0] // self.k_steps))
 
+    def _judge(self, name: str, doubts: Sequence[Doubt]) -> None:
+        """Where numbers are not one card's: gradients are refused, what the step returns or keeps is told.
+
+        What batch norm takes of a microbatch is told as well: whoever cuts a batch trains so. ``avg`` says that a loop over
+        microbatches is meant; then all of it is at most told.
+
+        Raises:
+            RecordingError: nobody has said so, and gradients are not the batch's.
+        """
+        for doubt in doubts if self.k_steps > 1 else ():  # one microbatch is the batch
+            said = f"{name}: k_steps={self.k_steps}: {doubt.words}"
+            if doubt.gradients and self.avg is None:
+                raise RecordingError(f"{said}. {_MEANT}")
+            warnings.warn(said, stacklevel=6)
+
     def counting(self, recording: AnyStep, seen: Verdict | None = None) -> AnyStep:
         """The recording of the first microbatch, which divides by what the whole batch counts."""
         learns = {e.where for e in recording.effects if e.kind == "gradient"}
@@ -158,8 +173,7 @@ class Microbatches:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
             told += additive.said(seen, self.k_steps, whole_ones)
-        for said in told if self.k_steps > 1 else ():  # one microbatch is the batch
-            warnings.warn(f"{recording.name}: k_steps={self.k_steps}: {said}", stacklevel=5)
+        self._judge(recording.name, told)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums, rows = self._as_seen(recording, seen)
         made = recording.with_graph(
@@ -189,6 +203,12 @@ class Microbatches:
         made.results = tuple(_of_batch(i, r, seen) for i, r in enumerate(made.results))
         _check_results(recording, made, rows_of(leaves, ()).batch, whole)
         return made
+
+
+_MEANT = (
+    "Take the batch as it is: k_steps=1 (a Strategy: pipeline.accumulate_steps=1, or no gradient_merge). Or say that a loop over "
+    "microbatches is meant: avg=True (a Strategy: microbatch_loss=True beside its microbatches)"
+)
 
 
 def _positions(recording: RecordedStep) -> list[int]:
