@@ -83,6 +83,14 @@ def of_each_row(o: Tensor, y: Tensor) -> Tensor:
     return (cross_entropy(o, y, reduction="none") * wanted).sum() / wanted.sum()
 
 
+def hidden(o: Tensor, y: Tensor) -> Tensor:
+    """As masked autoencoders do: which columns of a row count is in an order of its own."""
+    hides = torch.ones(len(y), CLASSES)
+    hides[:, :3] = 0
+    mask = hides.gather(1, torch.argsort(one_hot(y, CLASSES), 1)) * (y != PAD)[:, None]
+    return (o.square() * mask).sum() / mask.sum()
+
+
 def over_a_tensor(o: Tensor, y: Tensor) -> Tensor:
     """The length of the batch, brought into the step as a tensor."""
     return cross_entropy(o, y, reduction="sum") / torch.tensor(len(y))
@@ -102,6 +110,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "twice": twice,
     "shifted": shifted,
     "of each row": of_each_row,
+    "hidden": hidden,
     "over a tensor": over_a_tensor,
 }
 

@@ -44,6 +44,7 @@ class Chain:
         self.degrees: dict[fx.Node, int] = {}
         self.rows: set[fx.Node] = set()  # in which each row may still have its own
         self.lie: dict[fx.Node, Kind] = {}  # where in those the rows lie, if it is known
+        self.several: dict[fx.Node, list[Kind]] = {}  # the same of each result of a node (a sort)
         self.lengths: set[fx.Node] = set()  # in which a number may be the microbatch's length
         self.length = next((n.meta["tensor"][0][0] for n in once.own if cut(n)), 1)
         self.fixed: set[fx.Node] = set()  # in which there is nothing of the batch
@@ -62,6 +63,10 @@ class Chain:
 
     def _sort(self, node: fx.Node) -> bool:
         """Note what a node is for; False of one that no count has."""
+        if node.target is operator.getitem and node.args[0] in self.several:
+            self.rows.add(node)
+            self.lie[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
+            return self._is(node, EACH, 0)
         given = [n for n in _operands(node) if "tensor" in n.meta]
         for one in filter(cut, given):
             self.rows.add(one)
@@ -162,7 +167,7 @@ class Chain:
             call, size = longer, 2
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
-        if bound is None or len(bound.results) > 1 or any(n in self.rows and n not in self.lie for n in operands):
+        if bound is None or any(n in self.rows and n not in self.lie for n in operands):
             return False
         scale = size // self.length
         there = {
@@ -176,12 +181,16 @@ class Chain:
         others = [i for i, n in enumerate(operands) if n not in self.lie and n not in self.filled]
         if any(factor in dim for i in others for dim in bound.operands[i]):
             return False  # has a value of its own for each row
-        dim = next((d for d, factors in enumerate(bound.results[0]) if factor in factors), None)
-        if dim is None:
-            return False
-        before = within * outer_of(bound, bound.results[0][dim], factor)
-        kind = next(self.lie[n] for n in operands if n in self.lie)
-        self.lie[node] = replace(kind, dim=dim, before=before)
+        kind, found = next(self.lie[n] for n in operands if n in self.lie), list[Kind]()
+        for result in bound.results:
+            dim = next((d for d, factors in enumerate(result) if factor in factors), None)
+            if dim is None:
+                return False
+            found.append(replace(kind, dim=dim, before=within * outer_of(bound, result[dim], factor)))
+        if len(found) > 1:
+            self.several[node] = found
+        else:
+            self.lie[node] = found[0]
         return True
 
     def _degree(self, node: fx.Node, late: list[fx.Node]) -> int:

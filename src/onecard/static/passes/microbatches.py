@@ -172,7 +172,7 @@ class Microbatches:
         if self.avg is None and seen is not None:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}
-            told += additive.said(seen, self.k_steps, whole_ones)
+            told = [*additive.said(seen, self.k_steps, whole_ones), *told]
         self._judge(recording.name, told)
         results = {r.position: r.spec for r in recording.results if isinstance(r, Output)}
         average, sums, rows = self._as_seen(recording, seen)
