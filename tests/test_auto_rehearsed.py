@@ -79,6 +79,24 @@ for _ in range(3):
     F.cross_entropy(alike, torch.zeros(8, dtype=torch.long)).backward()
     opt.step()
 """,
+    "rows that are cut out of all data within the step": ADAM
+    + """
+data, labels = torch.randn(30, 4), torch.randint(3, (30,))
+for i in range(3):
+    opt.zero_grad()
+    F.cross_entropy(net(data[i * 8 : i * 8 + 8]), labels[i * 8 : i * 8 + 8]).backward()
+    opt.step()
+""",
+    "hooks that read values": ADAM
+    + """
+read = []
+net[0].register_forward_hook(lambda m, given, out: read.append(out.mean().item()))
+net[0].register_full_backward_hook(lambda m, into, out: read.append(out[0].abs().mean().item()))
+for _ in range(3):
+    opt.zero_grad()
+    net(torch.randn(8, 4, requires_grad=True)).square().mean().backward()
+    opt.step()
+""",
     "an optimizer for each parameter, which steps in backward": """
 for p in net.parameters():
     def stepped(p, opt=torch.optim.Adam([p])):
@@ -117,7 +135,8 @@ def test_a_plan_is_found(tmp_path: Path, name: str) -> None:
     found, names = searched(script, [], 2, oc.Machine.preset("A100"), 0.0)
     assert found.best.world == 2 and [*names] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert dict(os.environ) == before
-    assert ("makes of the model's results" in str(found)) == ("chosen by a mask" in name)  # that alone is not priced
+    unpriced = re.search(r"makes of the model's results: \S*program\.py:\d+: ", str(found))  # with the program's line
+    assert bool(unpriced) == ("makes of" in str(found)) == ("chosen by a mask" in name) and "at ?" not in str(found)
 
 
 def _compiled() -> list[Any]:

@@ -24,7 +24,7 @@ from onecard.testing import run_ranks
 
 ENDS: dict[str, dict[str, str]] = {
     "micro": {
-        "r1_penalty": "told .* is not linear in rows that are scaled by their number",
+        "r1_penalty": "refused .* is not linear in rows that are scaled by their number",
         "noise_by_a_generator": "right",
         "input_gradient_returned": "right",
         "input_penalty": "right",

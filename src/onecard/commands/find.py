@@ -21,7 +21,7 @@ from onecard.auto.rank import Job
 from onecard.errors import NothingFits, OnecardError, PlanError
 from onecard.launch._explain import say
 from onecard.launch._options import Target
-from onecard.launch.rehearsal.rehearse import RehearsalError, rehearse, said
+from onecard.launch.rehearsal.rehearse import RehearsalError, place, rehearse, said
 from onecard.launch.rehearsal.replicated import Replicated
 from onecard.machine.cost import Machine
 from onecard.planning.machine_file import machine_named, this_machine
@@ -137,9 +137,10 @@ def searched(
             except NothingFits:
                 raise
             except _NOT_PRICED:
-                raise RehearsalError(f"{script}: {said(why)}") from why
+                raise RehearsalError(f"{place(why, script)}: {said(why)}") from why
             return replace(
-                found, told=f"not in these prices is what {script} makes of the model's results: {said(why)}"
+                found,
+                told=f"not in these prices is what {script} makes of the model's results: {place(why, script)}: {said(why)}",
             ), names
 
 

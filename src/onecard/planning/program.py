@@ -15,18 +15,20 @@ from onecard import recorded
 from onecard._torch.hooks import after_all_modules
 from onecard._torch.names import in_backward, tree_flatten, tree_leaves, tree_map
 from onecard._torch.uncompiled import is_wrapper
+from onecard.comm.base.record import on_behalf_of, user_line
 from onecard.errors import PlanError
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of the step: of torch's, or (without ``func``) of its model."""
+    """A call of the step: of torch's, or (without ``func``) of its model; ``line``: the user's."""
 
     func: Callable[..., Any] | None
     args: Any
     kwargs: Any
     results: list[Any]
     grad: bool
+    line: str
 
     def given(self) -> Iterator[Tensor]:
         return (x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor))
@@ -83,7 +85,7 @@ class HeardProgram:
         self._inside -= 1
         if not self._inside and self.model in (None, module) and output is not None and self._loss is None:
             self.model = module
-            self._calls.append(_Call(None, args, kwargs, tree_leaves(output), torch.is_grad_enabled()))
+            self._calls.append(_Call(None, args, kwargs, tree_leaves(output), torch.is_grad_enabled(), user_line()))
 
     def heard(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A call of torch's, before or behind the model."""
@@ -93,7 +95,7 @@ class HeardProgram:
             self.backwards += 1
             self._loss = args[0] if self._loss is None else self._loss
         elif self._loss is None:
-            call = _Call(func, args, kwargs, tree_leaves(result), torch.is_grad_enabled())
+            call = _Call(func, args, kwargs, tree_leaves(result), torch.is_grad_enabled(), user_line())
             if any(True for _ in call.given()) and any(isinstance(x, Tensor) for x in call.results):
                 self._calls.append(call)
 
@@ -108,11 +110,13 @@ class HeardProgram:
         calls = self._needed()
         if self.model is None or all(call.func is not None for call in calls):
             raise PlanError(
-                "no model ran ahead of the program's backward(): --plan prices a module; without it, all that runs is"
+                "what backward() begins with is made by no module's forward (of parameters themselves, torch.func.functional_call), "
+                "and a plan is of a module"
             )
         enters = next(i for i, call in enumerate(calls) if call.func is None)
         first = [*_sources(calls[: enters + 1])]
         rows = self._rows or next((len(x) for x in [*calls[enters].given(), *first] if _is_batch(x)), 0)
+        calls = [call for call in calls if not _cuts_out(call, rows)]
         batch = [x for x in _sources(calls) if _is_batch(x) and len(x) == rows]
         return self._module(), tuple(batch), self._again(calls, [id(x) for x in batch], self._loss)
 
@@ -124,7 +128,7 @@ class HeardProgram:
         """
         calls = [call for call in self._needed() if call.func is None]
         if not calls:
-            raise PlanError("no model ran ahead of the program's backward(): nothing can be priced")
+            raise PlanError("what backward() begins with is made by no module's forward: nothing can be priced")
         given = [x for x in _sources(calls) if _is_batch(x)]
         batch = [x for x in given if len(x) == len(given[0])]
         again = self._again(calls, [id(x) for x in batch], calls[-1].results)
@@ -156,7 +160,7 @@ class HeardProgram:
 
             for call in calls:
                 args, kwargs = tree_map(put, (call.args, call.kwargs))
-                with torch.set_grad_enabled(call.grad):
+                with torch.set_grad_enabled(call.grad), on_behalf_of(call.line):
                     made = (call.func or model)(*args, **kwargs)
                 now |= _by_id(call.results, tree_flatten(made)[0])
             return tree_map(lambda x: now[id(x)] if isinstance(x, Tensor) else x, wanted)
@@ -173,6 +177,13 @@ def _sources(calls: Sequence[_Call]) -> Iterator[Tensor]:
                 known.add(id(x))
                 yield x
         known |= {id(x) for x in call.results}
+
+
+def _cuts_out(call: _Call, rows: int) -> bool:
+    """Whether a call takes the batch out of what is longer (``data[i : i + 32]``): what it makes is the batch."""
+    made = [x for x in call.results if isinstance(x, Tensor) and _is_batch(x) and len(x) == rows]
+    given = any(_is_batch(x) and len(x) == rows for x in call.given())
+    return call.func is not None and bool(made) and not given and not any(x.requires_grad for x in made)
 
 
 def _squares(results: Any) -> Tensor:

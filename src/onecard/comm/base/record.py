@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -72,7 +73,24 @@ def user_line(inner: FrameType | None = None) -> str:
         if is_users:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    return "?"
+    return _again.here or "?"
+
+
+_again: Kept[str] = Kept(str)
+"""The line of a call that is made again without the user's frames."""
+
+
+@contextmanager
+def on_behalf_of(line: str) -> Iterator[None]:
+    """Inside, what happens below no line of the user's happens at this one; an error says so as ``made_at``."""
+    before, _again.here = _again.here, line
+    try:
+        yield
+    except Exception as fault:
+        fault.made_at = getattr(fault, "made_at", line)  # type: ignore[attr-defined]
+        raise
+    finally:
+        _again.here = before
 
 
 def asked_by_user() -> bool:

@@ -97,8 +97,10 @@ def place(fault: BaseException, script: Path) -> str:
     """``file:line`` of the innermost line on the way to an error that is the program's own."""
     frames = [f for f in traceback.extract_tb(fault.__traceback__) if not f.filename.startswith(_NOT_USERS)]
     frames = [f for f in frames if not f.filename.startswith("<")]
+    made_at = getattr(fault, "made_at", "")  # of a call that is made again
     own = [f for f in frames if Path(f.filename).resolve().is_relative_to(script.resolve().parent)] or frames
-    if not own:
+    file, _, line = f"{own[-1].filename}:{own[-1].lineno}".rpartition(":") if own else made_at.rpartition(":")
+    if not file:
         return str(script)
-    name = os.path.relpath(own[-1].filename)
-    return f"{name if not name.startswith('..') else own[-1].filename}:{own[-1].lineno}"
+    name = os.path.relpath(file)
+    return f"{name if not name.startswith('..') else file}:{line}"

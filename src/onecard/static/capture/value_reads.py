@@ -22,7 +22,7 @@ class ValueReads(recorded.Listener):
     Attributes:
         reads: what was read, and by which node.
         ask: values of data may be read: they become conditions.
-        guesses: what modules read of data is guessed: the recording is only looked at.
+        guesses: what modules and hooks read of data is guessed: the recording is only looked at.
     """
 
     reads: list[tuple[Any, fx.Node]]
@@ -56,7 +56,9 @@ class ValueReads(recorded.Listener):
         """What Python is given of tensors; of those that do not depend on data it is known before a replay."""
         given, named = self._given(args), self._given(kwargs)
         data = any(n.meta["data"] for n in given if isinstance(n, fx.Node))
-        if self.guesses and (self.phases.here()["inside"] if data else faked.here):  # without data constants have none
+        here = self.phases.here()
+        within = here["inside"] or here["phase"] == "backward"  # of backward only hooks are Python
+        if self.guesses and (within if data else faked.here):  # without data constants have none
             return reads.guessed(func, args)
         if data and not self.ask:
             raise refusals.reads_data("its value is read on the host (.item(), bool(), float(), an if, a print)")

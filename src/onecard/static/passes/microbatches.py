@@ -134,11 +134,13 @@ class Microbatches:
         Raises:
             RecordingError: nobody has said so, and gradients are not the batch's.
         """
-        for doubt in doubts if self.k_steps > 1 else ():  # one microbatch is the batch
-            said = f"{name}: k_steps={self.k_steps}: {doubt.words}"
-            if doubt.gradients and self.avg is None:
-                raise RecordingError(f"{said}. {_MEANT}")
-            warnings.warn(said, stacklevel=6)
+        if self.k_steps == 1:  # one microbatch is the batch
+            return
+        refused = [doubt.words for doubt in doubts if doubt.gradients and self.avg is None]
+        if refused:
+            raise RecordingError(f"{name}: k_steps={self.k_steps}: {'. Also, '.join(refused)}. {_MEANT}")
+        for doubt in doubts:
+            warnings.warn(f"{name}: k_steps={self.k_steps}: {doubt.words}", stacklevel=6)
 
     def counting(self, recording: AnyStep, seen: Verdict | None = None) -> AnyStep:
         """The recording of the first microbatch, which divides by what the whole batch counts."""
