@@ -284,3 +284,27 @@ def test_a_sparse_operand_enters_as_it_is():
     assert graph.layout is torch.sparse_coo and isinstance(rows, oc.DistTensor)
     with pytest.raises(DispatchError, match="to_dense"):
         graph @ rows
+
+
+class Remembers(nn.Module):
+    """Writes into what it is given, as a cache of keys and values is."""
+
+    def forward(self, x, cache, memo, table):
+        cache[0].append(x * 2)
+        cache[1][0] = cache[1][0] + x
+        memo["seen"] = x + 1
+        table[:, :1] += x
+        return x
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_forward_writes_into_what_it_is_given_is_the_programs(grad):
+    model, x = Remembers(), torch.ones(3, 1)
+    Entrance(oc.ProcessMesh([0], ["dp"]), ("dp",)).before(model)
+    cache, memo, table = [[], [torch.ones(3, 1)]], {"x": x}, torch.zeros(3, 2)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            model(x, cache, memo, table)
+    assert len(cache[0]) == 2 and oc.unshard(cache[1][0]).tolist() == [[3.0]] * 3
+    assert memo["x"] is x and oc.unshard(memo["seen"]).tolist() == [[2.0]] * 3
+    assert table.tolist() == [[2.0, 0.0]] * 3 and type(table) is torch.Tensor

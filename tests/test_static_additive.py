@@ -178,7 +178,9 @@ def test_sums_and_means_are_one_cards(name: str, k: int) -> None:
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_is_neither_is_refused(name: str) -> None:
     loss, operator = NEITHER[name]
-    with pytest.raises(RecordingError, match=f"the loss of a microbatch is no part of the batch's loss: {operator} at .*avg=True"):
+    with pytest.raises(
+        RecordingError, match=f"the loss of a microbatch is no part of the batch's loss: {operator} at .*avg=True"
+    ):
         trained(loss, lambda step: oc.to_static(step, k_steps=2))
 
 

@@ -385,7 +385,7 @@ WARNED: dict[str, Any] = {
     "rows scaled by a count": (by_rows, None, r"refused: .*relu at .* is not linear in rows that are scaled by their number|addmm at"),
     "a count over a length, and one": (by_share, None, r"refused: .*div at .* scales by a value"),
     "a product with one over it": (by_inverse, None, r"refused: .*mul at .* scales by a value"),
-    "rows scaled by their number": (by_length, None, r"refused: .*pow at .* is not linear in rows that are scaled by their number"),
+    "rows scaled by their number": (by_length, None, r"refused: .*pow at .* is not linear in rows that are scaled"),
     "divided by what learns": (by_parameter, None, r"refused: .*div at .*test_static_merge_cases.py:\d+ scales by a value"),
     "a count before backward": (counted, None, r"told: .*add_ at .* writes into the program .* 4 times a call"),
     "batch norm": (normed, None, r"told: .*batch norm at .* normalizes each microbatch by its own mean"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from onecard._torch.leaves import is_transformed, outside_transforms
 from onecard._torch.names import tree_leaves, tree_map
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
+from onecard.tensor.convert import unshard
 
 
 class Entrance(LeftBehind):
@@ -20,13 +23,15 @@ class Entrance(LeftBehind):
 
     Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are, and
     what lies on a mesh already stays there: the states that a recurrent model has returned come again. Any choice gives the same
-    numbers. So what ``torch.func`` puts in a tensor's place stays as it is.
+    numbers. So what ``torch.func`` puts in a tensor's place stays as it is. What the forward writes into what it is given (a cache
+    of keys and values) is written to the program's own.
     """
 
     def __init__(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> None:
         self.mesh = mesh
         self._rows: list[Placement] = [Shard(0) if name in axes else Replicate() for name in mesh.dim_names]
         self._ranks = 1
+        self._under_way: list[_Given | None] = []  # forwards may call each other
         for name in axes:
             self._ranks *= mesh.shape[mesh.axis(name)]
 
@@ -36,18 +41,31 @@ class Entrance(LeftBehind):
     def before(self, module: nn.Module) -> None:
         """From now on, ahead of each forward of a module."""
         module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_Behind(self), always_call=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self.divided(args, kwargs)
+        given = self._given(args, kwargs)
+        self._under_way.append(given)
+        return (args, kwargs) if given is None else given.found
+
+    def behind(self) -> None:
+        """A forward has ended."""
+        if self._under_way and (given := self._under_way.pop()) is not None:
+            given.write_back()
 
     def divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What somebody is called with, its rows divided."""
+        given = self._given(args, kwargs)
+        return (args, kwargs) if given is None else given.found
+
+    def _given(self, args: Any, kwargs: Any) -> _Given | None:
+        """None: nothing is divided."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         if all(isinstance(x, DistTensor) for x in leaves) or any(map(is_transformed, leaves)):
-            return args, kwargs
+            return None
         rows = len(leaves[0])
         if rows < self._ranks:
-            return args, kwargs
+            return None
 
         def laid_out(x: Any) -> Any:
             if (
@@ -63,5 +81,67 @@ class Entrance(LeftBehind):
             return shard_tensor(x, self.mesh, self._rows)
 
         with outside_transforms():
-            found: tuple[Any, Any] = tree_map(laid_out, (args, kwargs))
-        return found
+            return _Given(laid_out, args, kwargs)
+
+
+class _Behind(LeftBehind):
+    """What runs behind each forward of a module that an entrance divides for."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
+
+    def __deepcopy__(self, memo: Any) -> _Behind:
+        return self
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._entrance.behind()
+
+
+class _Given:
+    """What a forward is given: the program's own containers, but for those in which something was divided."""
+
+    def __init__(self, laid_out: Callable[[Any], Any], args: Any, kwargs: Any) -> None:
+        self._laid_out = laid_out
+        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+        self._containers: list[tuple[Any, Any, Any]] = []  # the program's, its copy, and that as it was given
+        self.found: tuple[Any, Any] = self._of(args), self._of(kwargs)
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            made = self._laid_out(x)
+            if made is not x:
+                self._tensors.append((x, made, _version(made)))
+            return made
+        if type(x) not in (list, tuple, dict):
+            made = tree_map(self._of, x) if tree_leaves(x) != [x] else x
+            return x if _same(tree_leaves(x), tree_leaves(made)) else made
+        values = [self._of(v) for v in (x.values() if type(x) is dict else x)]
+        if _same([*(x.values() if type(x) is dict else x)], values):
+            return x
+        copy = dict(zip(x, values, strict=True)) if type(x) is dict else type(x)(values)
+        if type(x) is not tuple:
+            self._containers.append((x, copy, copy.copy()))
+        return copy
+
+    def write_back(self) -> None:
+        """To the program's own what the forward has written to what stood in its place."""
+        own = {id(made): x for x, made, _ in self._tensors}
+        for x, copy, given in self._containers:
+            now, before = (([*c], [*c.values()]) if type(c) is dict else ([], c) for c in (copy, given))
+            if now[0] == before[0] and _same(now[1], before[1]):
+                continue
+            values = [own.get(id(v), v) for v in now[1]]
+            x.clear()
+            x.update(zip(now[0], values, strict=True)) if type(x) is dict else x.extend(values)
+        with torch.no_grad():
+            for x, made, version in self._tensors:
+                if _version(made) != version:
+                    x.copy_(unshard(made))
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

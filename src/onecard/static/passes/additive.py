@@ -13,7 +13,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
 from onecard.rules.call import Call, Schema, schema_of
-from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Doubt, Kind, Verdict, told
+from onecard.static.passes.dependence import (
+    ADDS,
+    ALIKE,
+    COUNT,
+    MIXED,
+    PLACES,
+    ROWS,
+    UNKNOWN,
+    Doubt,
+    Kind,
+    Verdict,
+    told,
+)
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
@@ -212,7 +224,8 @@ def said(verdict: Verdict, k: int, whole: Collection[int] = ()) -> Iterator[Doub
             )
     if len({kind.degree for kind in verdict.losses if kind.how == ADDS}) > 1:
         yield Doubt(
-            "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says", True
+            "one backward() begins at a sum over rows, another at a mean: gradients are merged as the first loss says",
+            True,
         )
     for i, result in enumerate(verdict.results):
         if i not in whole and result is not None and (why := _why(result) or _why_count(result)):
