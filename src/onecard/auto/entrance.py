@@ -23,8 +23,8 @@ class Entrance(LeftBehind):
 
     Which tensors have rows is seen by the first one: those of the same length. Others are the same on all ranks, as they are, and
     what lies on a mesh already stays there: the states that a recurrent model has returned come again. Any choice gives the same
-    numbers. So what ``torch.func`` puts in a tensor's place stays as it is. What the forward writes into what it is given (a cache
-    of keys and values) is written to the program's own.
+    numbers. So what ``torch.func`` puts in a tensor's place stays as it is. What the forward writes into what it is given (a
+    cache of keys and values) is written to the program's own.
     """
 
     def __init__(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> None:

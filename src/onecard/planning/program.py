@@ -110,8 +110,8 @@ class HeardProgram:
         calls = self._needed()
         if self.model is None or all(call.func is not None for call in calls):
             raise PlanError(
-                "what backward() begins with is made by no module's forward (of parameters themselves, torch.func.functional_call), "
-                "and a plan is of a module"
+                "what backward() begins with is made by no module's forward (of parameters themselves, by torch.func's "
+                "functional_call), and a plan is of a module"
             )
         enters = next(i for i, call in enumerate(calls) if call.func is None)
         first = [*_sources(calls[: enters + 1])]
