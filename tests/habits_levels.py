@@ -428,21 +428,34 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(
-    at: At, net: Any, *optimizers: Any, between: Callable[[], Any] = lambda: None, steps: int = STEPS
+    at: At,
+    net: Any,
+    *optimizers: Any,
+    between: Callable[[], Any] = lambda: None,
+    steps: int = STEPS,
+    after: Callable[[], Any] = lambda: None,
+    outside: Callable[[int, Tensor], Any] = lambda i, loss: None,
+    loss_fn: Callable[..., Tensor] = cross_entropy,
+    batches: Any = None,
 ) -> list[Tensor]:
-    """Plain steps; ``between`` is called after backward."""
+    """Plain steps; ``between`` is called after backward, ``after`` at a step's end, ``outside`` of it with its loss."""
 
-    def one(x: Tensor, y: Tensor) -> Tensor:
-        loss = at.backward(net, x, y)
+    def one(x: Any, y: Any) -> Tensor:
+        loss = at.backward(net, x, y, loss_fn)
         between()
         for each in optimizers:
             each.step()
         for each in optimizers:
             each.zero_grad()
+        after()
         return loss
 
-    run = at.fitted(net, optimizers, lambda x, y: cross_entropy(net(x), y), between, None) or at.step(one)
-    return [at.mean(run(x, y)) for x, y in at.batches(steps)]
+    run = at.fitted(net, optimizers, lambda x, y: loss_fn(net(x), y), between, after) or at.step(one)
+    seen = []
+    for i, (x, y) in enumerate(at.batches(steps) if batches is None else batches):
+        seen.append(at.mean(run(x, y)))
+        outside(i, seen[-1])
+    return seen
 
 
 # ---- Gradients by hand

@@ -16,6 +16,7 @@ from typing import Any
 TENSOR, SHM, FLEET = "the first distributed tensor", "the first shm group", "fleet.init"
 SHARDED = "fleet.group_sharded_parallel"
 WANDB = "the first distributed tensor, where wandb is imported"
+COMPILER = "the first distributed tensor or fleet.init, where torch's compiler is imported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,14 @@ TABLE: dict[str, Patch] = {
             "torch.nn.Module._apply", TENSOR,
             "conversions that cannot be (`model.double()` of stages) are refused on all ranks",
         ),
+        Patch(
+            "torch.nn.utils.parametrize._maybe_set", TENSOR,
+            "a parametrization of a distributed parameter is put on and taken off while recorded steps know it",
+        ),
         Patch("torch.nn.modules.rnn.RNNBase.flatten_parameters", TENSOR, "weights whose memory is ours stay there, on GPUs"),
         Patch("json.JSONEncoder.default", TENSOR, "encoders that know plain tensors (wandb's) are given a whole one"),
         Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
+        Patch("torch._dynamo.trace_rules.SKIP_DIRS", COMPILER, "the compiler does not trace onecard's own functions"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),

@@ -1,5 +1,5 @@
-"""``torch.compile`` that compiles nothing: its modules are those of torch's, with their names in checkpoints. And what was
-compiled before, called as it was written.
+"""``torch.compile`` that compiles nothing: its modules are those of torch's, with their names in checkpoints. What was
+compiled before, called as it was written. And onecard's own functions, which the compiler does not look into.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from onecard._torch import patches
+from onecard._torch.imported import when_imported
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,3 +78,33 @@ def eagerly() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules", UserWarning)  # they are ours
         yield
+
+
+_waiting = ExitStack()
+"""Until the compiler is there."""
+
+
+def untraced() -> None:
+    """Have torch's compiler end its graph where onecard begins: it would trace hooks and messages as if the program had them."""
+    _waiting.close()
+    when_imported(_waiting, "torch._dynamo.trace_rules", _skips_us)
+
+
+patches.with_first_tensor(untraced)
+
+
+def _skips_us(rules: ModuleType) -> None:
+    if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "_recompile_re"):
+        mine = str(Path(__file__).parents[1]) + "/"
+        patches.hook("torch._dynamo.trace_rules.SKIP_DIRS", lambda skip: skip(), lambda: _skipped(rules, mine))
+
+
+def _skipped(rules: Any, folder: str) -> Any:
+    rules.SKIP_DIRS.append(folder)
+    rules._recompile_re()
+
+    def remove() -> None:
+        rules.SKIP_DIRS.remove(folder)
+        rules._recompile_re()
+
+    return SimpleNamespace(remove=remove)

@@ -17,6 +17,7 @@ from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.become import become
 from onecard.tensor.deferred.calls import record_of
 from onecard.train import shard_layer
+from onecard.train.lazy import refuse_lazy
 
 Where = Callable[[str], Sequence[Placement]]
 """The placements of the parameter of a name; buffers are the same on all ranks."""
@@ -34,8 +35,10 @@ def lay_out(
         held: is told of a tensor, by name, whose place nothing can take, and which is replaced; None: that is an error.
 
     Raises:
-        PlanError: a graph that autograd keeps holds a parameter, so that nothing can take its place.
+        PlanError: a lazy layer, which has no parameters yet;
+            a graph that autograd keeps holds a parameter, so that nothing can take its place.
     """
+    refuse_lazy(module, "laying a model out", PlanError)
     first: dict[int, str] = {}
     with without_weak_weights(module), without_products(module):
         for name, tensor in _tensors(module):

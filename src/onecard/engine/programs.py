@@ -24,6 +24,7 @@ from onecard.static.api import to_static as recorded
 from onecard.static.recording import Recording
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.spec import Spec
+from onecard.train.lazy import refuse_lazy
 
 ROWS = 8
 """Of a batch of which nobody has said how long it is, on each rank."""
@@ -84,6 +85,7 @@ def mesh_of(model: nn.Module) -> ProcessMesh | None:
 def skeleton(parts: steps.EngineParts) -> Skeleton:
     """A copy of a step's parts without memory."""
     stands = {}
+    refuse_lazy(parts.model, "Engine", EngineError)
     for x in _tensors(parts):
         spec = x._spec if isinstance(x, DistTensor) else None
         stands[id(x)] = _Stand(Laid(x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter), spec))

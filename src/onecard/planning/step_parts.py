@@ -19,6 +19,7 @@ from onecard.static.api import Static
 from onecard.static.call import flat, name_of, roots_given
 from onecard.static.capture.capture import Capture
 from onecard.tensor.random_operators.one_card import one_card_random
+from onecard.train.lazy import refuse_lazy
 
 
 def is_step(given: Any) -> bool:
@@ -68,6 +69,9 @@ def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     name = name_of(step)
     fn = step.fn if isinstance(step, Static) else step
     leaves, names, tree = flat(fn, tuple(args), dict(kwargs or {}))
+    for module in _reached(fn).values():
+        if isinstance(module, nn.Module):
+            refuse_lazy(module, f"plan: {name}", PlanError)
     capture = Capture(leaves, names, roots_given(fn, leaves), replayed=False)
     rows = next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
     undo, program = capture.undone(sketched=True), HeardProgram(rows=rows)

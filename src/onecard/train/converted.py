@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from onecard import recorded
 from onecard._torch import patches
@@ -21,6 +22,22 @@ from onecard.train.shard import is_staged
 def install() -> None:
     """Watch what is converted."""
     patches.replace("torch.nn.Module._apply", nn.Module, "_apply", _over_apply)
+    if hasattr(parametrize, "_maybe_set"):
+        patches.replace("torch.nn.utils.parametrize._maybe_set", parametrize, "_maybe_set", _over_set)
+
+
+def _over_set(torchs: Any) -> Any:
+    """A parametrization that is put on or taken off gives a parameter other values. torch exchanges two objects for that, and
+    cannot once a recorded step or an optimizer knows one of them.
+    """
+
+    def _maybe_set(dest: Tensor, src: Tensor) -> None:
+        if isinstance(dest, DistTensor):
+            dest.data = src
+        else:
+            torchs(dest, src)
+
+    return _maybe_set
 
 
 def _over_apply(torchs: Any) -> Any:

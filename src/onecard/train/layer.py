@@ -15,6 +15,7 @@ from onecard.comm.base import record
 from onecard.errors import LayoutError, OnecardError
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, reshard, shard_tensor
+from onecard.train.lazy import refuse_lazy
 
 # Plain tensors whose place distributed ones have taken, with their names and those (``weakref``): an optimizer that holds one
 # trains nothing, and a layer that has one, too, is tied.
@@ -46,7 +47,7 @@ def shard_layer(
 
     Raises:
         LayoutError: placements that do not fit a tensor (a note names the submodule if ``shard_fn`` asked for them);
-            ``shard_fn`` makes two of a parameter that modules share.
+            ``shard_fn`` makes two of a parameter that modules share; a lazy layer, which has no parameters yet.
         CommunicationError: the mesh names ranks that the world does not have.
 
     Source: ``paddle.distributed.shard_layer``; ``distribute_module`` of PyTorch.
@@ -58,6 +59,7 @@ def shard_layer(
     """
     moved: dict[int, Any] = {}  # what has taken the place of a plain tensor, by its id
     kept: list[Any] = []  # the plain tensors, so that no id is used again
+    refuse_lazy(module, "oc.shard_layer", LayoutError)
     shared = _shared(module)
     for name, submodule in list(module.named_modules()):
         before: dict[str, Any] = {**submodule._parameters, **submodule._buffers}

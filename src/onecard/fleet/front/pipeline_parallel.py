@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -27,6 +28,11 @@ from onecard.pipeline.run.waiting_hooks import hooks_wait
 from onecard.pipeline.schedule.action import COMPUTE
 
 PLANS = 16  # schedules that are kept, one for each number of microbatches
+
+_TRAINS = (
+    "train_batch: the model was in evaluation (model.eval()), and trains again, as Paddle's train_batch has it. To train in that "
+    "mode: model.forward_backward_pipeline([x, y]), optimizer.step(); to end it before: model.train()"
+)
 
 
 class PipelineParallel(DistributedModel):
@@ -80,6 +86,9 @@ class PipelineParallel(DistributedModel):
             raise FleetError(
                 f"train_batch([x, y], optimizer): want a torch optimizer of model.parameters(), not {type(optimizer).__name__}"
             )
+        if not self.module.training:
+            warnings.warn(_TRAINS, stacklevel=2)
+            self.module.train()
         loss = self.forward_backward_pipeline(data, scaler)
         if scaler is None:
             optimizer.step()
@@ -101,8 +110,6 @@ class PipelineParallel(DistributedModel):
         inputs, labels = _pair(data)
         sizes = self._sizes(batch_size(inputs))
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._runner.device))
-        if not self.module.training:
-            self.module.train()
         self._begin()
         self._elsewhere.begin()
         loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, self._weights(labels, sizes), scale)

@@ -25,6 +25,7 @@ from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.zero.sharded_model import AXIS, GroupShardedModel, Sharded
 from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
+from onecard.train.lazy import refuse_lazy
 from onecard.train.shard import held
 from onecard.train.zero.blocks import BlockSpec, Policy
 from onecard.train.zero.zero import ShardingStage1, ShardingStage2, ShardingStage3
@@ -122,6 +123,7 @@ def _check(model: nn.Module, level: str, group: Ranks) -> None:
     call = "group_sharded_parallel"
     if not group.is_member():
         raise FleetError(f"{call}: this rank is not in {group!r}; call it on its members only")
+    refuse_lazy(model, call, FleetError)
     _check_grid(model, level, group)
     refuse_bounded(model, group, call)
     for p in model.parameters():

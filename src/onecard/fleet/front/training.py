@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onecard._torch import patches
+from onecard._torch.uncompiled import untraced
 from onecard.errors import FleetError
 from onecard.fleet.front.pipeline_parallel import PipelineParallel
 from onecard.fleet.front.wrapped import DistributedModel
@@ -28,6 +29,7 @@ from onecard.fleet.zero.sharded_model import before_step
 from onecard.fleet.zero.sharded_optimizer import ShardedOptimizer
 from onecard.fleet.zero.written import refuse_bounded
 from onecard.tensor import DistTensor
+from onecard.train.lazy import refuse_lazy
 from onecard.train.shard import held
 
 
@@ -35,6 +37,7 @@ def install() -> None:
     """Have every torch optimizer sum the gradients of fleet's parameters before it reads them."""
     hooks.install()
     carried.install()
+    untraced()
     steps = "torch.optim.optimizer._global_optimizer_{}_hooks"
     patches.hook(f"fleet: {steps.format('pre')}", register_optimizer_step_pre_hook, _before_step)
     patches.hook(steps.format("post"), register_optimizer_step_post_hook, _after_step)
@@ -83,7 +86,7 @@ def distributed_model(model: nn.Module, grad_accum_dtype: torch.dtype | None = N
             parameters; rounded once, when they are read. The parameters' own if left out.
 
     Raises:
-        FleetError: a model without stages under ``pp_degree``, or one that holds DistTensors.
+        FleetError: a model without stages under ``pp_degree``, or one that holds DistTensors, or lazy layers without parameters.
 
     Source: ``paddle.distributed.fleet.distributed_model``.
     """
@@ -95,6 +98,7 @@ def distributed_model(model: nn.Module, grad_accum_dtype: torch.dtype | None = N
             f"fleet.distributed_model: {strange[0]} is no plain local parameter, as this level has. A model with placements is "
             "a part of any program as it is: oc.shard_layer, oc.shard_optimizer"
         )
+    refuse_lazy(model, "fleet.distributed_model", FleetError)
     _check_norms(model)
     refuse_bounded(model, hcg.data(), "fleet.distributed_model")
     if strategy.recompute:

@@ -40,8 +40,11 @@ class DistributedModel(nn.Module):
         module.register_forward_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
-        """Before a forward that is trained: parameters that have come since are those of the fleet program, too."""
-        if not torch.is_grad_enabled() or not self.module.training:
+        """Before a forward with gradients: parameters that have come since are those of the fleet program, too.
+
+        Also in evaluation, in which norms are frozen and trained on: what nobody knows of would be trained apart.
+        """
+        if not torch.is_grad_enabled():
             return
         if self._members is None or not self._members.same():
             with recorded.unrecorded():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from onecard._torch.fakes import device_of
 
 
 def takes_gradients(x: Tensor) -> bool:
     """Whether a tensor is a leaf that has gradients."""
+    if is_lazy(x):  # somewhere in the process: nothing to be asked yet
+        return False
     try:
         # Asked whether it is a leaf, a view that was written to under no_grad takes its view anew and keeps what comes out: below
         # autograd, that it has no gradient.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onecard import recorded
+from onecard.errors import DispatchError
 from onecard.tensor.buckets import Cut
 from onecard.tensor.spec import Spec
 
@@ -41,7 +42,18 @@ class GatheredParameter:
         return Cut(self.x, whole, self.layout, self.axis, self.dim)
 
     def mend(self) -> None:
-        """The part is one again, if the program has given the parameter other data than a part (``p.data = ...``)."""
+        """The part is one again, if the program has given the parameter other data than a part (``p.data = ...``).
+
+        Raises:
+            DispatchError: of another dtype or device.
+        """
+        kept = self._facts["dtype"], self._facts["device"]
+        for now in (p for p in (self.seen, self.x) if (p.dtype, p.device) != kept):
+            raise DispatchError(
+                f"a parameter {list(self.whole_spec.shape)}, of which a rank keeps a part, is now {now.dtype} on "
+                f"{now.device}, and was {kept[0]} on {kept[1]} when its memory was laid out: convert the model before "
+                "(model.to(...), then group_sharded_parallel, shard_optimizer or parallelize)"
+            )
         if self.x._spec.layout is not self.cut_spec.layout and self.x._local is not self.whole:
             with torch.no_grad():
                 self.part.copy_(self.x._become(self.cut_spec.layout, "data", "self", "other data were given", True))
