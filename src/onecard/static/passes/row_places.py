@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from onecard._torch.names import tree_map
 from onecard.rules.call import Call
 from onecard.rules.registry import find
 from onecard.rules.rule import Bound
