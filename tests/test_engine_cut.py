@@ -182,3 +182,22 @@ def _quietly() -> list[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of stages without parameters
         return _weighted(4)
+
+
+def _deferred(pipeline: bool) -> list[float]:
+    """Losses of a model that was built without memory."""
+    torch.manual_seed(0)
+    with oc.deferred_init():
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+    strategy = {"pipeline": {"enable": True, "accumulate_steps": 4}} if pipeline else None
+    engine = oc.Engine(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), lr=0.01), strategy=strategy)
+    engine.prepare(oc.InputSpec([8, 6], "float32", "x"), oc.InputSpec([8, 6], "float32", "y"), mode="train")
+    x = torch.linspace(-1, 1, 48).reshape(8, 6).sin()
+    return [float(engine.run((x, x.cos()))["loss"]) for _ in range(3)]
+
+
+def test_a_deferred_model() -> None:
+    """It has values before its stages run, though no other axis lays it out."""
+    wanted = run_ranks(_deferred, 2, False)[0]
+    for found in run_ranks(_deferred, 2, True, timeout=100.0):
+        assert found == pytest.approx(wanted, rel=1e-5)

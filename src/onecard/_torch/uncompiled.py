@@ -95,16 +95,21 @@ patches.with_first_tensor(untraced)
 
 def _skips_us(rules: ModuleType) -> None:
     if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "_recompile_re"):
-        mine = str(Path(__file__).parents[1]) + "/"
+        mine = [
+            f"{room}/" if room.is_dir() else str(room)
+            for room in sorted(Path(__file__).parents[1].iterdir())
+            if room.name != "random"  # its draws are operators, and compile
+        ]
         patches.hook("torch._dynamo.trace_rules.SKIP_DIRS", lambda skip: skip(), lambda: _skipped(rules, mine))
 
 
-def _skipped(rules: Any, folder: str) -> Any:
-    rules.SKIP_DIRS.append(folder)
+def _skipped(rules: Any, places: list[str]) -> Any:
+    rules.SKIP_DIRS.extend(places)
     rules._recompile_re()
 
     def remove() -> None:
-        rules.SKIP_DIRS.remove(folder)
+        for place in places:
+            rules.SKIP_DIRS.remove(place)
         rules._recompile_re()
 
     return SimpleNamespace(remove=remove)

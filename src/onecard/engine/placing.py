@@ -81,7 +81,7 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
         return MeshPlace(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
-    if not meshes and degree == ranks > 1 and _divides_nothing(strategy):  # each rank reads the whole batch
+    if not meshes and not deferred and degree == ranks > 1 and _divides_nothing(strategy):  # each reads the whole batch
         line = ProcessMesh(list(range(ranks)), ["pp"])
         return MeshPlace(line, (), line, next((p.device for p in model.parameters()), world.device()))
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks, degree)

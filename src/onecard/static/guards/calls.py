@@ -78,8 +78,10 @@ class Calls:
             self.seen.never = self.seen.never or (
                 f"the step hands work to a thread at {line}, and what that reads is not seen: do it before the step"
             )
-        elif isinstance(own, random.Random | numpy.random.Generator) and (
-            self.seen.was_there(own) or self.seen.was_there(f)  # a method that is kept
+        elif (
+            isinstance(own, random.Random | numpy.random.Generator)
+            and (self.seen.was_there(own) or self.seen.was_there(f))  # a method that is kept
+            and own is not random.random.__self__  # type: ignore[attr-defined]  # Python's own is looked at itself
         ):
             self.seen.repeats(DRAWS, text(e.base).rpartition(".")[0], line)
         elif isinstance(f, types.BuiltinMethodType) and self.seen.was_there(own) and not _says_the_same(own, name):

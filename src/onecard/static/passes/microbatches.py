@@ -19,7 +19,7 @@ from onecard.static.passes.additive import Verdict
 from onecard.static.passes.dependence import Doubt, Kind
 from onecard.static.passes.doubts import doubts
 from onecard.static.passes.merge import merged
-from onecard.static.passes.once import Once, cut
+from onecard.static.passes.once import Once, cut, words
 from onecard.static.passes.whole_counts import is_whole, with_whole_counts
 from onecard.static.step.step import AnyStep, Output, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
@@ -304,9 +304,12 @@ def check_mergeable(recording: RecordedStep) -> None:
             f"k_steps: the step adds to {found[0]}, which was there before it: call optimizer.zero_grad() in the step, before "
             "backward() or after optimizer.step(), not with set_to_none=False"
         )
-    if recording.conditions is not None and any(cut(n) and n.users for n in recording.conditions.nodes):
+    asks = [] if recording.conditions is None else [u for n in recording.conditions.nodes if cut(n) for u in n.users]
+    if asks:
+        where = next((f": {words(u)}" for u in asks if u.meta.get("line")), "")
         raise RecordingError(
-            "k_steps: the step asks (ask=True) about values of its batch, of which each microbatch has its own"
+            f"k_steps: the step asks (ask=True) about values of its batch{where}. Each microbatch has its own, and may go "
+            "another way: take the batch as it is (one microbatch, no pipeline), or decide without its values"
         )
 
 
