@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from amounts import PROOF, patience
 from fuzz.plans import CLOSE, chosen, compared, drawn, each_under, program_of, trained
@@ -76,3 +78,18 @@ def test_under_random_plans():
 def test_a_wrong_number_is_seen():
     said = run_ranks(compared, 2, range(1), 2, "loss")
     assert said[0][0].startswith("wrong: seed 0")
+
+
+def _told(name: str) -> list[str]:
+    """What a program is told in microbatches beside data parallelism, where layers run on parts of tensors."""
+    plan = oc.Plan(dp=2, microbatches=2, per_host=0, parameters="float32", compute="float32")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(program_of(name), plan, 2)
+    return [str(w.message) for w in said]
+
+
+def test_layers_that_run_on_parts_of_a_batch():
+    """A recurrent layer keeps rows apart there; a norm's backward, which writes in place, is no hook. Neither is refused."""
+    assert run_ranks(_told, 2, "gru") == [[], []]
+    assert all("batch norm" in " ".join(said) for said in run_ranks(_told, 2, "resnet"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,8 +103,9 @@ class Additive(DispatchMode):
 
     def _keep(self, x: Tensor, kind: Kind) -> None:
         self.known[x] = kind
-        if isinstance(x, DistTensor) and kind.how not in (ROWS, PLACES):
-            self.known[x._local] = kind  # for what makes it a plain tensor
+        if isinstance(x, DistTensor) and kind.how != PLACES and (here := _scaled(kind, x.shape, x._local.shape)):
+            self.known[x._local] = here  # for what makes it a plain tensor, and for layers that run on parts
+            self.kinds.lengths |= {here.size} if here.how == ROWS else set()
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -126,7 +128,9 @@ class Additive(DispatchMode):
             or any(lifts(schema, x) for x in made)
         ):
             return False
-        return all(self._kind_of(x) is None for x in given) and all(self.rows not in x.shape for x in made)
+        return all(self._kind_of(x) is None for x in given) and all(
+            map(self.kinds.lengths.isdisjoint, (x.shape for x in made))
+        )
 
     def _found(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Kind | None]:
         call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})
@@ -172,9 +176,19 @@ class Additive(DispatchMode):
 
     def _kind_of(self, x: Tensor) -> Kind | None:
         kind: Kind | None = self.known.get(x)
+        if kind is None and isinstance(x, DistTensor) and (of_part := self.known.get(x._local)) is not None:
+            return _scaled(of_part, x._local.shape, x.shape)
         if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
             return Kind(PLACES, size=self.rows) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
         return kind
+
+
+def _scaled(kind: Kind, shape: Sequence[int], to: Sequence[int]) -> Kind | None:
+    """A kind of a tensor as one of its part on a rank, or the other way: that has another number of rows."""
+    if kind.how != ROWS:
+        return kind
+    size, rest = divmod(kind.size * to[kind.dim], shape[kind.dim] or 1)
+    return None if rest or not size else replace(kind, size=size)
 
 
 def _moves_nothing(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:

@@ -98,12 +98,12 @@ def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
         latest = max(map(pass_of, node.all_input_nodes), default=0)
         if phase_of(node) != "backward" or node in once.tail or not latest:
             continue
+        operands = [pass_of(n) for n in node.args if isinstance(n, fx.Node)]  # before they are written to
         passes.update(dict.fromkeys(memory.writes.get(node, ()), latest))
         if not isinstance(node.target, OpOverload):  # a message, or another function of ours
             passes[node] = max(pass_of(node), latest)
             continue
         name = schema_of(node.target).functional
-        operands = [pass_of(n) for n in node.args if isinstance(n, fx.Node)]
         if latest == now and (name in _BENT or (name in _PRODUCTS and operands.count(now) > 1)):
             yield node
         else:

@@ -53,7 +53,7 @@ class Kinds(RowNumbers):
             return kind
         if given and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
             return Kind(ALIKE)
-        if self.rows not in call.results[r].shape or any(k is not None and k.how == PLACES for k in kinds):
+        if self.lengths.isdisjoint(call.results[r].shape) or any(k is not None and k.how == PLACES for k in kinds):
             return None
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None

@@ -32,6 +32,7 @@ class RowNumbers:
 
     def __init__(self, rows: int, before: Verdict | None, k: int) -> None:
         self.rows, self.before, self.k = rows, before, k
+        self.lengths = {rows}  # and those of parts on a rank
         self.verdict = Verdict()
         self.number: float | None = None
         self.follows = False  # what is added, or bounds, is another number for the whole batch
