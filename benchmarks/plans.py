@@ -211,7 +211,10 @@ def in_half(rank_counts: list[int], only: str) -> None:
             )  # fmt: skip
             whole = max(run_ranks(most_alive, ranks, name, pure, timeout=300.0))
             said = f"{name}, {ranks} ranks: pure dp {whole / 1e6:.1f} MB"
-            for fixed in (REDUCED, {"cp": 1, "replicas": 1}):  # without, then with pipelines and microbatches
+            wider = (
+                [] if _programs()[name].statistics else [{"cp": 1, "replicas": 1}]
+            )  # of a batch, not of a microbatch
+            for fixed in (REDUCED, *wider):  # without, then with pipelines and microbatches
                 try:
                     plan = _found(name, ranks, machine, whole // 2, fixed)
                 except oc.errors.PlanError as why:
