@@ -169,15 +169,17 @@ class Additive(DispatchMode):
 
     def _seen_in(self, x: Tensor, kind: Kind) -> Kind:
         """What memory is of which a part was written."""
-        dims = [d for d, n in enumerate(x.shape) if n == self.rows]
+        dims = [d for d, n in enumerate(x.shape) if n == kind.size]
         if kind.how == ROWS and len(dims) == 1:
-            return Kind(ROWS, dims[0], 1, self.rows, 0, "", kind.learns)
+            return Kind(ROWS, dims[0], 1, kind.size, 0, "", kind.learns)
         return kind if kind.how == MIXED else Kind(UNKNOWN)
 
     def _kind_of(self, x: Tensor) -> Kind | None:
         kind: Kind | None = self.known.get(x)
-        if kind is None and isinstance(x, DistTensor) and (of_part := self.known.get(x._local)) is not None:
-            return _scaled(of_part, x._local.shape, x.shape)
+        if kind is None and isinstance(x, DistTensor):
+            part: Kind | None = self.known.get(x._local)
+            if part is not None and part.how == ROWS:  # a layer that ran on parts made it
+                return _scaled(part, x._local.shape, x.shape)
         if kind is None and tuple(x.shape) == (self.rows,) and not x.is_floating_point() and is_real(x):
             return Kind(PLACES, size=self.rows) if torch.equal(x, torch.arange(self.rows, device=x.device)) else None
         return kind
