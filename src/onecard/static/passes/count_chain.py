@@ -97,7 +97,7 @@ class Chain:
     def _now_rows(self, changed: list[fx.Node], node: fx.Node) -> bool:
         """What may have had rows, once rows are written to it: it has them where the result has."""
         kind = self.lie.get(node)
-        if changed and (kind is None or any(_shape(n) != _shape(node) for n in changed)):
+        if changed and (kind is None or any(result_facts(n)[:1] != result_facts(node)[:1] for n in changed)):
             return False
         for one in changed:
             self.rows.add(one)
@@ -230,6 +230,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if loss is None else [n for n in loss.args[1:3] if isinstance(n, fx.Node)]
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    facts = node.meta.get("tensor") or node.args[0].meta["tensor"]  # type: ignore[union-attr]
-    return tuple(facts[0])
+def result_facts(node: fx.Node) -> tuple[Any, ...]:
+    """The facts of what an operator gives, or writes."""
+    found = node.meta.get("tensor") or (node.args[0].meta.get("tensor") if isinstance(node.args[0], fx.Node) else None)
+    return found or ()

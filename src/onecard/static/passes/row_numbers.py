@@ -89,13 +89,15 @@ class RowNumbers:
         return any(abs(number - self.rows * n) < 1e-9 * number for n in sizes)
 
 
-def _number(number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], any_of: bool = False) -> float | None:
+def _number(
+    number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], any_tensor: bool = False
+) -> float | None:
     """The size of a number among the arguments of a call: Python's, or a tensor's that was made of one.
 
-    ``any_of``: of any tensor of one element: nothing is said of those of a single row, but by the look at the whole batch.
+    ``any_tensor``: of any tensor of one element: nothing is said of those of a single row, but by the look at the whole batch.
     """
     if isinstance(number, Tensor):
-        at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), -1 if any_of else None)
+        at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), -1 if any_tensor else None)
         number = value_of(given[at]) if at is not None else None
     return abs(float(number)) if isinstance(number, int | float) and not isinstance(number, bool) else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from onecard.static.passes.adding import added
-from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, NLL, SUM, Chain, counting
+from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, NLL, SUM, Chain, counting, result_facts
 from onecard.static.passes.dependence import ADDS, COUNT, Kind
 from onecard.static.passes.once import Once, phase_of
 from onecard.static.step.memory import GraphMemory
@@ -104,7 +104,7 @@ class _Rewrite:
         by: list[Any] = []
         if node.target in NLL and node.args[3] == MEAN:
             by = [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]
-        elif scales(node) and (self.rows or _result(node)[:1] == ((),)):
+        elif scales(node) and (self.rows or result_facts(node)[:1] == ((),)):
             by = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and n in self.once.own]
         if (count := next(filter(None, (self._count(n, node) for n in by)), None)) is not None:
             self.at[node] = count
@@ -188,7 +188,7 @@ class _Rewrite:
 
     def _scale(self, count: _Count, at: fx.Node) -> fx.Node:
         """A count, over the number of microbatches, ahead of the first node that scales by it."""
-        made, facts = self._make(count, at), _result(at)
+        made, facts = self._make(count, at), result_facts(at)
         if facts and not made.meta["tensor"][2].is_floating_point:
             made = self._put(AFTER, at, aten._to_copy.default, made, dtype=facts[2])
         return self._put(AFTER, at, aten.div.Tensor, made, self.k**count.degree) if count.degree else made
@@ -261,12 +261,6 @@ def _floats(node: fx.Node) -> bool:
 def _learns(node: fx.Node, places: Collection[Any]) -> bool:
     known = node.meta.get("input")
     return known is not None and (known.kind == "parameter" or known.where in places)
-
-
-def _result(node: fx.Node) -> tuple[Any, ...]:
-    """The facts of what an operator gives, or writes."""
-    found = node.meta.get("tensor") or (node.args[0].meta.get("tensor") if isinstance(node.args[0], fx.Node) else None)
-    return found or ()
 
 
 def is_number(node: Any) -> bool:
