@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import prod
 from typing import Any
 
 import pytest
@@ -73,3 +74,45 @@ def test_a_block_that_writes_to_its_parameter() -> None:
 def test_one_that_its_backward_reads() -> None:
     for _, found, _ in run_ranks(_beside, 4, True, 1, timeout=60.0):
         assert "writes in a microbatch's forward to what the backward of an earlier one reads" in found
+
+
+def _blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh()) for _ in range(4)])
+
+
+def _sent(at: list[str]) -> tuple[list[int], list[float]]:
+    """The sizes of what a rank sends to other stages in a step of blocks whose parameters ZeRO 3 gathers; losses."""
+    model = _blocks()
+    strategy = {
+        "pipeline": {"enable": True, "degree": 2, "accumulate_steps": 4, "at": at},
+        "sharding": {"enable": True, "stage": 3},
+    }
+    engine = oc.Engine(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.5), strategy=strategy)
+    spec = oc.InputSpec([16, 32], "float32")
+    engine.prepare(spec, spec, mode="train")
+    x = torch.linspace(-1, 1, 16 * 32).reshape(16, 32)
+    losses = [float(engine.run((x, x.sin()))["loss"]) for _ in range(3)]
+    graph = engine.main_program.graph
+    sends = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "").startswith("send")]
+    given = [x for n in sends for x in (n.args[0] if isinstance(n.args[0], list | tuple) else [n.args[0]])]
+    return [prod(x.meta["tensor"][0]) for x in given], losses
+
+
+@pytest.mark.parametrize("at", [[], ["2"]])
+def test_stages_send_activations_and_no_gathered_parameters(at: list[str]) -> None:
+    """A cut lies before what gathers a block's parameters, not between it and the block."""
+    found = run_ranks(_sent, 4, at, timeout=100.0)
+    rows = 16 // 4 // 2
+    assert [sizes for sizes, _ in found] == [[rows * 32] * 4] * 2 + [[rows * 32] * 4 + [1]] * 2  # and the loss
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    x, wanted = torch.linspace(-1, 1, 16 * 32).reshape(16, 32), []
+    for _ in range(3):
+        loss = F.mse_loss(model(x), x.sin())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(float(loss.detach()))
+    for _, losses in found:
+        assert losses == pytest.approx(wanted, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,9 @@ import onecard as oc
 from onecard.comm.agree import sparse_check
 from onecard.comm.world import world
 from onecard.errors import RecordingError
+from onecard.static.guards import places
 from onecard.static.run.rechecked import next_check
+from onecard.tensor.deferred.calls import storage_of
 from onecard.testing import RankError, run_ranks
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -375,3 +378,55 @@ def test_what_a_replay_does_not_repeat_is_told(kept: str) -> None:
     else:
         with pytest.warns(UserWarning, match=r"test_static_checked.py:\d+, in Python, which a replay does not repeat"):
             static(X)
+
+
+def _program() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 7))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, step
+
+
+@pytest.mark.parametrize("options", [{}, {"k_steps": 2}])
+def test_the_order_in_which_python_lists_objects_says_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Effects have the order of their places: a look that finds the same tensors in another order finds the same step."""
+    listed = places.alive
+    _, step = _program()
+    forwards = oc.to_static(step, **options)
+    forwards(torch.ones(4, 4))
+    forwards(torch.ones(4, 4))
+    monkeypatch.setattr(places, "alive", lambda *wanted: [found[::-1] for found in listed(*wanted)])
+    backwards = oc.to_static(step, **options)
+    backwards(torch.ones(4, 4))
+    backwards(torch.ones(4, 4))
+    one, other = (each.recordings[0] for each in (forwards, backwards))
+    assert [(e.kind, e.where) for e in one.effects] == [(e.kind, e.where) for e in other.effects]
+    assert one.gradients == other.gradients and len(one.gradients) == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"k_steps": 2}])
+def test_looks_keep_no_gradients(options: dict[str, Any]) -> None:
+    """What a recording or a check has held is free when it ends, though Python's collector has not come by."""
+    model, step = _program()
+    run = oc.to_static(step, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(9):
+            run(torch.ones(4, 4))
+        held = {storage_of(x) for p in model.parameters() for x in (p, p.grad) if x is not None}
+        alike = [x for x in gc.get_objects() if type(x) is Tensor and x.shape == (7, 4) and not x.is_meta]
+        kept = [x for x in alike if storage_of(x) not in held]
+    finally:
+        gc.enable()
+    assert kept == []

@@ -77,8 +77,8 @@ FLOORS = {
         "table", "samples", "verify", "stated", "register",
     ],
     "train": [
-        "lazy", "balance", "shard", "of_absent", "absent", "converted", "norms", "summands", "data", "layer", "local_code",
-        "zero", "modules",
+        "lazy", "balance", "shard", "of_absent", "absent", "unmade", "converted", "norms", "summands", "data", "layer",
+        "local_code", "zero", "modules",
     ],
     "checkpoint": ["format", "writer", "reader", "api"],
     "static": [

@@ -29,6 +29,8 @@ class Listener:
     """Who is told of what runs while a step is recorded or compared, unless it is paused."""
 
     _off = 0
+    computes = True
+    """Whether what runs is done; else memory for it is not needed."""
     rows = False
     """Whether tensors may lie row by row where data says (``tensor/rows``), and calls on them are nodes."""
 

@@ -80,7 +80,7 @@ class Applied:
         patterns = self.plan.placements if placed else ()
         check_names(model, patterns)
         again = _blocks(model)[: self.plan.recompute_blocks or None] if self.plan.recompute == "full" else []
-        lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names))
+        lay_out(model, self.mesh, lambda name: placed_by(patterns, name, self.mesh.dim_names), staged=self.plan.pp > 1)
         for block in again:  # their forward runs again in backward
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(runs_of, block))
         entrance = Entrance(self.mesh, self.batch_axes)

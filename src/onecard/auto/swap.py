@@ -12,11 +12,11 @@ from onecard._torch import fakes
 from onecard._torch.hooks import without_products
 from onecard._torch.names import without_weak_weights
 from onecard.errors import PlanError
+from onecard.place.layout import Layout
 from onecard.place.mesh import ProcessMesh
 from onecard.tensor import DistTensor, shard_tensor
 from onecard.tensor.become import become
-from onecard.tensor.deferred.calls import record_of
-from onecard.train import shard_layer
+from onecard.train import shard_layer, unmade
 from onecard.train.lazy import refuse_lazy
 
 Where = Callable[[str], Sequence[Placement]]
@@ -24,7 +24,11 @@ Where = Callable[[str], Sequence[Placement]]
 
 
 def lay_out(
-    module: nn.Module, mesh: ProcessMesh, where: Where, held: Callable[[str, PlanError], None] | None = None
+    module: nn.Module,
+    mesh: ProcessMesh,
+    where: Where,
+    held: Callable[[str, PlanError], None] | None = None,
+    staged: bool = False,
 ) -> None:
     """Lay a module out in place: each parameter and buffer stays the object that it is.
 
@@ -33,6 +37,7 @@ def lay_out(
     Args:
         module: its plain tensors are the same on all ranks; what is distributed already stays.
         held: is told of a tensor, by name, whose place nothing can take, and which is replaced; None: that is an error.
+        staged: a pipeline will divide it: of a deferred model each rank makes its own stages' parts, when these are known.
 
     Raises:
         PlanError: a lazy layer, which has no parameters yet;
@@ -42,12 +47,12 @@ def lay_out(
     first: dict[int, str] = {}
     with without_weak_weights(module), without_products(module):
         for name, tensor in _tensors(module):
-            if id(tensor) in first or isinstance(tensor, DistTensor) or record_of(tensor) is not None:
+            if id(tensor) in first or isinstance(tensor, DistTensor):
                 continue
             first[id(tensor)] = name
             replicated = [Replicate()] * mesh.ndim
             try:
-                _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated)
+                _put(name, tensor, mesh, where(name) if isinstance(tensor, nn.Parameter) else replicated, staged)
             except PlanError as fault:
                 if held is None:
                     raise
@@ -66,11 +71,15 @@ def _whole_if_one(tensor: Tensor, placement: Placement) -> Placement:
     return Replicate() if dim is not None and tensor.ndim and tensor.shape[dim % tensor.ndim] == 1 else placement
 
 
-def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement]) -> None:
+def _put(name: str, tensor: Any, mesh: ProcessMesh, placements: Sequence[Placement], staged: bool) -> None:
     grad = tensor.grad
     fakes.unnoted(tensor)
+    placements = [_whole_if_one(tensor, p) for p in placements]
     try:
-        become(tensor, shard_tensor(tensor.detach(), mesh, [_whole_if_one(tensor, p) for p in placements]))
+        if staged and unmade.is_unmade(tensor):
+            unmade.lay_out(tensor, Layout.of(mesh, tensor.dim(), placements, "lay_out"))
+        else:
+            become(tensor, shard_tensor(unmade.source(tensor), mesh, placements))
     except RuntimeError as fault:
         raise PlanError(
             f"{name}: a graph of autograd, or a weak reference, holds this parameter, so that its part cannot take its place. "

@@ -21,8 +21,8 @@ from onecard.errors import EngineError, PlanError, StrategyError
 from onecard.place.mesh import ProcessMesh
 from onecard.planning.placements import DATA
 from onecard.tensor import DistTensor, reshard, shard_tensor
-from onecard.tensor.deferred.calls import record_of
 from onecard.train import shard_optimizer
+from onecard.train.unmade import is_unmade, wait
 
 OTHERS = (*PIPELINE, "tp", "mp", "cp", "sp", "sep", "ep")
 
@@ -77,11 +77,12 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     meshes = list(dict.fromkeys(p.mesh for m in modules for p in m.parameters() if isinstance(p, DistTensor)))
     degree = pipeline_degree(strategy, ranks, meshes[0] if meshes else None)
     _check_pipeline(degree, ranks, meshes)
-    deferred = any(record_of(p) is not None for m in modules for p in m.parameters())
+    deferred = any(is_unmade(p) for m in modules for p in m.parameters())
     if not meshes and ranks == 1 and not strategy.sharding.enable and not deferred:
         here = next((p.device for m in modules for p in m.parameters()), world.device())
         return MeshPlace(ProcessMesh([0], ["dp"]), (), ProcessMesh([0], ["dp"]), here)
-    if not meshes and not deferred and degree == ranks > 1 and _divides_nothing(strategy):  # each reads the whole batch
+    if not meshes and degree == ranks > 1 and _divides_nothing(strategy):  # each reads the whole batch
+        wait(layer for module in modules for layer in module.modules())
         line = ProcessMesh(list(range(ranks)), ["pp"])
         return MeshPlace(line, (), line, next((p.device for p in model.parameters()), world.device()))
     mesh = meshes[0] if meshes else _mesh_of(strategy, ranks, degree)
@@ -89,7 +90,7 @@ def placed(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], strate
     axis = _divided(strategy, place) if strategy.sharding.enable else ""
     if len(meshes) < 2:
         for module in modules:
-            lay_out(module, mesh, optimizers)
+            lay_out(module, mesh, optimizers, staged=degree > 1)
     for optimizer in optimizers:
         if not _is_laid_out(optimizer):
             shard_optimizer(optimizer, stage_of(strategy, mesh, axis, model))
@@ -186,7 +187,11 @@ def _is_laid_out(optimizer: Optimizer) -> bool:
 
 
 def lay_out(
-    module: nn.Module, mesh: ProcessMesh, optimizers: Sequence[Optimizer], where: swap.Where | None = None
+    module: nn.Module,
+    mesh: ProcessMesh,
+    optimizers: Sequence[Optimizer],
+    where: swap.Where | None = None,
+    staged: bool = False,
 ) -> None:
     """Lay a module out in place: who holds a parameter (lists, averages, optimizers) holds what lies on the mesh.
 
@@ -195,9 +200,10 @@ def lay_out(
 
     Args:
         where: the placements of the parameter of a name; None: all are the same on all ranks.
+        staged: as of ``swap.lay_out``.
     """
     before = dict(module.named_parameters(remove_duplicate=False))
-    swap.lay_out(module, mesh, where or (lambda _: [Replicate()] * mesh.ndim), _told)
+    swap.lay_out(module, mesh, where or (lambda _: [Replicate()] * mesh.ndim), _told, staged)
     after = dict(module.named_parameters(remove_duplicate=False))
     taken = {id(old): (old, after[name]) for name, old in before.items() if after[name] is not old}
     for old, new in taken.values():

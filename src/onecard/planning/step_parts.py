@@ -18,6 +18,7 @@ from onecard.planning.program import HeardProgram
 from onecard.static.api import Static
 from onecard.static.call import flat, name_of, roots_given
 from onecard.static.capture.capture import Capture
+from onecard.static.capture.unmade import left_unmade
 from onecard.tensor.random_operators.one_card import one_card_random
 from onecard.train.lazy import refuse_lazy
 
@@ -72,6 +73,11 @@ def parts_of_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     for module in _reached(fn).values():
         if isinstance(module, nn.Module):
             refuse_lazy(module, f"plan: {name}", PlanError)
+    with left_unmade():
+        return _parts(name, fn, leaves, names, tree)
+
+
+def _parts(name: str, fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any) -> StepParts:
     capture = Capture(leaves, names, roots_given(fn, leaves), replayed=False)
     rows = next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
     undo, program = capture.undone(sketched=True), HeardProgram(rows=rows)

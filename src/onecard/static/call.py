@@ -22,6 +22,7 @@ from onecard.errors import OnecardError, RecordingError
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.capture.script import StepScript
+from onecard.static.capture.unmade import left_unmade, make_all
 from onecard.static.guards.numbers import plain
 from onecard.static.guards.places import changed_itself, still_before
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
@@ -120,11 +121,28 @@ def recorded(
     tree: Any,
     options: StaticOptions,
     whole: BatchRows | None = None,
-    again: bool = True,
 ) -> tuple[Any, ...]:
     """One run, recorded and bound; what it returns. A run on a microbatch is taken back.
 
     Where ranks do one step together, each its own part of it, what one of them refuses at any point all refuse at once.
+    """
+    if options.microbatches is not None and options.microbatches.sketched:
+        with left_unmade():
+            return _recorded(fn, leaves, names, tree, options, whole)
+    make_all()
+    return _recorded(fn, leaves, names, tree, options, whole)
+
+
+def _recorded(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    whole: BatchRows | None,
+    again: bool = True,
+) -> tuple[Any, ...]:
+    """``recorded``.
 
     Args:
         again: a step that is written down without being done, and has changed what it reads of the program's own Python (a
@@ -170,7 +188,7 @@ def recorded(
                 if sketched:
                     check_begins(recording.bound, leaves, names)
     if once_more:
-        return recorded(fn, leaves, names, tree, options, whole, again=False)
+        return _recorded(fn, leaves, names, tree, options, whole, again=False)
     return recording, plain(found[0].result)
 
 
@@ -270,7 +288,19 @@ def sketched_again(
     No rank can run it. It is written down once more, without being done: nothing is computed, changed or sent.
     """
     assert options.microbatches is not None
-    parts = options.microbatches
+    with left_unmade():
+        return _sketched_again(fn, leaves, names, tree, options, options.microbatches, was)
+
+
+def _sketched_again(
+    fn: Any,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    tree: Any,
+    options: StaticOptions,
+    parts: Microbatches,
+    was: StepScript,
+) -> str:
     first = parts.first(leaves, names)
     capture = Capture(first, names, roots_given(fn, first), options.ask, options.replayed)
     undo = capture.undone(parts.sketched)

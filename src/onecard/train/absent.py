@@ -25,7 +25,7 @@ from onecard.errors import StageError
 from onecard.train.of_absent import Needed, computed, tensors
 from onecard.train.shard import note_stage, stages_of
 
-_TOLD = frozenset((
+TOLD = frozenset((
     "__dir__", "__hash__", "__len__", "_backward_hooks", "_base", "_cdata", "_is_view", "_is_zerotensor",
     "_post_accumulate_grad_hooks", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "get_device", "grad",
     "grad_fn", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda", "is_distributed", "is_floating_point",
@@ -57,8 +57,8 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
-        if recorded.recorder is None and name not in _TOLD:
+        name = name_of(func)
+        if recorded.recorder is None and name not in TOLD:
             found = [x for x in tensors((args, kwargs)) if isinstance(x, Absent)]
             x = found[0]
             if name in ("__repr__", "__format__"):
@@ -167,7 +167,7 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """A function's name; that of a property, of its getter and setter."""
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):

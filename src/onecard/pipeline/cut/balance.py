@@ -35,8 +35,9 @@ def balanced(
     if stages < 2:
         return []
     seconds = [0.0, *accumulate(seconds_of(graph, nodes, machine))]
-    crossing = [2 * bytes_ / machine.bandwidth for bytes_ in crossing_bytes(nodes)]
-    closed = in_chains(graph, nodes)
+    memory = GraphMemory(graph, apart=True)
+    crossing = [2 * bytes_ / machine.bandwidth for bytes_ in crossing_bytes(nodes, memory)]
+    closed = in_chains(graph, nodes, memory)
     if whole:
         closed |= {i for i in range(1, len(nodes)) if nodes[i].meta["operator"] == nodes[i - 1].meta["operator"]}
     places = [i for i in range(1, len(nodes)) if i not in closed]
@@ -87,12 +88,12 @@ def _seconds(node: fx.Node, machine: Machine) -> float:
     return operator_seconds(node, machine, work(node))
 
 
-def crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
+def crossing_bytes(nodes: Sequence[fx.Node], memory: GraphMemory) -> list[int]:
     """For each node of the forward pass the bytes that earlier ones have made and it or later ones use."""
     order = {n: i for i, n in enumerate(nodes)}
     changes = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
-        if "tensor" not in node.meta or _is_cheap(node):
+        if "tensor" not in node.meta or (_is_cheap(node) and (node.all_input_nodes or memory.steady(node))):
             continue
         last = max((order[u] for u in node.users if u in order), default=i)
         if last > i:
@@ -102,16 +103,16 @@ def crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """A view of a parameter, or what is made of nothing: it does not cross."""
+    """A view of a parameter, or what is made of nothing: it does not cross, unless somebody fills it."""
     return all(n.op == "placeholder" for n in node.all_input_nodes) and (only_names(node) or not node.all_input_nodes)
 
 
-def in_chains(graph: fx.Graph, nodes: Sequence[fx.Node]) -> set[int]:
+def in_chains(graph: fx.Graph, nodes: Sequence[fx.Node], memory: GraphMemory | None = None) -> set[int]:
     """Places between what makes or first changes memory and the last that changes it in forward, or takes one of its results.
 
     A result that ranks sum is changed behind backward, by the last stage.
     """
-    memory, order = GraphMemory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
+    memory, order = memory or GraphMemory(graph, apart=True), {n: i for i, n in enumerate(nodes)}
     first: dict[fx.Node, int] = {}
     found, calls = set[int](), calls_of(graph)
     for i, node in enumerate(nodes):
@@ -135,7 +136,8 @@ def calls_of(graph: fx.Graph) -> set[int]:
 def is_one_call(one: fx.Node, other: fx.Node, calls: Collection[int]) -> bool:
     """Whether two nodes of forward are of one of these calls."""
     number = other.meta.get("call")
-    return number in calls and one.meta.get("call") == number
+    entries = {n.meta["entry"] for n in (one, other) if "entry" in n.meta}
+    return number in calls and one.meta.get("call") == number and len(entries) < 2
 
 
 def _candidates(crossing: Sequence[float], count: int, stages: int) -> list[int]:

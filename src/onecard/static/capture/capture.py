@@ -78,7 +78,7 @@ class Capture:
         self.taken_back = True
         self.recorder.about_to_write = undo.note
         if sketched:
-            self.recorder.sketch = Sketch(self.before.had, undo.note)
+            self.recorder.sketch, self.recorder.computes = Sketch(self.before.had, undo.note), False
             self.recorder.about_to_write = self.recorder.sketch.writes
         return undo
 
@@ -208,6 +208,8 @@ class Capture:
         """After it all: numbers that the program has kept become the floats that they are."""
         self._tagged, self._outer, self._aside = {}, [], {}
         given_back(self.recorder.numbers)
+        if self.recorder.sketch is not None:
+            self.recorder.sketch.end()
 
     # -- afterwards ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +237,8 @@ class Capture:
         script = StepScript(recorder.graph, recorder.outside, recorder.rows)
         renew(recorder.graph, recorder.refills)
         inputs, constants = self._described()
-        had = tuple((places(k, None), bool(grad)) for k, grad in before.gradients.items() if k in places._found)
+        known = places.in_order(k for k in before.gradients if k in places._found)
+        had = tuple((places(k, None), bool(before.gradients[k])) for k in known)
         named = [(name, root) for name, root in places.roots if not is_nameless(name)]
         made = RecordedStep(
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
@@ -308,17 +311,20 @@ class Capture:
                                 yield Effect(kind, ("state", r, g, i, key), self._output(value))
 
     def _gradients(self) -> Iterator[Effect]:
-        for key, grad in self.before.gradients.items():
+        gradients = self.before.gradients
+        for key in self.places.in_order(gradients):
             leaf: Any = self.before.alive[key]()
             if leaf is None:
                 continue
-            now = _torch.gradient(leaf)
+            now, grad = _torch.gradient(leaf), gradients[key]
             if not self.before.still_is(now, grad or id(None)):
                 where = self.places(key, leaf)
                 yield Effect("gradient", where, None if now is None else self._output(now))
 
     def _moved(self) -> Iterator[Effect]:
-        for x in self.before.moved():
+        moved = {id(x): x for x in self.before.moved()}
+        for key in self.places.in_order(moved):
+            x = moved[key]
             if self.places.knows(x) or id(x) in self.before.owners:
                 yield Effect("place", self.places(id(x), x), self._output(x))
 

@@ -23,6 +23,7 @@ from onecard.rules.registry import find
 from onecard.static.step import refusals
 from onecard.static.step.facts import as_the_kernel_gives
 from onecard.tensor.dist_tensor import DistTensor
+from onecard.train.shard import is_elsewhere
 
 
 class Sketch:
@@ -42,7 +43,12 @@ class Sketch:
 
     def without_data(self, x: Any) -> bool:
         """Whether a tensor has no data here."""
-        return fakes.is_fake(x) or (isinstance(x, Tensor) and x.dim() > 0 and self._had(x))
+        return fakes.is_fake(x) or (isinstance(x, Tensor) and x.dim() > 0 and (self._had(x) or is_elsewhere(x)))
+
+    def end(self) -> None:
+        """The step is written down: what stands for its tensors, and keeps them, goes."""
+        self._stand_ins.clear()
+        self._real.clear()
 
     def of(self, x: Any) -> Any:
         """The stand-in of a tensor; anything else as it is."""

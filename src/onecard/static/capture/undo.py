@@ -75,6 +75,9 @@ class Undo:
             group.update(values)
         for generator, state in self._random:
             generator.set_state(state)
+        # Who recorded names this, and this him: gradients and copies are not for Python's collector to come by.
+        for kept in (self._copies, self._grads, self._places, self._states, self._groups, self._random):
+            kept.clear()
 
 
 def _numbers_of_states(optimizer: Any) -> dict[Any, dict[Any, Any]]:

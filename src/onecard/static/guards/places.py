@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -239,6 +239,16 @@ class Places:
             where = self._found[key] = ("object", len(self.roots))
             self.roots.append((f"{_NAMELESS}{len(self.roots)}", x))
         return where
+
+    def in_order(self, keys: Iterable[int]) -> list[int]:
+        """Identities, by their places: Python lists what is alive in another order at each call, and on each rank."""
+        order = {where: i for i, where in enumerate(self._found.values())}
+
+        def at(key: int) -> int:
+            where: Any = self._gradients[key][1] if key in self._gradients else self._found.get(key)
+            return order.get(where, len(order))
+
+        return sorted(keys, key=at)
 
     def rank(self, key: int) -> int:
         """Which of several tensors is called by its name: of a module or an optimizer, an argument, a gradient, another one."""

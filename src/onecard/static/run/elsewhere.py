@@ -17,6 +17,7 @@ from onecard.static.passes.once import words
 from onecard.static.run.rechecked import given_to
 from onecard.static.step.step import MISS, Elsewhere, RecordedStep
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.train import unmade
 from onecard.train.absent import Absent, let_go
 from onecard.train.shard import note_read, note_stage
 
@@ -30,6 +31,7 @@ def settle(step: RecordedStep, roots: Sequence[Any]) -> None:
         if x is None:
             continue
         local = x._local if isinstance(x, DistTensor) else x
+        unmade.make(local) if known.here else unmade.forget(local)
         for tensor in (x, local):
             note_stage(tensor, known.here, known.stages)
         if not known.here and local.dim() and local.numel() and local.untyped_storage().nbytes():
@@ -64,7 +66,9 @@ def make_room(step: RecordedStep, roots: Sequence[Any]) -> None:
     elsewhere = {known.where for known in step.elsewhere}
     for known in step.inputs:
         if known.kind in ("parameter", "buffer", "state", "tensor") and known.where not in elsewhere:
-            note_read(at(known.where, roots, ()))
+            x = at(known.where, roots, ())
+            unmade.make(x._local if isinstance(x, DistTensor) else x)
+            note_read(x)
 
 
 def check_begins(bound: Any, leaves: Sequence[Any], names: Sequence[str]) -> None:

@@ -75,7 +75,14 @@ class Follower(recorded.Listener):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Run the step as it is; what it returns."""
+        """Run the step as it is, once; what it returns."""
+        try:
+            return self._followed(call)
+        finally:  # it and its mode name each other: what they hold is not for Python's collector to come by
+            for held in (self._values, self._given, self._kept, self._grads, self._names):
+                held.clear()
+
+    def _followed(self, call: Callable[[], Any]) -> Any:
         recorded.recorder = self
         try:
             with eagerly(), _torch.beneath(self.mode), randomness.seen(), recordable():

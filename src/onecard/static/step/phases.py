@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -25,7 +26,7 @@ class Phases:
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.operators = 0
+        self.operators = self._entries = 0
         self._stack: list[str] = []
         self._buffers: list[
             tuple[dict[str, Any], dict[str, Any]]
@@ -41,11 +42,13 @@ class Phases:
     def here(self) -> dict[str, Any]:
         """The phase, the module path, whether a module runs at all, and the numbers of autograd's call and of the operator.
 
-        In backward the call's is the number of the call whose backward runs: it tells which part of forward it belongs to.
+        In backward the call's is the number of the call whose backward runs: it tells which part of forward it belongs to. What a
+        module's hooks do before its own first call (ZeRO gathers its parameters) has the number of the call before: the number of
+        the module's entry tells them apart.
         """
         phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
         module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
-        numbers = {"call": _torch.call_number(), "operator": self.operators}
+        numbers = {"call": _torch.call_number(), "operator": self.operators, "entry": self._entries}
         return {"phase": phase, "module": module, "inside": bool(self._stack), **numbers}
 
     @contextmanager
@@ -60,6 +63,9 @@ class Phases:
                 self._paths.update({id(m): name for name, m in module.named_modules()})
                 self._buffers += [(m._buffers, dict(m._buffers)) for m in module.modules()]
             self._stack.append(self._paths.get(id(module), type(module).__name__))
+            if torch.is_grad_enabled():  # else it may be one of a call that has one backward
+                self.operators += 1
+                self._entries += 1
 
         def leave(module: nn.Module, *_: Any) -> None:
             self._stack.pop()

@@ -102,6 +102,15 @@ def record_of(tensor: Tensor) -> DeferredCalls | None:
     return records.get(storage_of(tensor))
 
 
+def is_any() -> bool:
+    """Whether there is a deferred tensor."""
+    return any(
+        not ref.expired()
+        for record in {id(r): r for r in records.values()}.values()
+        for ref in record.storages.values()
+    )
+
+
 def forget_the_dead() -> None:
     """Drop the records of which no tensor is left."""
     for record in {id(r): r for r in records.values()}.values():

@@ -64,6 +64,8 @@ class GatheredParameter:
         if recorded.recorder is not None:
             self.whole = torch.empty_strided(**self._facts)  # type: ignore[arg-type]
             recorded.recorder.refilled(self, self.whole)
+            if not recorded.recorder.computes:
+                self.whole.untyped_storage().resize_(0)
         else:
             self._resize(self._nbytes)
 

@@ -26,6 +26,7 @@ from onecard.tensor import DistTensor
 from onecard.tensor.aliasing import memory, strides
 from onecard.tensor.buckets import Cut, gather_all, reduce_all
 from onecard.tensor.spec import OWN, Spec
+from onecard.train.unmade import UnmadePart
 from onecard.train.zero import undivided
 from onecard.train.zero.blocks import BlockSpec, Policy, of_marks
 from onecard.train.zero.last_hooks import register_last
@@ -196,10 +197,14 @@ class ShardedUpdate:
         optimizer.register_step_post_hook(self._end)
         overlap = overlaps(stage.overlap, params)
         if isinstance(stage, ShardingStage3):
-            taken = [(cut.x, cut.x._spec, cut) for cut in map(stage.cut, params) if cut is not None]
-            taken = [each for each in taken if each[2].layout is not each[1].layout]
-            for _, _, cut in taken:
-                own_part(cut)  # the rest of the memory is free then
+            taken = []
+            for p in params:
+                made_now, cut = isinstance(p, UnmadePart), stage.cut(p)
+                if cut is not None and cut.layout is not cut.x._spec.layout:
+                    taken.append((cut.x, cut.x._spec, cut))
+                    own_part(cut)  # the rest of the memory is free then
+                    if made_now:  # of a deferred model, one after the other, for nobody else
+                        cut.whole.untyped_storage().resize_(0)
             if stage.model is not None:
                 of_marks(stage.model, taken, stage.reshard_after_forward, overlap, stage.blocks)
         self.reducer = reducer or Reducer(params, stage.cut, stage.stage > 1, overlap, None, stage.reduce_dtype)

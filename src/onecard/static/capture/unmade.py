@@ -1,0 +1,51 @@
+"""What a deferred model has not made yet, while a step that a pipeline divides is looked at: without memory, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from onecard.static.guards.places import alive
+from onecard.tensor.deferred.calls import is_any
+from onecard.train.unmade import Unmade, UnmadePart, closed, looking, make, wait
+
+
+@contextmanager
+def left_unmade() -> Iterator[None]:
+    """Inside, no tensor of a deferred model is made for who looks at it; behind it, those that still are not made are again."""
+    if not is_any():
+        yield
+        return
+    modules, parts = alive(_is_module, _is_part)
+    wait(modules)
+    for part in parts:
+        part.opened()
+    before, looking.here = looking.here, True
+    try:
+        yield
+    finally:
+        looking.here = before
+        for part in parts:
+            closed(part)
+
+
+def make_all() -> None:
+    """Make all that is not made yet: a step that is recorded as it runs computes with it."""
+    if is_any():
+        tensors, parts = alive(_is_plain, _is_part)
+        for x in (*tensors, *(part._local for part in parts)):
+            make(x)
+
+
+def _is_module(kind: type) -> bool:
+    return issubclass(kind, nn.Module)
+
+
+def _is_part(kind: type) -> bool:
+    return issubclass(kind, UnmadePart)
+
+
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, Unmade)
