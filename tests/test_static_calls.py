@@ -146,3 +146,30 @@ def test_microbatches_under_one_card_random_draw_as_one_after_the_other():
             found = merged(torch.ones(6, 3))
             torch.manual_seed(seed)
             assert torch.equal(found, torch.cat([drop(torch.ones(3, 3)) for _ in range(2)]))
+
+
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: [x]])
+def test_an_argument_begins_to_take_gradients(form):
+    """A saliency map: the caller reads ``x.grad`` after the step, and each call is given another x."""
+    scale = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def trains(x):
+        x = x[0] if isinstance(x, list) else x
+        kept = x * 5  # before x takes gradients
+        (scale * x.requires_grad_() ** 2 + kept).sum().backward()
+        scale.grad = None
+        return x
+
+    def asks(x):
+        x = x[0] if isinstance(x, list) else x
+        return torch.autograd.grad((scale * x.requires_grad_() ** 2).sum(), x)[0]
+
+    for plain in (trains, asks):
+        static = oc.to_static(plain)
+        for number in range(4):
+            x, y = torch.tensor([1.0, number]), torch.tensor([1.0, number])
+            expected, found = plain(form(x)), static(form(y))
+            assert torch.equal(expected, found) and (found is y) == (expected is x)
+            assert y.requires_grad and x.requires_grad and found.requires_grad == expected.requires_grad
+            assert (y.grad is None) == (x.grad is None) and (x.grad is None or torch.equal(x.grad, y.grad))
+        assert len(static.recordings) == 1

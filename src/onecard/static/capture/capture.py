@@ -224,6 +224,8 @@ class Capture:
         for value, node in recorder.reads:
             recorder.conditions.append((operator.eq, (node, value), True))
         self.places = places = Places(self._roots(), self.leaves, self.names)
+        for leaf in () if self.taken_back else self.leaves:  # x.requires_grad_(): each call is given another x
+            before.begins(leaf)
         places.gradients_of(before)
         for leaf in filter(before.had, recorder.leaves.values()):
             places(id(leaf), leaf)
@@ -317,7 +319,7 @@ class Capture:
             if leaf is None:
                 continue
             now, grad = _torch.gradient(leaf), gradients[key]
-            if not self.before.still_is(now, grad or id(None)):
+            if key in self.before.begun or not self.before.still_is(now, grad or id(None)):
                 where = self.places(key, leaf)
                 yield Effect("gradient", where, None if now is None else self._output(now))
 

@@ -28,7 +28,8 @@ class Before:
 
     Attributes:
         alive: by identity.
-        gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way.
+        gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way; ``begun``: those that are leaves
+            with gradients since the step only.
         holders: by the identity of a local part, the identities of the distributed tensors that had it, parameters first.
         locals: of each distributed tensor, its local part's identity and its spec.
         groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
@@ -42,6 +43,7 @@ class Before:
         self.alive: dict[int, TensorWeakRef] = {}
         self.gradients: dict[int, int] = {}
         self.owners: dict[int, int] = {}
+        self.begun: set[int] = set()
         self.holders: dict[int, list[int]] = {}
         self.locals: dict[int, tuple[int, Spec]] = {}
         self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
@@ -83,6 +85,12 @@ class Before:
         """Whether a tensor was there."""
         found = self.alive.get(id(x))
         return found is not None and found() is x
+
+    def begins(self, x: Any) -> None:
+        """A tensor that was there may take gradients by now, which it did not: its own is one that the step leaves."""
+        if isinstance(x, Tensor) and self.had(x) and takes_gradients(x) and id(x) not in self.gradients:
+            self.gradients[id(x)] = 0
+            self.begun.add(id(x))
 
     def gradients_now(self) -> list[Tensor | None]:
         """What leaves that were there have as gradients by now, without being seen to look: who reads one has it summed."""

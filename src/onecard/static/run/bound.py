@@ -18,7 +18,7 @@ from onecard.static.guards.lines import checks
 from onecard.static.guards.seen import Seen
 from onecard.static.run.agreed import ReplayTurn
 from onecard.static.run.rechecked import NEVER, Checks
-from onecard.static.step.step import ANEW, AnyStep, Effect, Output
+from onecard.static.step.step import ANEW, AnyStep, Effect, Output, Where
 
 
 class BoundRecording(Generic[AnyStep]):
@@ -166,10 +166,16 @@ class _ReplayCode(Fits):
             return self.place(result[1])
         return self.slot(result)
 
+    def _flag(self, where: Where, place: Code) -> list[Code]:
+        """An argument that came without ``requires_grad`` and has a gradient: the step has switched it on."""
+        on = where[0] != "argument" or self.kinds[where[1]][-2]
+        return [] if on else [self.code("{}.requires_grad_()", place)]
+
     def _effect(self, effect: Effect) -> list[Code]:
         place, output = self.place(effect.where), effect.output
         if effect.kind == "gradient":
-            return [self.code("{}.grad = {}", place, self.slot(None) if output is None else self._output(output))]
+            left = self.code("{}.grad = {}", place, self.slot(None) if output is None else self._output(output))
+            return [*self._flag(effect.where, place), left]
         assert output is not None
         if effect.kind == "place":
             spec = self.slot(output.spec)
