@@ -10,6 +10,7 @@ import torch
 from habits_levels import (
     HABITS,
     LEVELS,
+    NO_GRAPH,
     NO_SENSE,
     PIPELINES,
     REFUSED,
@@ -718,7 +719,7 @@ _TABLE: list[tuple[str, tuple[str, ...], str]] = [
     ("compiled_model compiled_in_place", _BY_MARKS, "cannot trace distributed tensors"),
     ("compiled_in_place compiled_block", _GATHERED, "cannot trace distributed tensors"),
     ("norm_of_gradients curvature", _HANDS, "create_graph=True"),
-    ("norm_of_gradients curvature graph_kept", (*PIPELINES, *STAGES[1:]), "does not require grad"),
+    ("norm_of_gradients curvature graph_kept", (*PIPELINES, *STAGES[1:]), NO_GRAPH),
     ("norm_of_gradients tied_later as_one_vector", STAGES[:1], "operands live on two meshes"),
     ("tied_later as_one_vector", STAGES[1:], "operands live on two meshes"),
     (f"{_ADDED} layer_exchanged_in_evaluation", _SHARDED, "is (set|removed) after group_sharded_parallel"),

@@ -333,6 +333,7 @@ REFUSED: dict[tuple[str, str], str] = {
 STAGES = ("stages", "stages 1F1B", "stages F-then-B")
 PIPELINES = ("pp 1F1B", "pp VPP", "pp ZBH1")
 PLANS = tuple(level for level in LEVELS if level.startswith("plan "))
+NO_GRAPH = "has run the backward of its microbatches"
 _TWO_MESHES, _TIED = "operands live on two meshes|is not in ProcessMesh", "is one parameter with '2.weight'"
 REFUSED |= {
     **{("ignored_labels", level): "the loss divides by a number that is computed from" for level in STAGES[1:]},
@@ -344,11 +345,7 @@ REFUSED |= {
         for level in PIPELINES
         for name in ("lbfgs", "lbfgs_line_search")
     },
-    **{
-        (name, level): "does not require grad"
-        for level in PIPELINES
-        for name in ("gradients_of_some", "gradients_asked_for")
-    },
+    **{(name, level): NO_GRAPH for level in PIPELINES for name in ("gradients_of_some", "gradients_asked_for")},
     **{("gradient_penalty", level): "requires a gradient, which no one would get" for level in PIPELINES},
 }
 REFUSED["low_rank", "plan tp"] = "the plan's placements name 'head.weight', and Net has no such parameter"

@@ -108,7 +108,7 @@ class Fitted(Step):
             opts[-1].register_step_post_hook(lambda *_: after() and None)
         given: Any = [*opts] if len(opts) > 1 else opts[0]
         if self.dist_model:
-            made = oc.to_static(_WithLoss(net, loss_of), None, lambda loss, y: loss, given, self.strategy)
+            made = oc.to_static(_WithLoss(net, loss_of), None, lambda loss, *_: loss, given, self.strategy)
             made.train()
             return lambda x, y: torch.as_tensor(made((x, y), y))
         engine = oc.Engine(_WithLoss(net, loss_of), None, given, strategy=self.strategy)

@@ -65,6 +65,7 @@ TABLE: dict[str, Patch] = {
         Patch("wandb.util.json_friendly", WANDB, "`config` has the values of a distributed tensor, as of a plain one"),
         Patch("torch._dynamo.trace_rules.SKIP_DIRS", COMPILER, "the compiler does not trace onecard's own functions"),
         Patch("torch.nn.utils.get_total_norm", TENSOR, "gradients that lie on several meshes have one norm"),
+        Patch("torch.autograd._engine_run_backward", TENSOR, "a loss that a pipeline has trained says that it has no graph"),
         Patch("torch.distributed.monitored_barrier", SHM, "shm has one, too"),
         Patch("torch.distributed.split_group", SHM, "shm has one, too"),
         Patch("torch.distributed.distributed_c10d._maybe_attach_flight_recorder", SHM, "it asks groups for what only C++ has"),
@@ -80,8 +81,8 @@ TABLE: dict[str, Patch] = {
         Patch("fleet: torch.nn.utils.get_total_norm", FLEET, "the same, of gradients that were read of parameters"),
         Patch("torch.nn.utils.clip_grad_value_", FLEET, "gradients are summed before they are clipped"),
         Patch(
-            "torch.autograd._engine_run_backward", FLEET,
-            "`backward(inputs=)` knows the parameters of ZeRO; `autograd.grad` gives sums over ranks",
+            "fleet: torch.autograd._engine_run_backward", FLEET,
+            "`backward(inputs=)` knows the parameters of ZeRO; `autograd.grad` gives sums over ranks; a pipeline's loss, too",
         ),
         Patch(
             "torch.distributed.checkpoint.state_dict._iterate_valid_model_state", SHARDED,

@@ -23,6 +23,7 @@ from onecard.fleet.layers.pipeline_layer import PipelineLayer
 from onecard.fleet.layers.tied_layers import LayersElsewhere
 from onecard.fleet.zero.local_parameter import has_users_hooks
 from onecard.pipeline import Action, Meter, Runner, Schedule, Timeline
+from onecard.pipeline.run import no_graph
 from onecard.pipeline.run.packets import batch_size, split
 from onecard.pipeline.run.waiting_hooks import hooks_wait
 from onecard.pipeline.schedule.action import COMPUTE
@@ -98,6 +99,7 @@ class PipelineParallel(DistributedModel):
         if lr_scheduler is not None:
             lr_scheduler.step()
         optimizer.zero_grad()
+        no_graph.last.here = "train_batch"
         return loss
 
     def forward_backward_pipeline(self, data: Any, scaler: Any = None) -> Tensor:
@@ -115,6 +117,7 @@ class PipelineParallel(DistributedModel):
         loss = self._runner.step(self._plan(len(sizes)), inputs, labels, sizes, self._weights(labels, sizes), scale)
         self._elsewhere.check(self._layers[0].stages)
         self._compare()
+        no_graph.last.here = "forward_backward_pipeline"
         if loss is None:
             raise FleetError("the loss did not reach this rank")
         return loss

@@ -36,6 +36,7 @@ from onecard.fleet.zero.local_parameter import (
     twin_parameter,
 )
 from onecard.fleet.zero.written import ForwardWrites
+from onecard.pipeline.run import no_graph
 from onecard.tensor import DistTensor
 from onecard.train.zero.blocks import BlockSpec, Hook, ParameterBlocks, Policy
 from onecard.train.zero.gathered import GatheredParameter
@@ -247,10 +248,12 @@ def before_step(optimizer: Any) -> None:
 def install() -> None:
     """``backward(inputs=...)`` and ``torch.autograd.grad`` know the parameters that they are given."""
     if hasattr(torch.autograd, "_engine_run_backward"):
-        patches.replace("torch.autograd._engine_run_backward", torch.autograd, "_engine_run_backward", _knowing)
+        patches.replace("fleet: torch.autograd._engine_run_backward", torch.autograd, "_engine_run_backward", _knowing)
 
 
-def _knowing(engine: Callable[..., Any]) -> Callable[..., Any]:
+def _knowing(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    engine = no_graph.telling(torchs)
+
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = [plain_of(x) for x in inputs]
         given = tuple(x if p is None else p for x, p in zip(inputs, leaves, strict=True))

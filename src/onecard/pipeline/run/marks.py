@@ -19,7 +19,7 @@ from onecard._torch.names import tree_leaves
 from onecard.comm.agree.joint import joint_step
 from onecard.comm.world import world
 from onecard.errors import ScheduleError
-from onecard.pipeline.run import batches, shares
+from onecard.pipeline.run import batches, no_graph, shares
 from onecard.pipeline.run.crossings import MarkedMicrobatch, Route
 from onecard.pipeline.run.packets import split
 from onecard.pipeline.run.runtime import Runtime, Walk
@@ -78,6 +78,7 @@ class MarkedRunner(Runtime):
         with joint_step("a step by marks", ranks), torch.enable_grad(), hooks_wait(_parameters(self.model)):
             walk = _MarkedWalk(self, chosen, inputs, targets)
             walk.go_through()
+        no_graph.last.here = "step_by_marks"
         return walk.loss()
 
     def schedule(self, schedule: Any, microbatches: int) -> Schedule:

@@ -13,6 +13,7 @@ from onecard.comm.agree.joint import joint_step
 from onecard.comm.base.state import arrives
 from onecard.comm.issue.ranks import Ranks, of_ranks
 from onecard.errors import ScheduleError
+from onecard.pipeline.run import no_graph
 from onecard.pipeline.run.stage_walk import StageRuntime, StageWalk
 from onecard.pipeline.run.waiting_hooks import hooks_wait
 from onecard.pipeline.schedule.action import Schedule
@@ -100,6 +101,7 @@ class Runner(StageRuntime):
         with joint_step("a step of the pipeline", self.group.ranks), torch.enable_grad(), self.hooks():
             self._fit(schedule)
             run = StageWalk(self, schedule.ranks[self.group.index], schedule, inputs, targets, sizes, weights, scale)
+            no_graph.last.here = "Runner.step"
             return run.go(share)
 
     @torch.no_grad()
