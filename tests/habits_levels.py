@@ -379,14 +379,32 @@ def habit(f: Callable[[At], Seen]) -> Callable[[At], Seen]:
 # ---- Models
 
 
+class Mixture(nn.Module):
+    """The expert that a router finds most probable, a matrix of it for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(7, 3, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(3, 7, 9) / 3), nn.Parameter(torch.randn(3, 9, 7) / 3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        weight, chosen = self.router(h).softmax(-1).max(-1)
+        made = torch.tanh(torch.bmm(h[:, None], self.up[chosen]))
+        return weight[:, None] * torch.bmm(made, self.down[chosen])[:, 0]
+
+
 class Net(nn.Module):
-    """Blocks in a list, and a head."""
+    """Blocks in a list, and a head; ``mixed``: the second block is a mixture of experts."""
+
+    mixed = False
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, 7)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(2)])
+        if self.mixed:
+            self.blocks[1] = Mixture()
         self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 7, bias=False)
         self.unused = nn.Linear(7, 3)
         if tied:

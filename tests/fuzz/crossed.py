@@ -127,11 +127,13 @@ class Auto(At):
 
 
 class Grid(Marks):
-    """Marks on two axes: parameters cut along ``tp`` by name, a stage of ZeRO along ``dp``, rows along ``dp``."""
+    """Marks on two axes: parameters cut along the second by name, a stage of ZeRO along ``dp``, rows along ``rows``."""
 
-    def __init__(self, stage: Any) -> None:
+    axis, cut, rows = "tp", old.CUT, 1
+
+    def __init__(self, stage: Any, dp: int = 2) -> None:
         self.stage = stage
-        self.mesh = oc.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+        self.mesh = oc.ProcessMesh([[0, 1], [2, 3]][:dp], ["dp", self.axis])
 
     def wrap(self, net: nn.Module, *makers: Maker, given: int | None = None) -> list[Any]:
         def place(name: str, layer: nn.Module, mesh: Any) -> None:
@@ -139,7 +141,7 @@ class Grid(Marks):
                 for short, p in list(kept.items()):
                     if p is not None and not isinstance(p, oc.DistTensor):
                         full = f"{name}.{short}".lstrip(".")
-                        dim = next((d for mark, d in old.CUT if fnmatch.fnmatch(full, mark)), None)
+                        dim = next((d for mark, d in self.cut if fnmatch.fnmatch(full, mark)), None)
                         where = oc.Replicate() if dim is None or not p.dim() else oc.Shard(int(dim[-2]))
                         kept[short] = as_(
                             oc.shard_tensor(p.detach(), mesh, [oc.Replicate(), where]), requires_grad=p.requires_grad
@@ -152,7 +154,13 @@ class Grid(Marks):
         return [net, *made]
 
     def data(self, x: Tensor) -> Tensor:
-        return oc.shard_tensor(x, self.mesh, [oc.Shard(0), oc.Replicate()])
+        return oc.shard_tensor(x, self.mesh, [oc.Shard(0)] * self.rows + [oc.Replicate()] * (2 - self.rows))
+
+
+class Experts(Grid):
+    """The stacked weights of a mixture cut along ``ep``, rows along both axes."""
+
+    axis, cut, rows = "ep", (("*.up", "ep: Shard(0)"), ("*.down", "ep: Shard(0)")), 2
 
 
 class Hybrid(Copies):
@@ -226,6 +234,7 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "tp x pp": (4, lambda: Step(pp=2, microbatches=2, **TP)),
     "Engine dp": (2, Fitted),
     "Engine 1F1B": (2, lambda: Fitted(pipeline=PIPELINE)),
+    "Engine merge": (2, lambda: Fitted(gradient_merge={"enable": True, "k_steps": 2})),
     "Engine ZeRO 2": (2, lambda: Fitted(sharding={"enable": True, "stage": 2})),
     "DistModel dp": (2, lambda: Fitted(True)),
     "DistModel 1F1B": (2, lambda: Fitted(True, pipeline=PIPELINE)),
@@ -249,6 +258,9 @@ LEVELS: dict[str, tuple[int, Callable[[], At]]] = {
     "marks ZeRO 1": (2, lambda: Marks(oc.ShardingStage1)),
     "marks ZeRO 2": (2, lambda: Marks(oc.ShardingStage2)),
     "marks ZeRO 3": (2, lambda: Marks(oc.ShardingStage3)),
+    "grid ep": (2, lambda: Experts(None, 1)),
+    "grid ep ZeRO 2": (4, lambda: Experts(oc.ShardingStage2)),
+    "grid ep ZeRO 3": (4, lambda: Experts(oc.ShardingStage3)),
     "grid": (4, lambda: Grid(None)),
     "grid ZeRO 2": (4, lambda: Grid(oc.ShardingStage2)),
     "grid ZeRO 3": (4, lambda: Grid(oc.ShardingStage3)),
@@ -309,6 +321,7 @@ def one_card(habit: str) -> Seen:
 
 def cell(habit: str, level: str) -> Outcome:
     """How one cell ends on this rank: right, refused, told, void (one card's fails); in capitals what is a fault."""
+    old.Net.mixed = level.startswith("grid ep")
     try:
         expected = one_card(habit)
     except Exception as error:
