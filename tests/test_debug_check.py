@@ -49,3 +49,27 @@ def test_ranks_that_have_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(lines_without_elements, 4)
     run_ranks(taken_apart_where_a_part_is_empty, 4)
     run_ranks(still_sees_a_branch, 4)
+
+
+def a_plan_of_stages_beside_dp() -> None:
+    """Its step is written down first without values, of which there is nothing to compare."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    whole = oc.Plan(pp=2, dp=2, microbatches=2, per_host=0, parameters="float32", compute="float32")
+    run, x = oc.to_static(step, plan=whole), torch.arange(16.0).view(4, 4) / 16
+    first, second = float(run(x)), float(run(x))
+    assert second < first
+
+
+def test_a_step_that_is_written_down_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONECARD_CHECK", "1")
+    run_ranks(a_plan_of_stages_beside_dp, 4)

@@ -114,6 +114,11 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
+def is_sketching() -> bool:
+    """Whether a step is written down without being done: its tensors have no values that ranks could compare."""
+    return getattr(recorder, "sketch", None) is not None
+
+
 def source_of(x: Any) -> Any:
     """For who looks on: what has made a tensor, ahead of a message that brings it to other ranks."""
     return None if watcher is None else watcher.source_of(x)
