@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from steps import classifier_step
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import onecard as oc
 from onecard.errors import RecordingError
@@ -200,6 +203,16 @@ def through_memory(g: Tensor) -> Tensor:
     return kept.clamp(-0.01, 0.01)
 
 
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-0.01, 0.01)
+
+
 @pytest.mark.parametrize(
     ("of", "operator"),
     [
@@ -208,10 +221,12 @@ def through_memory(g: Tensor) -> Tensor:
         ({"hook": lambda g: g * g}, "mul"),
         ({"after": clamped}, "clamp_"),
         ({"hook": through_memory}, "clamp"),
+        ({"hook": torch.sinh}, "sinh"),  # no line of Python's between autograd and the operator
+        ({"loss": lambda o, y: F.cross_entropy(Clipped.apply(o), y)}, "clamp"),
     ],
 )
 def test_hooks_that_bend_a_microbatchs_gradient_are_refused(of, operator):
-    said = f"k_steps=2: {operator} at .*, in a hook, is not linear in the gradient"
+    said = f"k_steps=2: {operator} at .*, in a hook or a Function, is not linear in the gradient"
     with pytest.raises(RecordingError, match=said):
         losses(oc.to_static(loop(**of), k_steps=2))
     with pytest.warns(UserWarning, match=said):
@@ -288,6 +303,22 @@ def test_a_divisor_that_differs_in_a_later_batch_is_told_by_ranks():
     assert all(words and "of which each microbatch has its own" in words[0] for words in said), said
 
 
-def test_hooks_that_are_linear_are_one_cards():
-    of = {"hook": lambda g: g * 0.5}
+def own_backwards(o: Tensor, y: Tensor) -> Tensor:
+    """Autograd's own gradients of these are made by way of a logarithm, a sign, a power, a sort."""
+    made = torch.logcumsumexp(o, 1) + torch.linalg.vector_norm(o, 3, 1, True) + o.cumprod(1) + o.sort(1)[0]
+    return F.cross_entropy(made, y)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, partial(FlopCounterMode, display=False)])
+def test_what_autograd_does_is_no_hook(mode):
+    """Nor where operators come by way of a mode of Python's."""
+    step = oc.to_static(loop(own_backwards), k_steps=2)
+    with mode():
+        found = losses(step)
+    assert found == pytest.approx(losses(loop(own_backwards)), rel=1e-5)
+
+
+@pytest.mark.parametrize("hook", [lambda g: g * 0.5, lambda g: g.flip(0).cumsum(0), torch.neg])
+def test_hooks_that_are_linear_are_one_cards(hook):
+    of = {"hook": hook}
     assert losses(oc.to_static(loop(**of), k_steps=2)) == pytest.approx(losses(loop(**of)), rel=1e-5)

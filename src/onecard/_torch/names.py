@@ -135,8 +135,9 @@ def inductor() -> Callable[..., Any] | None:
     return _take("torch._inductor:compile", None)
 
 
-# Whether autograd's engine runs what runs now. In its place: never, so that backward operators are printed as forward ones.
-_task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
+# The number of the run of autograd's engine that runs what runs now, -1: none does. In its place: none, so that backward
+# operators are printed as forward ones.
+graph_task: Callable[[], int] = _take("torch._C:_current_graph_task_id", lambda: -1)
 # Autograd's number of the next call, and the call whose backward runs. In their place: none, so that a step is cut into stages by
 # what its gradients are made of.
 _sequence: Callable[[], int] = _take("torch.autograd:_get_sequence_nr", lambda: 0)
@@ -157,12 +158,12 @@ hooks_of_all: tuple[dict[int, Any], ...] = (
 
 def in_backward() -> bool:
     """Whether autograd's engine runs what runs now."""
-    return _task() != -1
+    return graph_task() != -1
 
 
 def call_number() -> int | None:
     """Autograd's number of the call that runs now; in backward of the call whose backward it is, None where there is none."""
-    if _task() == -1:
+    if graph_task() == -1:
         return int(_sequence()) - 1
     node = _current_node()
     number = None if node is None else int(node._sequence_nr())
@@ -290,11 +291,6 @@ def has_hooks_beside(p: Any) -> bool:
 def queue_callback(done: Callable[[], None]) -> None:
     """From within ``backward``: call a function when it is done."""
     torch.autograd.Variable._execution_engine.queue_callback(done)
-
-
-def graph_task() -> int:
-    """From within ``backward``: the number of this run of it."""
-    return torch._C._current_graph_task_id()
 
 
 def saved_tensor(node: Any, name: str) -> Tensor | None:

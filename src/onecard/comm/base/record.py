@@ -25,6 +25,7 @@ _WRAPS = (typing_extensions.__file__, warnings.__file__)  # what torch deprecate
 # By both names: where an environment is reached through a link, frames have the name with the link in it.
 _ENGINES = (*{str(_ENGINE), str(_ENGINE.resolve()), *_WRAPS, "<"},)
 _PASSED = (*_ENGINES, str(Path(__file__).parent))
+_OURS = tuple({str(_PACKAGE), str(_PACKAGE.resolve())})
 _NOT_USERS = tuple({str(name) for path in (_PACKAGE, _ENGINE) for name in (path, path.resolve())} | {*_WRAPS, "<"})
 
 
@@ -61,16 +62,21 @@ serving: Kept[tuple[str, str, tuple[int, ...]]] = Kept(lambda: ("", "", ()))
 _is_users: dict[str, bool] = {}  # by a file's name: stacks are deep, and their files few
 
 
+def _users(name: str) -> bool:
+    """Whether a file is neither this package's nor PyTorch's."""
+    try:
+        return _is_users[name]
+    except KeyError:
+        known = _is_users[name] = not name.startswith(_NOT_USERS)
+        return known
+
+
 def user_line(inner: FrameType | None = None) -> str:
     """The innermost line on the stack, or from a frame on, that is neither onecard's nor PyTorch's."""
     frame: FrameType | None = inner or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        try:
-            is_users = _is_users[name]
-        except KeyError:
-            is_users = _is_users[name] = not name.startswith(_NOT_USERS)
-        if is_users:
+        if _users(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return _again.here or "?"
@@ -99,6 +105,23 @@ def asked_by_user() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(str(_PACKAGE / "comm"))
+
+
+def hooked(call: FrameType | None) -> bool:
+    """Whether autograd's engine has left a call of torch's to Python: to a hook, or to the backward of a ``Function``.
+
+    Not the engine's own operators, which come by way of classes of tensors and modes; nor this package's functions.
+    ``call``: the frame that makes it; None, or the engine's: the hook is a function of torch's.
+    """
+    users = ours = False
+    while call is not None and call.f_code.co_name != "_engine_run_backward":
+        name, within = call.f_code.co_filename, call.f_code.co_name
+        if within == "__torch_dispatch__":
+            users, ours = False, True  # whoever has made the operator, of which this is a part
+        elif within != "__torch_function__":
+            users, ours = users or _users(name), ours or name.startswith(_OURS)
+        call = call.f_back
+    return users or not ours
 
 
 def tell(message: Notice) -> None:

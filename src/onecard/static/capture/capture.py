@@ -16,7 +16,7 @@ from onecard._torch import names as _torch
 from onecard._torch.names import tree_flatten, tree_unflatten
 from onecard._torch.uncompiled import eagerly
 from onecard.errors import RecordingError
-from onecard.static.capture import randomness
+from onecard.static.capture import hooks, randomness
 from onecard.static.capture.above import Above
 from onecard.static.capture.below import Below
 from onecard.static.capture.recorder import Recorder
@@ -108,6 +108,7 @@ class Capture:
                 self.phases.watched(self._begin, self._end),
                 randomness.seen(),
                 recordable(),
+                hooks.seen_by(recorder),
                 self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)

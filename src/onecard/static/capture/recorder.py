@@ -76,6 +76,7 @@ class Recorder(ValueReads):
         self.conditions: list[Condition] = []
         self.leaves: dict[int, Tensor] = {}
         self.calls = 0  # of torch's functions, under way
+        self.hooked = -1  # the run of autograd's engine in which Python has made one of these: a hook
         self.tags: list[Number] = []
         self.numbers: list[Number] = []  # all that were made
         self.known: set[float] = set()  # other floats in that call
@@ -244,6 +245,8 @@ class Recorder(ValueReads):
     def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = called(self.graph, target, args, kwargs)
         node.meta.update(self.phases.here(), line=record.user_line())
+        if self.hooked == _torch.graph_task() != -1:
+            node.meta["hooked"] = True
         return node
 
     # -- operands ------------------------------------------------------------------------------------------------------

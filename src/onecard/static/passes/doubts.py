@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
-from onecard.rules.call import schema_of
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
 from onecard.static.passes.dependence import Doubt
 from onecard.static.passes.once import Once, phase_of, words
+from onecard.static.passes.row_kinds import is_linear, makes_alike
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
+from onecard.static.price.price import call_of
 
 aten = torch.ops.aten
 
@@ -47,8 +48,8 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[
     ]
     said += [
         Doubt(
-            f"{words(n)}, in a hook, is not linear in the gradient, and what it is given there is a microbatch's: change p.grad "
-            "behind backward() instead, where it is the batch's",
+            f"{words(n)}, in a hook or a Function, is not linear in the gradient, and what it is given there is a microbatch's: "
+            "change p.grad behind backward() instead, where it is the batch's",
             True,
         )
         for n in _bent(graph, once)
@@ -85,7 +86,7 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
-    """What takes gradients of a microbatch in a way that autograd itself never does: hooks."""
+    """What Python makes of a microbatch's gradients, not autograd itself, and is not known to be linear."""
     passes, now = dict[fx.Node, int](), 0  # gradients, and memory that has some, by the backward pass that they are of
     memory = once.memory
 
@@ -98,22 +99,25 @@ def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:
         latest = max(map(pass_of, node.all_input_nodes), default=0)
         if phase_of(node) != "backward" or node in once.tail or not latest:
             continue
-        operands = [pass_of(n) for n in node.args if isinstance(n, fx.Node)]  # before they are written to
+        bends = (
+            latest == now
+            and node.meta.get("hooked")
+            and _bends(node, {n for n in node.all_input_nodes if pass_of(n) == now})
+        )
         passes.update(dict.fromkeys(memory.writes.get(node, ()), latest))
-        if not isinstance(node.target, OpOverload):  # a message, or another function of ours
-            passes[node] = max(pass_of(node), latest)
-            continue
-        name = schema_of(node.target).functional
-        if latest == now and (name in _BENT or (name in _PRODUCTS and operands.count(now) > 1)):
+        if bends:
             yield node
         else:
-            passes[node] = latest  # those of an earlier pass are values to a later one
+            passes[node] = max(pass_of(node), latest)  # those of an earlier pass are values to a later one
+
+
+def _bends(node: fx.Node, gradients: Collection[fx.Node]) -> bool:
+    """Whether an operator is not known to be linear in gradients."""
+    if not isinstance(node.target, OpOverload):  # a message, or another function of ours
+        return False
+    call, operands = call_of(node)
+    given = {i for i, n in enumerate(operands) if n in gradients}
+    return not makes_alike(call.schema) and not is_linear(call, given)
 
 
 _BEGINS = (aten.ones_like.default, aten.full.default, aten.full_like.default)
-_PRODUCTS = ("mul", "div", "mm", "bmm", "dot")
-_BENT = frozenset((
-    "abs", "amax", "amin", "ceil", "clamp", "clamp_max", "clamp_min", "exp", "floor", "hardtanh", "linalg_vector_norm", "log",
-    "max", "maximum", "min", "minimum", "norm", "pow", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "sort",
-    "sqrt", "std", "tanh", "topk", "trunc", "var",
-))  # fmt: skip

@@ -7,7 +7,7 @@ is neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -205,7 +205,7 @@ class Kinds(RowNumbers):
                 return self._bent(call, learns)
             degrees = [k.degree for _, k in told]
             return replace(first, degree=degrees[0] + (degrees[1] if name == "mul" else -degrees[1]), learns=learns)
-        if any(k.how == COUNT for _, k in told) or not self._linear(call, told):
+        if any(k.how == COUNT for _, k in told) or not is_linear(call, {i for i, _ in told}):
             return self._bent(call, learns)
         if len({k.degree for _, k in told}) > 1:
             return self._mixed(call, "puts a sum over rows and a mean over rows together", learns)
@@ -219,7 +219,7 @@ class Kinds(RowNumbers):
         degree = degree_of(name, {i: k.degree for i, k in counts}) + more
         length = degree_of(name, {i: k.length for i, k in counts}) + more
         rounds, whole = call.values.get("rounding_mode") is not None, self._all_terms(call, counts)
-        linear = self._linear(call, counts) and not rounds
+        linear = is_linear(call, {i for i, _ in counts}) and not rounds
         kept = linear and len({k.length for _, k in counts}) == 1 and (whole or not first.length)
         if (more or any(k.length for _, k in counts)) and not kept and (rounds or name not in SCALES):
             return self._mixed(call, "is not linear in what is scaled by the length of a microbatch", learns=False)
@@ -229,19 +229,6 @@ class Kinds(RowNumbers):
 
     def _bent(self, call: Call, learns: bool) -> Kind:
         return self._mixed(call, "is not linear in what all rows give together", learns)
-
-    def _linear(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
-        if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
-            return True
-        if call.schema.functional in _SUMS and len(call.operands) == 1:
-            return True
-        row = find(call.func)
-        bound = row.bound_for(call) if row is not None else None
-        if bound is None or not (bound.terms or bound.moves):
-            return False
-        operands = {i for i, _ in told}
-        in_terms = {i for term in bound.terms for i in term}
-        return bound.moves or (operands <= in_terms and all(len(operands & {*term}) < 2 for term in bound.terms))
 
     def _adds_nothing(self, call: Call) -> bool:
         """Whether no number is added to what a call is given."""
@@ -264,6 +251,21 @@ _SIGNS, _SIZES = ("sign", "sgn"), ("abs", "relu")  # of a positive multiple: the
 _EXPAND = ("expand", "repeat", "expand_as", "broadcast_to")
 _SUMS = ("add", "sub", "rsub")
 _LINEAR = ("nan_to_num", "neg", "to", "contiguous", "expand", "as_strided", "_unsafe_view", "stack", "unsqueeze")
+
+
+def is_linear(call: Call, operands: Collection[int]) -> bool:
+    """Whether an operator is known to be linear in some of its operands together (numbers that are added left aside)."""
+    if call.schema.views or traits_of(call.func).copies or call.schema.functional in _LINEAR:
+        return True
+    if call.schema.functional in _SUMS and len(call.operands) == 1:
+        return True
+    row = find(call.func)
+    bound = row.bound_for(call) if row is not None else None
+    if bound is None or not (bound.terms or bound.moves):
+        return False
+    in_terms = {i for term in bound.terms for i in term}
+    each = all(len({*operands} & {*term}) < 2 for term in bound.terms)
+    return bound.moves or (in_terms.issuperset(operands) and each)
 
 
 def makes_alike(schema: Schema) -> bool:
