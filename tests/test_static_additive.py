@@ -108,8 +108,16 @@ RIGHT: dict[str, Loss] = {
     "grouped": lambda o, y: F.cross_entropy(o[y.argsort()], y.sort().values),
     "without NaN": lambda o, y: torch.nan_to_num(F.cross_entropy(o, y)),
     "weighted twice": lambda o, y: torch.stack([F.cross_entropy(o, y), 0.5 * o.square().mean()]).sum(),
+    "by ones": lambda o, y: total(o, y) / (torch.ones_like(y).sum() * torch.eye(2).sum()),
+    "with noise": lambda o, y: F.cross_entropy(o + torch.rand(CLASSES) * 0, y) * (torch.rand(()) * 0 + 1),
     "over the classes": lambda o, y: (o.logsumexp(1) + o.amax(1) + o.std(1)).mean(),
 }
+
+
+def total(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, reduction="sum")
+
+
 NEITHER: dict[str, tuple[Loss, str]] = {
     "bags of several rows": (lambda o, y: bags(o, y, ahead=1), "_embedding_bag"),
     "a bag of rows": (lambda o, y: F.embedding_bag(torch.tensor([[1, 0]]), o).square().sum(), "_embedding_bag"),
@@ -132,6 +140,12 @@ NEITHER: dict[str, tuple[Loss, str]] = {
     "softmax over rows": (lambda o, y: (o.softmax(0) * o).sum(), "_softmax"),
     "root": (lambda o, y: F.mse_loss(o, torch.zeros_like(o)).sqrt(), "sqrt"),
     "balance": (lambda o, y: (o.softmax(1).mean(0) * o.softmax(1).mean(0)).sum(), "mul"),
+    "their numbers' sum": (lambda o, y: total(o, y) / (1 + torch.arange(len(y)).sum()), "div"),
+    "a count and their numbers' sum": (lambda o, y: total(o, y) / ((y > 1).sum() + torch.arange(len(y)).sum()), "add"),
+    "the root of their number": (lambda o, y: total(o, y) / len(y) ** 0.5, "div"),
+    "one more than there are": (lambda o, y: total(o, y) / (len(y) + 1), "div"),
+    "a power": (lambda o, y: (1 + o.square()).pow(len(y)).mean(), "pow"),
+    "a weight in each class": (lambda o, y: (o * torch.full((CLASSES,), 1 / (1 + len(y)))).mean(), "mul"),
     "mean and sum": (lambda o, y: o.square().mean() + F.cross_entropy(o, y, reduction="sum"), "add"),
 }
 

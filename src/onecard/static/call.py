@@ -228,8 +228,7 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     seen = None
     if batch is not None and looker is not None:
         seen = looker.returned(result)
-        if looker.unsure or seen.curious or seen.values:
-            seen = batch.compared(looker)
+        seen = batch.compared(looker)
     return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
 
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch.modes import DispatchMode
 from onecard._torch.names import in_backward, no_dispatch, tree_leaves
+from onecard.comm.base.state import faked
 from onecard.rules.call import Call, Schema, schema_of
 from onecard.static.passes.dependence import (
     ADDS,
@@ -30,6 +31,7 @@ from onecard.static.passes.dependence import (
 from onecard.static.passes.row_gradients import Passes
 from onecard.static.passes.row_kinds import Kinds, lifts, makes_alike, tensors_of
 from onecard.static.passes.row_numbers import SCALES, TERMS, is_real, value_of
+from onecard.static.passes.shadows import Shadows
 from onecard.tensor.dispatch.build import meta_of
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -45,6 +47,7 @@ class Additive(DispatchMode):
     def __init__(self, leaves: Sequence[Any], before: Verdict | None = None, k: int = 1) -> None:
         super().__init__()
         self.known: Any = WeakIdKeyDictionary()
+        self.shadows = Shadows()
         self.memory: dict[int, list[weakref.ref[Tensor]]] = {}
         batch = [x for x in leaves if isinstance(x, Tensor) and x.dim()]
         self.rows = batch[0].shape[0] if batch else 0
@@ -111,6 +114,8 @@ class Additive(DispatchMode):
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         schema = schema_of(func)
+        if not (faked.here or schema.effects):
+            self.shadows.look(func, schema, args, kwargs, given, made)
         writes = bool(schema.written)
         try:
             found = [None] * len(made) if self._is_apart(schema, given, made) else self._found(func, args, kwargs, made)
@@ -136,14 +141,14 @@ class Additive(DispatchMode):
         call = Call(func, [meta_of(a) for a in args], {name: meta_of(v) for name, v in kwargs.items()})
         given = tensors_of(call, args, kwargs)
         kinds = [self._kind_of(x) for x in given]
-        self.kinds.look(call, given, kinds)
+        self.kinds.look(call, [*map(self.shadows.of, given)], kinds, [*map(self.shadows.has, given)])
         if self.rows == 1:
             return [None] * len(made)  # a dim of one row is no factor: the whole batch tells
         begins = call.schema.name == "ones_like" and given and given[0].numel() == 1 and not self.passes.aside
         if begins and kinds[0] is not None:
             self.verdict.losses.append(kinds[0])  # what backward() begins with
         call.results = [meta_of(x) for x in made]
-        return self.kinds.found(call, given, kinds, made)
+        return self.kinds.found(call, given, kinds, made, [*map(self.shadows.has, made)])
 
     def _now(self, x: Tensor, kind: Kind | None, written: bool) -> None:
         """What a tensor is from now on, and what shares memory with it, where it was written to."""

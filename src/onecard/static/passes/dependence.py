@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 ROWS, ADDS, ALIKE, COUNT, MIXED, UNKNOWN, PLACES = "rows", "adds", "alike", "count", "mixed", "unknown", "places"
 
@@ -44,21 +45,18 @@ class Verdict:
 
     Attributes:
         losses: of each ``backward()``; ``results``: of each leaf of what the step gives back, None: the batch is not in it.
-        numbers: those by which something was multiplied or divided, call by call (None: no number); ``terms``: those that were
-            added, and bounds. ``unsure``: of something additive, so that they may be counts of rows; ``open``: nobody can tell
-            whether they are; ``curious``: some that hardly are.
+        noted: the numbers of calls, and what they were given that was made in the step without the batch, by what they are and
+            the line (None: no number). ``unsure``: some may be counts of rows; ``open``: nobody can tell whether they are.
         values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one.
         normalized: the lines that normalize a batch by its own mean and variance.
     """
 
     losses: list[Kind] = field(default_factory=list)
     results: list[Kind | None] = field(default_factory=list)
-    numbers: list[float | None] = field(default_factory=list)
-    terms: list[float | None] = field(default_factory=list)
+    noted: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
     normalized: list[str] = field(default_factory=list)
     unsure: bool = False
-    curious: bool = False
     open: bool = False
 
 

@@ -28,30 +28,34 @@ _MEAN = 1  # torch's number for reduction="mean"
 class Kinds(RowNumbers):
     """What operators make of values whose kinds are known, in a step that runs on ``rows`` rows."""
 
-    def found(self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor]) -> list[Kind | None]:
+    def found(
+        self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor], ours: Sequence[bool]
+    ) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
         if not known or _fills(call.schema):
-            return [self._made_alike(call, given, kinds, r) for r in range(count)]
+            return [self._made_alike(call, kinds, ours[r], r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
         for how in (MIXED, UNKNOWN):
             if lost := [k for k in known if k.how == how]:
                 return [lost[0]] * count
-        if self.follows and any(k.how in (ADDS, COUNT) for k in known):
+        if self.follows:
             return [self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns)] * count
         if any(k.how == ROWS for k in known):
             return self._of_rows(call, given, kinds, count, learns)
         return [self._of_sums(call, given, kinds, learns)] * count
 
-    def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], r: int) -> Kind | None:
+    def _made_alike(self, call: Call, kinds: list[Kind | None], ours: bool, r: int) -> Kind | None:
         """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
+        if self.follows and not ours:
+            return self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns=True)
         if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
             return Kind(ALIKE)
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES, size=self.rows)
         if kind := row_places.moved(call, kinds):
             return kind
-        if given and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
+        if kinds and all(k is not None and k.how == ALIKE and k.dims is None for k in kinds):
             return Kind(ALIKE)
         if self.lengths.isdisjoint(call.results[r].shape) or any(k is not None and k.how == PLACES for k in kinds):
             return None

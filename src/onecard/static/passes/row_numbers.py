@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onecard.comm.base import record
 from onecard.comm.base.state import faked
 from onecard.rules.call import Call
+from onecard.rules.registry import find
 from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, ROWS, Kind, Verdict, may_count, told
 from onecard.tensor.dist_tensor import DistTensor
 
@@ -21,6 +24,9 @@ TERMS = {
     "clamp_max": ("max",),
 }  # fmt: skip
 """Whose numbers are no factors."""
+_NUMBERS = ("exponent", "value", "alpha", "beta", "weight", "fill_value")
+_FEW = 4096  # elements of a tensor that are compared one by one; of more their sum
+Ours = Sequence[bool]  # of each operand, whether the step has made it of numbers and shapes alone
 
 
 class RowNumbers:
@@ -35,30 +41,60 @@ class RowNumbers:
         self.lengths = {rows}  # and those of parts on a rank
         self.verdict = Verdict()
         self.number: float | None = None
-        self.follows = False  # what is added, or bounds, is another number for the whole batch
+        self.first: float | None = None  # in the first look
+        self.follows = False  # a number is another one for the whole batch, and no multiple by its length
 
-    def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None]) -> None:
-        """A call begins: by which number it multiplies or divides."""
-        self.number, self.follows = None, False
+    def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours) -> None:
+        """A call begins: which numbers it is given, of its own or in tensors in which there is nothing of the batch."""
+        self.number, self.first, self.follows = None, None, False
         if call.schema.functional == "slice" and self.before is None:
             self.verdict.unsure |= self._ends_with_rows(call, kinds[0])
+        at = None
         if call.schema.functional in SCALES:
-            self.number = _number(call.values.get("other"), given, kinds, self.rows == 1)
-            self.verdict.numbers.append(self.number)
+            number, at = _number(call.values.get("other"), given, kinds, ours, self.rows == 1)
+            self.number, self.first = number, self._note("scale", number)
+            self.follows = None not in (self.first, number) and self._power() is None
         for name in TERMS.get(call.schema.functional, ()):
-            number = _number(call.values.get(name), given, kinds, self.rows == 1)
-            self.verdict.terms.append(number)
-            if number is not None and any(map(told, kinds)):
-                self._term(number, any(k is not None and k.how in (ADDS, COUNT) for k in kinds))
+            number, at = _number(call.values.get(name), given, kinds, ours, self.rows == 1)
+            self._term(number, self._note(name, number), any(k is not None and k.how in (ADDS, COUNT) for k in kinds))
+        if any(map(told, kinds)):
+            self._others(call, given, kinds, ours, at)
 
-    def _term(self, number: float, of_sums: bool) -> None:
+    def _note(self, what: str, value: Any) -> Any:
+        """What the first look had in place of a value: in the same call of the same line; None if it had none."""
+        key = what, record.user_line()
+        seen = self.verdict.noted.setdefault(key, [])
+        seen.append(value)
+        then = self.before.noted.get(key, ()) if self.before is not None else ()
+        return then[len(seen) - 1] if len(seen) <= len(then) else None
+
+    def _term(self, number: float | None, first: float | None, of_sums: bool) -> None:
         """What is added, or bounds: it may be the length of the microbatch."""
-        at = len(self.verdict.terms) - 1
-        if self.before is None:
+        if number is not None and self.before is None:
             self.verdict.unsure |= of_sums and may_count(number, self.rows)
-            self.verdict.curious |= of_sums and number > 1
-        elif at < len(self.before.terms) and self.before.terms[at]:
-            self.follows |= number != self.before.terms[at]
+        self.follows |= None not in (number, first) and number != first
+
+    def _others(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours, scale: int | None) -> None:
+        """Exponents, weights and the like, and tensors that the step has made: they may be made of the length, too."""
+        for name, value in call.values.items():
+            if call.schema.functional not in SCALES and (
+                type(value) is float or (type(value) is int and name in _NUMBERS)
+            ):
+                first = self._note(name, float(value))
+                self.follows |= first is not None and first != value
+        for i, (x, kind) in enumerate(zip(given, kinds, strict=True)):
+            if i != scale and not told(kind) and ours[i] and x.numel():
+                first, value = self._note(f"operand {i}", seen := _held(x, kind)), seen
+                other = first is not None and first[0] == value[0] and not _equal(first[1], value[1])
+                self.follows |= other and not _is_unread(call, i)
+
+    def _power(self) -> int | None:
+        """Which power of the rows the call's number follows; None: it follows them in another way."""
+        assert self.number is not None and self.first is not None
+        if self.number == self.first:
+            return 0
+        times = round(self.number / self.first, 9) if self.first else 0.0
+        return next((p for p in _POWERS if round(float(self.k) ** p, 9) == times), None)
 
     def _ends_with_rows(self, call: Call, kind: Kind | None) -> bool:
         """Whether ``x[:n]`` takes all rows here, and may take some of the whole batch's: by a number, not to the end."""
@@ -74,12 +110,8 @@ class RowNumbers:
             inverse = 1 / self.number if self.number < 1 else self.number
             self.verdict.unsure |= self._may_follow(inverse, x)
             return 0
-        at = len(self.verdict.numbers) - 1
-        first = self.before.numbers[at] if at < len(self.before.numbers) else None
-        first = self.number if first is None else first
-        times = round(self.number / first, 9) if first else 1
-        follows = next((p for p in _POWERS if round(float(self.k) ** p, 9) == times), 0)
-        return follows * (1 if call.schema.functional == "mul" else -1)
+        follows = self._power() if self.first is not None else 0
+        return (follows or 0) * (1 if call.schema.functional == "mul" else -1)
 
     def _may_follow(self, number: float, x: Tensor | None) -> bool:
         """Whether a number may count rows. In activations most numbers do not: there it has to be rows, or elements."""
@@ -90,16 +122,42 @@ class RowNumbers:
 
 
 def _number(
-    number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], any_tensor: bool = False
-) -> float | None:
-    """The size of a number among the arguments of a call: Python's, or a tensor's that was made of one.
+    number: Any, given: Sequence[Tensor], kinds: Sequence[Kind | None], ours: Ours, any_tensor: bool = False
+) -> tuple[float | None, int | None]:
+    """The size of a number among the arguments of a call, and which operand it is: Python's, or a tensor's that was made of one.
 
     ``any_tensor``: of any tensor of one element: nothing is said of those of a single row, but by the look at the whole batch.
     """
+    at = None
     if isinstance(number, Tensor):
-        at = next((i for i, k in enumerate(kinds) if k is not None and k.how == ALIKE), -1 if any_tensor else None)
-        number = value_of(given[at]) if at is not None else None
-    return abs(float(number)) if isinstance(number, int | float) and not isinstance(number, bool) else None
+        fixed = [
+            i
+            for i, k in enumerate(kinds)
+            if not told(k) and (k is None or k.how == ALIKE) and (ours[i] or isinstance(given[i], DistTensor))
+        ]
+        alike = [i for i in fixed if (k := kinds[i]) is not None and k.dims is None]
+        at = next((i for i in (*alike, *fixed) if i in alike or given[i].numel() == 1), -1 if any_tensor else None)
+        number = value_of(given[at] if at not in alike else given[at].flatten()[:1]) if at is not None else None
+    known = isinstance(number, int | float) and not isinstance(number, bool)
+    return (abs(float(number)), at) if known else (None, None)
+
+
+def _held(x: Tensor, kind: Kind | None) -> tuple[Any, Tensor]:
+    """What a tensor holds, as two looks compare it, and in which shape: one that is the same all over, in any."""
+    if kind is not None and kind.how == ALIKE and kind.dims is None:
+        return None, x.flatten()[:1].clone()
+    return tuple(x.shape), x.clone() if x.numel() <= _FEW else x.sum()
+
+
+def _is_unread(call: Call, operand: int) -> bool:
+    """Whether an operand is written to alone."""
+    row = find(call.func)
+    bound = row.bound_for(call) if row is not None else None
+    return (call.schema.functional == "copy" and not operand) or (bound is not None and operand in bound.unread)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool((a.isnan() & b.isnan() | (a == b)).all())
 
 
 def value_of(x: Tensor) -> float | None:
