@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ class Shadows:
             if known or fill is not None:
                 self._known[made[0]] = None
         elif fill is not None:
-            self._known[made[0]] = torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype)
+            self._known[made[0]] = torch.full(tuple(made[0].shape), fill, dtype=made[0].dtype, device=made[0].device)
         elif known:
             args, kwargs = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
-            self._known[made[0]] = func(*args, **kwargs)
+            with suppress(RuntimeError, ValueError, TypeError):  # a device that is only named: nothing is known then
+                self._known[made[0]] = func(*args, **kwargs)
 
     def _fill(self, name: str, args: Any, kwargs: Any) -> Any:
         """What a call fills its result with; None: it does not."""
