@@ -17,8 +17,8 @@ from fuzz.crossed import HABITS, LEVELS, Outcome, cell, fits, run
 from onecard import fleet
 from onecard._torch.names import fake_tensors
 from onecard.static.capture.undo import Undo
+from onecard.static.guards.before import Before
 from onecard.static.guards.held import HeldTensors
-from onecard.static.guards.places import Before
 from onecard.static.step.writes import changed_by
 from onecard.testing import run_ranks
 

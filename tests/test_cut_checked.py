@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,7 +19,6 @@ from onecard.static.run.rechecked import next_sketch
 from onecard.testing import run_ranks
 
 PLAN = {"pp": 2, "microbatches": 2}
-LATE = 0.8
 Factor = Callable[[], float]
 
 
@@ -62,22 +61,22 @@ def steps(factor: Factor, count: int) -> tuple[int, list[str]]:
     return done, [str(w.message) for w in told if "does not do what was recorded" in str(w.message)] + end
 
 
-def numbers() -> SimpleQueue[float]:
+def numbers(found: Sequence[float]) -> SimpleQueue[float]:
     """What comes of it one after the other; nothing says what is still in it."""
     made: SimpleQueue[float] = SimpleQueue()
-    for x in np.random.default_rng(0).random(100).tolist():
+    for x in found:
         made.put(x)
     return made
 
 
 def of_a_queue() -> Any:
-    later = numbers()
+    later = numbers(np.random.default_rng(0).random(100).tolist())
     return steps(lambda: later.get(), 40)
 
 
 def of_one_rank() -> Any:
-    later = numbers()
-    return steps(lambda: 0.5 + (later.get() > LATE) * oc.get_rank(), 40)
+    later = numbers([0.0] * 5 + [1.0] * 95)  # two recordings look twice each, at the batch and at a part of it
+    return steps(lambda: 0.5 + later.get() * oc.get_rank(), 40)
 
 
 def of_one_rank_from_the_first() -> Any:

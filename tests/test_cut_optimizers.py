@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import onecard as oc
 from onecard.testing import run_ranks
+from onecard.train.shard import is_elsewhere
 
 
 def losses(name: str, foreach: bool, plan: oc.Plan | None = None) -> list[float]:
@@ -37,3 +40,72 @@ def test_states_read_before_gradients() -> None:
     card = losses("Adadelta", False)
     for found in run_ranks(_planned, 2):
         assert found == [pytest.approx(card, rel=1e-5)] * 2
+
+
+class Kept(torch.optim.Optimizer):
+    """Keeps the last gradient, and a mean of squares, and divides by it."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                last = state.get("last")
+                state["last"] = p.grad.clone()
+                if "squares" not in state:
+                    state["squares"] = torch.zeros_like(p)
+                state["squares"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+                p.sub_((p.grad if last is None else p.grad + 0.5 * last) / (state["squares"].sqrt() + 1.0), alpha=0.1)
+
+
+class Placed(nn.Module):
+    """A table of one row is added where the first stage ends: of one row its gradient is the one that comes from the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Linear(6, 8), nn.Parameter(torch.randn(1, 3, 8))
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(self.embed(x) + self.table)).mean(1))
+
+
+def _table(name: str, plan: oc.Stages | None = None) -> tuple[list[float], bool, bool]:
+    """Losses; whether this rank has the table, and whether it has its gradient."""
+    torch.manual_seed(0)
+    net = Placed()
+    kind = Kept if name == "Kept" else getattr(torch.optim, name)
+    optimizer = kind(net.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    run = step if plan is None else oc.to_static(step, stages=plan)
+    x, y = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1)), torch.arange(4)
+    losses = [run(x, y).item() for _ in range(4)]
+    return losses, not is_elsewhere(net.table), net.table.grad is not None and not is_elsewhere(net.table.grad)
+
+
+def _tables() -> list[tuple[list[float], bool, bool]]:
+    return [_table(name, oc.Stages(4, at=["layer"])) for name in TABLES]
+
+
+TABLES = ("AdamW", "RMSprop", "Kept")
+
+
+def test_gradients_and_states_are_where_their_parameter_is() -> None:
+    """Also where another stage has computed the gradient: it is sent, once."""
+    cards = [_table(name)[0] for name in TABLES]
+    for rank, found in enumerate(run_ranks(_tables, 2, timeout=100.0)):
+        assert [losses for losses, _, _ in found] == [pytest.approx(card, rel=1e-5) for card in cards]
+        assert [(has, grad) for _, has, grad in found] == [(rank == 0, rank == 0)] * 3

@@ -293,7 +293,7 @@ def test_what_cannot_be_recorded_says_so() -> None:
 
 def test_what_has_the_identity_of_something_that_is_gone_is_new() -> None:
     """Python gives a freed gradient's place to the next object: the new gradient is one, though its ``id`` is the same."""
-    from onecard.static.guards.places import Before
+    from onecard.static.guards.before import Before
 
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)

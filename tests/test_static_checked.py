@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import onecard as oc
 from onecard.comm.agree import sparse_check
 from onecard.comm.world import world
 from onecard.errors import RecordingError
-from onecard.static.guards import places
+from onecard.static.guards import before
 from onecard.static.run.rechecked import next_check
 from onecard.tensor.deferred.calls import storage_of
 from onecard.testing import RankError, run_ranks
@@ -400,12 +400,12 @@ def test_the_order_in_which_python_lists_objects_says_nothing(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Effects have the order of their places: a look that finds the same tensors in another order finds the same step."""
-    listed = places.alive
+    listed = before.alive
     _, step = _program()
     forwards = oc.to_static(step, **options)
     forwards(torch.ones(4, 4))
     forwards(torch.ones(4, 4))
-    monkeypatch.setattr(places, "alive", lambda *wanted: [found[::-1] for found in listed(*wanted)])
+    monkeypatch.setattr(before, "alive", lambda *wanted: [found[::-1] for found in listed(*wanted)])
     backwards = oc.to_static(step, **options)
     backwards(torch.ones(4, 4))
     backwards(torch.ones(4, 4))
@@ -430,3 +430,44 @@ def test_looks_keep_no_gradients(options: dict[str, Any]) -> None:
     finally:
         gc.enable()
     assert kept == []
+
+
+class _Replaces(torch.optim.Optimizer):
+    """Puts new tensors into its states, as many optimizers of papers do, and writes into none."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            mean = state.get("mean")
+            state["mean"] = p.grad.clone() if mean is None else 0.5 * mean + p.grad
+            p.sub_(state["mean"] if mean is None else state["mean"] + 0.1 * mean, alpha=0.1)
+
+
+def _replaced(options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4))
+    optimizer = _Replaces(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = step if options is None else oc.to_static(step, **options)
+    return [run(torch.linspace(-1, 1, 32).view(8, 4)).item() for _ in range(10)]
+
+
+def test_states_that_an_optimizer_replaces_are_read_anew() -> None:
+    """Each replay reads what the one before has put there; nothing is told, as all is repeated."""
+    wanted = _replaced(None)
+    for options, ranks in (({}, 1), ({"k_steps": 4}, 1), ({"stages": oc.Stages(4, at=["2"])}, 2)):
+        for losses in run_ranks(_replaced, ranks, options):
+            assert losses == pytest.approx(wanted, rel=1e-5)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onecard as oc
-from onecard.static.guards import frozen, places
+from onecard.static.guards import before, frozen
 
 
 @pytest.fixture
@@ -97,6 +97,6 @@ def is_tensor(kind: type) -> bool:
 def test_what_is_thawed_is_there_once(thawed: None) -> None:
     kept = nn.Linear(2, 2)
     gc.freeze()
-    assert sum(x is kept.weight for x in places.alive(is_tensor)[0]) == 1
+    assert sum(x is kept.weight for x in before.alive(is_tensor)[0]) == 1
     gc.unfreeze()
-    assert sum(x is kept.weight for x in places.alive(is_tensor)[0]) == 1
+    assert sum(x is kept.weight for x in before.alive(is_tensor)[0]) == 1

@@ -24,7 +24,7 @@ from onecard.static.call import flat, name_of, recorded, sketched_again
 from onecard.static.capture.autocast import autocast
 from onecard.static.capture.undo import Undo
 from onecard.static.code.compiled import note_line
-from onecard.static.guards.places import Before
+from onecard.static.guards.before import Before
 from onecard.static.passes import PASSES, StaticOptions, chosen
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
 from onecard.static.recording import Recording

@@ -23,8 +23,8 @@ from onecard.static.capture.autocast import autocast
 from onecard.static.capture.capture import Capture
 from onecard.static.capture.script import StepScript
 from onecard.static.capture.unmade import left_unmade, make_all
+from onecard.static.guards.before import changed_itself, still_before
 from onecard.static.guards.numbers import plain
-from onecard.static.guards.places import changed_itself, still_before
 from onecard.static.passes import RewrittenGraph, StaticOptions, fitting, rewritten, withheld
 from onecard.static.passes.additive import Additive, Verdict
 from onecard.static.passes.microbatches import BatchRows, Microbatches, rows_of
@@ -76,26 +76,38 @@ class _WholeCall:
     options: StaticOptions
     parts: Microbatches
 
-    def rows(self, looker: Additive | None = None) -> BatchRows:
+    def rows(self) -> BatchRows:
         """How long the results of the whole batch are."""
-        capture = Capture(self.leaves, self.names, roots_given(self.fn, self.leaves), self.options.ask)
+        return rows_of(tree_unflatten(self.leaves, self.tree), self._result(self.leaves))
+
+    def _result(self, leaves: Sequence[Any], looker: Additive | None = None) -> Any:
+        """What the step returns, of the whole batch or a part of it."""
+        capture = Capture(leaves, self.names, roots_given(self.fn, leaves), self.options.ask)
         capture.leaves_nothing = True
         undo = capture.undone(sketched=True)
         try:
-            with autocast(self.options.dtype, self.leaves), self.parts.around(), looker or nullcontext():
+            with autocast(self.options.dtype, leaves), self.parts.around(), looker or nullcontext():
                 result = capture.run(self.fn, self.tree)
             if looker is not None:
                 looker.returned(result)
-            return rows_of(tree_unflatten(self.leaves, self.tree), result)
+            return result
         finally:
             capture.settle()
             undo.back()
 
-    def compared(self, first: Additive) -> Verdict:
-        """How the step depends on its rows, by this second look: which of its numbers follow the rows."""
+    def compared(self, first: Additive, part: Sequence[Any]) -> Verdict:
+        """How the step depends on its rows, by this second look: which of its numbers follow the rows.
+
+        One that is another for the same ``part`` of them, by a third look, follows something else: the check of recordings tells.
+        """
         looker = Additive(self.leaves, first.verdict, self.parts.k_steps)
         try:
-            self.rows(looker)
+            self._result(self.leaves, looker)
+            if looker.moved:
+                again = Additive(part, first.verdict, 1)
+                self._result(part, again)
+                if again.moved:
+                    return first.verdict
         except RecordingError:  # the step reads values (``ask``), which are not there without data
             return Verdict(open=True) if first.unsure else first.verdict
         return looker.verdict
@@ -228,7 +240,8 @@ def _written(fn: Any, leaves: Sequence[Any], names: Sequence[str], tree: Any, op
     seen = None
     if batch is not None and looker is not None:
         seen = looker.returned(result)
-        seen = batch.compared(looker)
+        if looker.unsure or seen.values or not _sets_up(capture):
+            seen = batch.compared(looker, first)
     return _Written(capture, recording, result, batch, seen, () if parts is None else parts.everyone(recording))
 
 

@@ -8,7 +8,7 @@ norm of all gradients, runs on every rank that wants it, and its operands are se
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -30,8 +30,9 @@ class NodeRanks:
         graph: a whole step: nodes of microbatches have their "part", others run once or wherever they are wanted.
         homes: for each stage, its rank's place in the pipeline.
         ranks: how many there are.
-        effects_at: the positions of outputs that are effects: left on the ranks that make them; all others are results, which
-            every rank is given.
+        effects_at: for the positions of outputs that are effects, where in the program: gradients and states are left where their
+            parameter is. All others are results, which every rank is given.
+        owners: of optimizers' states, as of a recording.
 
     Attributes:
         at: for each node the ranks on which it runs; empty: nobody wants it.
@@ -41,7 +42,14 @@ class NodeRanks:
         writers: for each piece of memory the nodes that write to it.
     """
 
-    def __init__(self, graph: fx.Graph, homes: list[int], ranks: int, effects_at: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        homes: list[int],
+        ranks: int,
+        effects_at: Mapping[int, Any] | None = None,
+        owners: Mapping[Any, Any] | None = None,
+    ) -> None:
         self.graph, self.homes, self.all = graph, homes, Ranks(range(ranks))
         self.order = ProgramOrder(graph)
         self.nodes = list(graph.nodes)
@@ -54,6 +62,7 @@ class NodeRanks:
         for node in self.nodes:
             self.near[node] = self._body(node)
         self._read_by_stages()
+        self._beside_parameters(owners or {})
         self._of: dict[fx.Node, Ranks | None] = {}  # of what is made wherever it is wanted, where it is made of
         outside = [n for n in self.nodes if n.op == "call_function" and part_of(n) is None]
         learning = True
@@ -65,7 +74,7 @@ class NodeRanks:
                 else:
                     self.near[node] = self._once(node)
             learning = self._learn()
-        self.at = self._wanted(effects_at)
+        self.at = self._wanted(effects_at or {})
 
     def _body(self, node: fx.Node) -> Ranks | None:
         part = part_of(node)
@@ -86,8 +95,24 @@ class NodeRanks:
                 self.stages[node] = tuple(sorted(reads[node]))
                 self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
 
+    def _beside_parameters(self, owners: Mapping[Any, Any]) -> None:
+        """States are where their parameters are, whatever they meet first; counts, which have no dims, are kept by all."""
+        self._owners = {where: n for n in self.stages if (where := n.meta["input"].where) is not None}
+        self._states = owners
+        for node in self.nodes:
+            known = node.meta.get("input")
+            if known is not None and known.kind == "state" and node.meta["tensor"][0]:
+                self.near[node] = self._of_effect(known.where)
+
+    def _of_effect(self, where: Any) -> Ranks | None:
+        """Where the parameter is whose gradient, by its own place, or whose state this is; None if no stage reads it."""
+        owner = self._owners.get(self._states.get(where[1:4]) if where[0] == "state" else where)
+        return None if owner is None else self.near[owner]
+
     def _learn(self) -> bool:
-        """States are where what they are used with is, at once or by way of what is made of them alone; whether any was found."""
+        """States of nothing that a stage reads are where what they are used with is, at once or by way of what is made of them
+        alone; whether any was found.
+        """
         found: dict[fx.Node, Ranks] = {}
         behind: dict[fx.Node, Ranks] = {}  # of nodes that could be anywhere, where what is made of them is
         for node in reversed(self.nodes):
@@ -107,14 +132,7 @@ class NodeRanks:
     def _behind(self, user: fx.Node, node: fx.Node, behind: dict[fx.Node, Ranks]) -> Iterator[Ranks]:
         """Where what a user makes of a node is; an operator on lists makes one of each."""
         made: Iterable[fx.Node] = (user,)
-        if _is_list(user):
-            at = {
-                i
-                for x in (*user.args, *user.kwargs.values())
-                if isinstance(x, list | tuple)
-                for i, n in enumerate(x)
-                if n is node
-            }
+        if (at := _elements(user, node)) is not None:
             made = [n for n in user.users if n.target is operator.getitem and n.args[1] in at]
         yield from (behind[n] for n in made if n in behind)
 
@@ -122,8 +140,7 @@ class NodeRanks:
         """Where a user of an input runs; an operator on lists: where it does what it does to this one."""
         if not _is_list(user) or part_of(user) is not None:
             return self.near.get(user)
-        lists = [x for x in (*user.args, *user.kwargs.values()) if isinstance(x, list | tuple)]
-        places = {i for x in lists for i, n in enumerate(x) if n is node}
+        places = _elements(user, node) or ()
         known = [near for i in places if (near := self.of_element(user, i)) is not None]
         return frozenset.union(*known) if known else None
 
@@ -136,8 +153,7 @@ class NodeRanks:
 
     def of_element(self, node: Any, i: int) -> Ranks | None:
         """Where one element of an operator on lists is done: on all ranks that have what it writes to, or by its operands."""
-        given = [x[i] for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple) and i < len(x)]
-        operands = [x for x in given if isinstance(x, fx.Node)]
+        operands = _operands(node, {i})
         memory = self.order.memory
         roots = {
             r for x in operands for r in memory.roots[x] if r in memory.writes.get(node, ()) and r.op == "placeholder"
@@ -152,13 +168,18 @@ class NodeRanks:
 
     # -- who runs what ---------------------------------------------------------------------------------------------------------
 
-    def _wanted(self, effects_at: frozenset[int]) -> dict[fx.Node, Ranks]:
+    def _left_at(self, node: fx.Node, where: Any) -> Ranks:
+        """Where an effect is left; counts, which have no dims, where they are made."""
+        is_count = where[0] == "state" and not node.meta.get("tensor", ((),))[0]
+        return (None if is_count else self._of_effect(where)) or self.near[node] or self.all
+
+    def _wanted(self, effects_at: Mapping[int, Any]) -> dict[fx.Node, Ranks]:
         wanted: dict[fx.Node, set[int]] = {n: set() for n in self.nodes}
         (output,) = self.graph.find_nodes(op="output")
         results: Any = output.args[0]
         for i, node in enumerate(results):
             if isinstance(node, fx.Node):
-                wanted[node] |= (self.near[node] or self.all) if i in effects_at else self.all
+                wanted[node] |= self._left_at(node, effects_at[i]) if i in effects_at else self.all
         self.wanted_at_end = {n: Ranks(ranks) for n, ranks in wanted.items() if ranks}
         last = {root: node for node, roots in self.order.memory.writes.items() for root in roots}
         for node, ranks in self.wanted_at_end.items():  # as they are when all is done
@@ -278,6 +299,20 @@ def is_free(node: fx.Node) -> bool:
 
 def _is_everywhere(node: fx.Node) -> bool:
     return "input" in node.meta and node.meta["input"].kind in _ALONE
+
+
+def _lists(node: fx.Node) -> list[Any]:
+    return [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, list | tuple)]
+
+
+def _elements(node: fx.Node, given: fx.Node) -> set[int] | None:
+    """At which places of its lists an operator on lists has an operand; None of another operator."""
+    return {i for x in _lists(node) for i, n in enumerate(x) if n is given} if _is_list(node) else None
+
+
+def _operands(node: fx.Node, at: set[int]) -> list[fx.Node]:
+    """Of an operator on lists, those of some elements."""
+    return [x[i] for x in _lists(node) for i in sorted(at) if i < len(x) and isinstance(x[i], fx.Node)]
 
 
 def _is_list(node: Any) -> bool:

@@ -293,11 +293,11 @@ def replaced(step: AnyStep, graph: fx.Graph) -> AnyStep:
 def woven(recording: AnyStep, schedule: Schedule, ranks: tuple[int, ...], name: str) -> tuple[AnyStep, Weave]:
     """What all ranks do, for a whole step with parts; and the step as it was taken then."""
     homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
-    effects = frozenset(e.output.position for e in recording.effects if e.output is not None)
-    places = NodeRanks(recording.graph, homes, len(ranks), effects)
+    effects = {e.output.position: e.where for e in recording.effects if e.output is not None}
+    places = NodeRanks(recording.graph, homes, len(ranks), effects, recording.owners)
     graph = by_place(recording.graph, places)
     if graph is not recording.graph:
-        places = NodeRanks(graph, homes, len(ranks), effects)
+        places = NodeRanks(graph, homes, len(ranks), effects, recording.owners)
     return replaced(recording, graph), Weave(places, schedule, ranks, name)
 
 

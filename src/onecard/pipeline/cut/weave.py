@@ -68,7 +68,8 @@ class _Rank:
             self._tick(tick)
         (output,) = weave.places.graph.find_nodes(op="output")
         results: Any = output.args[0]
-        self.made.output(tuple(self._shown(n) for n in results))
+        others = {n for n, ranks in self.places.wanted_at_end.items() if rank not in ranks}  # which it makes for them
+        self.made.output(tuple(None if n in others else self._shown(n) for n in results))
 
     def _plan(self, ticks: Sequence[Tick]) -> None:
         """What happens at each tick."""

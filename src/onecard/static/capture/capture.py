@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,12 @@ from onecard.static.capture.sketch import Sketch
 from onecard.static.capture.undo import Undo
 from onecard.static.guards import self_test
 from onecard.static.guards.arguments import modes
+from onecard.static.guards.before import Before, numbers_of, options_of, still_before
 from onecard.static.guards.believed import believed
 from onecard.static.guards.conditions import asked
 from onecard.static.guards.held import NOTHING, HeldTensors
 from onecard.static.guards.numbers import Number, followed_by_math, given_back, plain
-from onecard.static.guards.places import Before, Places, holders, is_nameless, numbers_of, options_of, still_before
+from onecard.static.guards.places import Places, holders, is_nameless
 from onecard.static.guards.ran import NotWatched, Ran, is_watched
 from onecard.static.guards.replaced import put_back
 from onecard.static.guards.results import taken_apart
@@ -108,7 +110,7 @@ class Capture:
                 self.phases.watched(self._begin, self._end),
                 randomness.seen(),
                 recordable(),
-                hooks.seen_by(recorder),
+                hooks.seen_by(recorder) if self.taken_back else nullcontext(),  # what is cut in microbatches asks
                 self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)
@@ -150,7 +152,9 @@ class Capture:
             "repeat: it finds there what was there before. Put a tensor there before the first step, and write into it: "
             "kept[key].copy_(new); or return what it makes"
         )
-        return self.seen.left_behind() or (said if self.left else "")
+        optimizers = [root for _, root in self.places.roots if isinstance(root, Optimizer)]
+        states = {id(held) for optimizer in optimizers for held in optimizer.state.values()}
+        return self.seen.left_behind(states) or (said if self.left else "")
 
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
 
@@ -228,6 +232,7 @@ class Capture:
         for leaf in () if self.taken_back else self.leaves:  # x.requires_grad_(): each call is given another x
             before.begins(leaf)
         places.gradients_of(before)
+        places.states_of(before)
         for leaf in filter(before.had, recorder.leaves.values()):
             places(id(leaf), leaf)
         places.gradients_of(before)
@@ -246,7 +251,7 @@ class Capture:
         made = RecordedStep(
             name, recorder.graph, inputs, results, tree, effects, *asked(recorder.graph, recorder.conditions),
             tuple(n for n, _ in places.roots), had, constants, beliefs=believed(named, still_before(before, places.roots)),
-            around=(torch.is_grad_enabled(), modes()),
+            around=(torch.is_grad_enabled(), modes()), owners=places.owners(),
         )  # fmt: skip
         self.script = script.of(made)
         return made

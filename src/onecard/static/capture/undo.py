@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch import names as _torch
-from onecard.static.guards.places import Before
+from onecard.static.guards.before import Before
 from onecard.tensor.dist_tensor import DistTensor
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from onecard.static.guards.places import alive
+from onecard.static.guards.before import alive
 from onecard.tensor.deferred.calls import is_any
 from onecard.train.unmade import Unmade, UnmadePart, closed, looking, make, wait
 

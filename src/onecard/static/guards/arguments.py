@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch import names as _torch
-from onecard.static.guards.places import STILL
+from onecard.static.guards.before import STILL
 from onecard.tensor.deferred.calls import storage_of
 from onecard.tensor.dist_tensor import DistTensor
 

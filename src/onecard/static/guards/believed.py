@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from onecard.static.guards.before import SETTLED, numbers_of, options_of, values_of
 from onecard.static.guards.hooked import HOOKS, TENSOR_HOOKS, own_parameters
-from onecard.static.guards.places import SETTLED, numbers_of, options_of, values_of
 
 Beliefs = tuple[tuple[str, Any], ...]
 

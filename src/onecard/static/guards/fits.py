@@ -17,9 +17,10 @@ from onecard.static.code.compiled import compiled, step_function
 from onecard.static.code.source import Code, Source
 from onecard.static.code.spent import spent
 from onecard.static.guards.arguments import changed, is_like, modes, one_memory
+from onecard.static.guards.before import STILL, options_of, values_of
 from onecard.static.guards.hooked import HOOKS, own_parameters, same_code, same_keys
 from onecard.static.guards.lookup import now_at
-from onecard.static.guards.places import STILL, at, module_at, named_parameters, optimizer_at, options_of, values_of
+from onecard.static.guards.places import at, module_at, named_parameters, optimizer_at
 from onecard.static.guards.unchanged import differs, is_still
 from onecard.static.step.memory import GraphMemory
 from onecard.static.step.step import MISS, Input, RecordedStep, Where

@@ -1,114 +1,20 @@
-"""Where the tensors of a step are in the program: what was alive before it, and what it has changed."""
+"""Where the tensors of a step are in the program."""
 
 from __future__ import annotations
 
-import gc
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from onecard._torch import names as _torch
-from onecard.static.guards import frozen
+from onecard.static.guards.before import Before
 from onecard.static.guards.hooked import own_parameters
 from onecard.static.step import refusals
-from onecard.static.step.facts import takes_gradients
 from onecard.static.step.step import Where
 from onecard.tensor.deferred.calls import storage_of
-from onecard.tensor.dist_tensor import DistTensor
-from onecard.tensor.spec import Spec
-
-
-class Before:
-    """All tensors that are alive before a step, without keeping any of them alive.
-
-    Attributes:
-        alive: by identity.
-        gradients: for each leaf, its gradient's identity or 0; ``owners``: the other way; ``begun``: those that are leaves
-            with gradients since the step only.
-        holders: by the identity of a local part, the identities of the distributed tensors that had it, parameters first.
-        locals: of each distributed tensor, its local part's identity and its spec.
-        groups: the numbers of all optimizers; ``states``: for each of them, the states of each parameter, by name
-            with their values, if they are no tensors.
-        still: of each module, and of each optimizer's groups, what a recording takes for granted; ``buffers``: of each module,
-            the identities of its buffers by name.
-        others: what is alive of the types that ``also`` wants, until somebody takes it: one look at all objects serves both.
-    """
-
-    def __init__(self, also: frozen.Kinds | None = None) -> None:
-        self.alive: dict[int, TensorWeakRef] = {}
-        self.gradients: dict[int, int] = {}
-        self.owners: dict[int, int] = {}
-        self.begun: set[int] = set()
-        self.holders: dict[int, list[int]] = {}
-        self.locals: dict[int, tuple[int, Spec]] = {}
-        self.groups: list[tuple[Optimizer, list[dict[str, Any]]]] = []
-        self.states: dict[int, dict[int, dict[Any, Any]]] = {}
-        self.still: dict[int, Any] = {}
-        self.buffers: dict[int, dict[str, int]] = {}
-        found: list[Tensor] = []
-        ours, self.others = alive(_is_held, also or _none)
-        for x in ours:
-            if isinstance(x, Tensor):
-                found.append(x)
-            elif isinstance(x, Optimizer):
-                self.groups.append((x, [numbers_of(group) for group in x.param_groups]))
-                self.still[id(x)] = [options_of(group) for group in x.param_groups]
-                self.states[id(x)] = {
-                    id(p): plain_states(held) for p, held in x.state.items() if isinstance(held, dict)
-                }
-            else:
-                self.still[id(x)] = values_of(x)
-                self.buffers[id(x)] = {name: id(buffer) for name, buffer in x._buffers.items()}
-        for x in found:
-            self.alive[id(x)] = TensorWeakRef(x)
-            if takes_gradients(x):
-                grad = _torch.gradient(x)
-                self.gradients[id(x)] = 0 if grad is None else id(grad)
-                if grad is not None:  # made for Python only now, if it is a plain one
-                    self.owners[id(grad)] = id(x)
-                    self.alive[id(grad)] = TensorWeakRef(grad)
-                    self._hold(grad)
-            self._hold(x)
-
-    def _hold(self, x: Tensor) -> None:
-        if isinstance(x, DistTensor) and hasattr(x, "_local"):
-            known = self.holders.setdefault(id(x._local), [])
-            known.insert(0 if isinstance(x, nn.Parameter) else len(known), id(x))
-            self.locals[id(x)] = (id(x._local), x._spec)
-
-    def had(self, x: Tensor) -> bool:
-        """Whether a tensor was there."""
-        found = self.alive.get(id(x))
-        return found is not None and found() is x
-
-    def begins(self, x: Any) -> None:
-        """A tensor that was there may take gradients by now, which it did not: its own is one that the step leaves."""
-        if isinstance(x, Tensor) and self.had(x) and takes_gradients(x) and id(x) not in self.gradients:
-            self.gradients[id(x)] = 0
-            self.begun.add(id(x))
-
-    def gradients_now(self) -> list[Tensor | None]:
-        """What leaves that were there have as gradients by now, without being seen to look: who reads one has it summed."""
-        with _torch.as_it_is():
-            return [_torch.gradient(x) for key in self.gradients if (x := self.alive[key]()) is not None]
-
-    def still_is(self, x: Any, was: int) -> bool:
-        """Whether this is what had that identity before, which something new may have by now."""
-        return id(x) == was and (x is None or self.had(x))
-
-    def moved(self) -> Iterator[DistTensor]:
-        """Distributed tensors that have another local part, or lie otherwise, than before."""
-        for key, (local, spec) in self.locals.items():
-            x: Any = self.alive[key]()
-            if x is not None and (
-                not self.still_is(x._local, local) or x._spec.with_hint(()) is not spec.with_hint(())
-            ):
-                yield x
 
 
 def holders(values: Sequence[Any]) -> dict[int, int]:
@@ -124,94 +30,6 @@ def holders(values: Sequence[Any]) -> dict[int, int]:
         start, end, holder = max(sharing, key=lambda span: (span[1] - span[0], -span[2]))
         found |= {i: holder for a, b, i in sharing if i != holder and start <= a and b <= end}
     return found
-
-
-def alive(*wanted: frozen.Kinds) -> list[list[Any]]:
-    """For each question, a function of a module, what is alive of the types that it wants.
-
-    There are hundreds of thousands of objects: it is one look, and each type is asked once.
-    """
-    listed = gc.get_objects()
-    there = frozen.of_kinds(listed, lambda kind: any(wants(kind) for wants in wanted))
-    seen = {*map(id, there)}  # what is thawed is listed again
-    hidden = [[x for x in more if id(x) not in seen] for more in frozen.those(listed, wanted)]
-    return [frozen.of_kinds(there, wants) + more for wants, more in zip(wanted, hidden, strict=True)]
-
-
-def _is_held(kind: type) -> bool:
-    return issubclass(kind, (Tensor, Optimizer, nn.Module))
-
-
-def _none(kind: type) -> bool:
-    return False
-
-
-def plain_states(held: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's states of one parameter: names, and values of those that are numbers of Python."""
-    return {k: v if isinstance(v, bool | int | float | str) else None for k, v in held.items()}
-
-
-def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of an optimizer's group of parameters: floats, and tuples of them."""
-
-    def counts(value: Any) -> bool:
-        return isinstance(value, float) or (
-            isinstance(value, tuple | list) and all(isinstance(v, float) for v in value)
-        )
-
-    return {k: v for k, v in group.items() if k != "params" and counts(v)}
-
-
-STILL = (bool, int, float, str, type(None))
-"""Of values of these types a recording takes what they were: they are compared before each replay."""
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What else an optimizer's group holds besides parameters and numbers that may change."""
-    numbers = numbers_of(group)
-    return {k: v for k, v in group.items() if k not in numbers and isinstance(v, STILL)}
-
-
-SETTLED = (
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-    types.FunctionType, types.BuiltinFunctionType, type,
-)  # fmt: skip
-"""So of values of these types that torch's own modules hold, and of tuples: strides of a convolution, an activation."""
-
-
-def values_of(module: nn.Module) -> dict[str, Any]:
-    """The plain values that a module holds itself."""
-    kinds = (*STILL, *SETTLED) if type(module).__module__.startswith("torch.") else STILL
-    return {k: v for k, v in vars(module).items() if not k.startswith("_") and _is_plain(v, kinds)}
-
-
-def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
-    if type(value) is tuple:
-        return all(_is_plain(v, kinds) for v in value)
-    return isinstance(value, kinds)
-
-
-def still_before(before: Before, roots: Sequence[tuple[str, Any]]) -> dict[Any, Any]:
-    """Of each module and each optimizer's group: what it held before the step, which may have counted there."""
-    facts: dict[Any, Any] = {}
-    for name, root in roots:
-        if isinstance(root, nn.Module):
-            for path, module in root.named_modules():
-                had = before.buffers.get(id(module), {})
-                if lost := [n for n, x in module._buffers.items() if n in had and not before.still_is(x, had[n])]:
-                    facts[f"{name}.{path}" if path else name, "replaced"] = lost[0]
-                if id(module) in before.still:
-                    facts[f"{name}.{path}" if path else name, "still"] = before.still[id(module)]
-        elif isinstance(root, Optimizer):
-            facts |= {(name, i, "options"): held for i, held in enumerate(before.still.get(id(root), ()))}
-    return facts
-
-
-def changed_itself(before: Before, roots: Sequence[tuple[str, Any]]) -> bool:
-    """Whether a module's plain values are others than before the step."""
-    modules = [module for _, root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    stills = [(vars(module), before.still.get(id(module), {})) for module in modules]
-    return any(name not in now or now[name] != value for now, still in stills for name, value in still.items())
 
 
 class Places:
@@ -240,6 +58,14 @@ class Places:
             if leaf in self._found:
                 self._gradients[grad] = ("gradient", self._found[leaf])
 
+    def states_of(self, before: Before) -> None:
+        """Learn which tensors were states before the step, which it may have replaced (``state["m"] = 0.9 * state["m"]``)."""
+        for (r, g, i), param in self._parameters():
+            for key, who in before.kept.get(id(self.roots[r][1]), {}).get(id(param), {}).items():
+                is_new = self._found.get(who, ("object",))[0] == "object"
+                if is_new and who in before.alive and before.alive[who]() is not None:
+                    self._found[who] = ("state", r, g, i, key)
+
     def __call__(self, key: int, x: Any) -> Where:
         """The place of a tensor with this identity; one that has none is a root of its own."""
         where = self._found.get(key) or self._gradients.get(key)
@@ -250,13 +76,18 @@ class Places:
 
     def in_order(self, keys: Iterable[int]) -> list[int]:
         """Identities, by their places: Python lists what is alive in another order at each call, and on each rank."""
-        order = {where: i for i, where in enumerate(self._found.values())}
+        order: dict[Any, int] = {where: i for i, where in enumerate(self._found.values())}
+        at = {key: self._gradients[key][1] if key in self._gradients else self._found.get(key) for key in keys}
+        return sorted(at, key=lambda key: order.get(at[key], len(order)))
 
-        def at(key: int) -> int:
-            where: Any = self._gradients[key][1] if key in self._gradients else self._found.get(key)
-            return order.get(where, len(order))
+    def owners(self) -> dict[Where, Where]:
+        """By optimizer, group and number, the places of parameters that have one."""
+        return {at: self._found[id(p)] for at, p in self._parameters() if id(p) in self._found}
 
-        return sorted(keys, key=at)
+    def _parameters(self) -> Iterator[tuple[tuple[int, int, int], Any]]:
+        for r, (_, root) in enumerate(self.roots):
+            for g, group in enumerate(root.param_groups if isinstance(root, Optimizer) else ()):
+                yield from (((r, g, i), p) for i, p in enumerate(group["params"]))
 
     def rank(self, key: int) -> int:
         """Which of several tensors is called by its name: of a module or an optimizer, an argument, a gradient, another one."""

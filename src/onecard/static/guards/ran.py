@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onecard.static.guards.before import STILL
 from onecard.static.guards.calls import Calls
 from onecard.static.guards.chains import Act, Expr, acts_of, text
 from onecard.static.guards.frames import FrameValues
@@ -33,7 +34,6 @@ from onecard.static.guards.lookup import (
     item,
     users,
 )
-from onecard.static.guards.places import STILL
 from onecard.static.guards.seen import Seen
 
 _acts = functools.lru_cache(maxsize=8192)(acts_of)

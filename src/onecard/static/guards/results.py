@@ -10,9 +10,9 @@ from torch import Tensor
 
 from onecard._torch.names import register_pytree_node, tree_leaves, tree_map, tree_unflatten
 from onecard.errors import RecordingError
+from onecard.static.guards.before import STILL
 from onecard.static.guards.lookup import held_by
 from onecard.static.guards.numbers import Number
-from onecard.static.guards.places import STILL
 
 _DEPTH = 8  # objects within objects
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from operator import contains
 from typing import Any
@@ -16,10 +16,11 @@ from weakref import ProxyTypes
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onecard.static.guards.before import STILL
 from onecard.static.guards.guard import LOOKED_UP, OF_CODE, Guard
 from onecard.static.guards.lookup import ABSENT, BYTES, CONTAINERS, SHOW, Place, behind, now_at, users
 from onecard.static.guards.numbers import Number, numbers_in
-from onecard.static.guards.places import STILL, named_parameters
+from onecard.static.guards.places import named_parameters
 from onecard.static.guards.unchanged import copied, is_plain, kept
 
 
@@ -153,12 +154,16 @@ class Seen:
         if not any(file is x or file is getattr(x, "buffer", None) for x in shown) and not is_installed(line):
             self._written = self._written or (name, line)
 
-    def left_behind(self) -> str:
-        """What the step leaves that a replay would not, in words: tensors, numbers that may change, longer lists, files."""
+    def left_behind(self, states: Collection[int] = ()) -> str:
+        """What the step leaves that a replay would not, in words: tensors, numbers that may change, longer lists, files.
+
+        Args:
+            states: who the dicts of optimizers' states are, in which a replay leaves the tensors that the step has.
+        """
         noted = {id(g.place.holder) for g in self.guards if g.place.kind not in ("answer", "code")}
         for (holder, key), (now, name, line) in self._left.items():
             value = now()
-            made = isinstance(value, Tensor) and not self._had(value)
+            made = isinstance(value, Tensor) and not self._had(value) and holder not in states
             if (made or isinstance(value, Number | _Added)) and (key or holder not in noted):
                 what = f"adds to {name}" if isinstance(value, _Added) else f"sets {name}"
                 return f"the step {what} at {line}, in Python, which a replay does not repeat: return it, and keep it outside"

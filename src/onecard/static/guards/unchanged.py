@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import torch
 
+from onecard.static.guards.before import STILL
 from onecard.static.guards.lookup import BYTES, CONTAINERS
-from onecard.static.guards.places import STILL
 
 _VALUES = (
     *STILL, bytes, complex, enum.Enum, slice, range, numpy.generic, torch.dtype, torch.device, types.BuiltinFunctionType,

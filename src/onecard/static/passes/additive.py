@@ -71,6 +71,12 @@ class Additive(DispatchMode):
         """Whether another number of rows would tell more."""
         return self.first and (self.rows == 1 or self.verdict.unsure)
 
+    @property
+    def moved(self) -> bool:
+        """Whether a number in the step, or in what it returns, is another one than before."""
+        before = {} if self.kinds.before is None else self.kinds.before.values
+        return self.kinds.moved or any(i in before and before[i] != v for i, v in self.verdict.values.items())
+
     def returned(self, results: Any) -> Verdict:
         """The verdict, once the step has ended."""
         leaves = tree_leaves(results)

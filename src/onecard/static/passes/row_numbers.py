@@ -43,6 +43,7 @@ class RowNumbers:
         self.number: float | None = None
         self.first: float | None = None  # in the first look
         self.follows = False  # a number is another one for the whole batch, and no multiple by its length
+        self.moved = False  # whether any number or tensor is another one than before
 
     def look(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: Ours) -> None:
         """A call begins: which numbers it is given, of its own or in tensors in which there is nothing of the batch."""
@@ -66,7 +67,9 @@ class RowNumbers:
         seen = self.verdict.noted.setdefault(key, [])
         seen.append(value)
         then = self.before.noted.get(key, ()) if self.before is not None else ()
-        return then[len(seen) - 1] if len(seen) <= len(then) else None
+        found = then[len(seen) - 1] if len(seen) <= len(then) else None
+        self.moved |= found is not None and not _same(found, value)
+        return found
 
     def _term(self, number: float | None, first: float | None, of_sums: bool) -> None:
         """What is added, or bounds: it may be the length of the microbatch."""
@@ -154,6 +157,13 @@ def _is_unread(call: Call, operand: int) -> bool:
     row = find(call.func)
     bound = row.bound_for(call) if row is not None else None
     return (call.schema.functional == "copy" and not operand) or (bound is not None and operand in bound.unread)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two looks have noted the same: numbers, or what tensors hold."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return bool(one[0] == other[0]) and _equal(one[1], other[1])
+    return bool(one == other)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -105,6 +105,7 @@ class RecordedStep:
         beliefs: what modules and optimizers were, as data: ``bind`` asks for it.
         elsewhere: what of the program other ranks of a pipeline have.
         counts: by what microbatches divide that was the same for all when the step was recorded (``passes.counted.Count``).
+        owners: by optimizer, group and number, where in the program the parameter is whose states have these in their place.
         around: whether gradients were enabled, and torch's modes; ``file``: which it was read from.
     """
 
@@ -127,6 +128,7 @@ class RecordedStep:
     file: str = ""
     elsewhere: tuple[Elsewhere, ...] = ()
     counts: tuple[Any, ...] = field(default=(), compare=False)
+    owners: dict[Where, Where] = field(default_factory=dict, compare=False)
     bound: Any = field(default=None, compare=False)
     _run: Callable[..., Any] | None = field(default=None, compare=False)
 
