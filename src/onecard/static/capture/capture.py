@@ -43,7 +43,8 @@ from onecard.static.step.phases import Phases
 from onecard.static.step.step import Effect, Input, Output, RecordedStep, Where
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
-from onecard.tensor.rows.rows import settle
+from onecard.tensor.rows.rows import settle_left
+from onecard.tensor.spec import OWN
 from onecard.train.modules.recordable import recordable
 from onecard.train.shard import stages_of
 
@@ -114,7 +115,7 @@ class Capture:
                 self.ran.watching(),
             ):
                 result = fn(*args, **kwargs)
-                settle((result, self.before.gradients_now()))
+                settle_left((result, self.before.gradients_now()))
             recorder.random.end()
         finally:
             recorded.recorder = None
@@ -152,8 +153,7 @@ class Capture:
             "repeat: it finds there what was there before. Put a tensor there before the first step, and write into it: "
             "kept[key].copy_(new); or return what it makes"
         )
-        optimizers = [root for _, root in self.places.roots if isinstance(root, Optimizer)]
-        states = {id(held) for optimizer in optimizers for held in optimizer.state.values()}
+        states = {id(kept) for _, x in self.places.roots if isinstance(x, Optimizer) for kept in x.state.values()}
         return self.seen.left_behind(states) or (said if self.left else "")
 
     # -- numbers of optimizers: inputs while they step --------------------------------------------------------------------
@@ -265,11 +265,11 @@ class Capture:
         return roots
 
     def _output(self, x: Tensor | Number) -> Output:
-        """A new output of the graph."""
+        """A new output of the graph; a copy for a view stands for itself, as what it is a view of is not there after a replay."""
         node = x.node if isinstance(x, Number) else self.recorder.node_of(seen_as(x))
         self._nodes.append(node)
         grad = isinstance(x, Tensor) and x.requires_grad
-        return Output(len(self._nodes) - 1, x._spec if isinstance(x, DistTensor) else None, grad)
+        return Output(len(self._nodes) - 1, x._spec.with_alias(OWN) if isinstance(x, DistTensor) else None, grad)
 
     def _result(self, x: Any) -> Any:
         if isinstance(x, Number):

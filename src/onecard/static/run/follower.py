@@ -29,7 +29,8 @@ from onecard.static.step.step import Output
 from onecard.static.step.writes import changed_by
 from onecard.tensor.dist_tensor import DistTensor
 from onecard.tensor.rows.one_call import seen_as
-from onecard.tensor.rows.rows import settle
+from onecard.tensor.rows.rows import settle_left
+from onecard.tensor.spec import OWN
 from onecard.train.modules.recordable import recordable
 
 aten = torch.ops.aten
@@ -87,7 +88,7 @@ class Follower(recorded.Listener):
         try:
             with eagerly(), _torch.beneath(self.mode), randomness.seen(), recordable():
                 result = call()
-                settle((result, self._gradients()))
+                settle_left((result, self._gradients()))
         finally:
             recorded.recorder = None
         if self.found is None:
@@ -272,7 +273,8 @@ class Follower(recorded.Listener):
         """Whether a tensor or a number is what the recording gives there."""
         number = self.script.outputs[output.position]
         if isinstance(x, Tensor):
-            return self._number_of(x) == number and (x._spec if isinstance(x, DistTensor) else None) is output.spec
+            spec = x._spec.with_alias(OWN) if isinstance(x, DistTensor) else None
+            return self._number_of(x) == number and spec is output.spec
         return number in self._values and same(x, self._values[number])
 
     def _results(self, result: Any) -> None:

@@ -182,6 +182,14 @@ def settle(values: Any) -> None:
                 spread(x)
 
 
+def settle_left(values: Any) -> None:
+    """What a step leaves is settled, and copies that stand for views are taken again if they are out of date: it ends here."""
+    settle(values)
+    for x in tree_leaves(values):
+        if isinstance(x, DistTensor):
+            x._refresh()
+
+
 def _family(x: Rows) -> list[Rows]:
     """The views of rows that are alive, each after what it is a view of."""
     found = []
