@@ -284,10 +284,8 @@ class Follower(recorded.Listener):
             return
         for i, (x, known) in enumerate(zip(flat, self.script.results, strict=True)):
             if isinstance(known, Output):
-                fits, was = (
-                    self._made(x, known),
-                    self._values.get(self.script.outputs[known.position], "another tensor"),
-                )
+                number = self.script.outputs[known.position]
+                fits, was = self._made(x, known), self._values.get(number, "another tensor")
             elif isinstance(known, tuple) and known[:1] == ("place",):
                 fits, was = x is at(known[1], self.roots, self.leaves), "a tensor of the program"
             else:
