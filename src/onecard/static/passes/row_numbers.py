@@ -68,7 +68,7 @@ class RowNumbers:
         seen.append(value)
         then = self.before.noted.get(key, ()) if self.before is not None else ()
         found = then[len(seen) - 1] if len(seen) <= len(then) else None
-        self.moved |= found is not None and not _same(found, value)
+        self.moved |= found is not None and value is not None and not _same(found, value)
         return found
 
     def _term(self, number: float | None, first: float | None, of_sums: bool) -> None:
