@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onecard as oc
 from onecard.errors import DispatchError
-from onecard.testing import run_ranks
+from onecard.testing import RankError, run_ranks
 from onecard.train import unmade
 
 WIDTH, BLOCKS = 96, 8
@@ -178,3 +178,16 @@ def _shared_memory() -> str:
 def test_memory_that_two_share_is_refused() -> None:
     """They would be two tensors on their stages."""
     assert "share memory" in run_ranks(_shared_memory, 1)[0]
+
+
+def _other_seeds() -> None:
+    torch.manual_seed(oc.get_rank())
+    with oc.deferred_init():
+        model = nn.Sequential(*[Block() for _ in range(2)])
+    _step("zero1", model)
+
+
+def test_ranks_with_other_seeds_are_told_when_the_model_is_laid_out() -> None:
+    """Each stage's ranks draw for themselves later on, where nothing could be compared."""
+    with pytest.raises(RankError, match="draws with key"):
+        run_ranks(_other_seeds, 4, timeout=60.0)

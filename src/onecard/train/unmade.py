@@ -18,10 +18,12 @@ from onecard.comm.base.state import Kept, faked
 from onecard.comm.world import pretend, world
 from onecard.errors import DispatchError
 from onecard.place.layout import Layout
+from onecard.random import Key
 from onecard.tensor.become import become
 from onecard.tensor.deferred.calls import record_of, storage_of
 from onecard.tensor.deferred.replay import materialise, whole
 from onecard.tensor.dist_tensor import DistTensor, wrap
+from onecard.tensor.random_operators.draw import by_stage, compare_keys
 from onecard.tensor.spec import Spec, contiguous_stride
 from onecard.train.absent import TOLD, Absent, name_of
 from onecard.train.of_absent import tensors
@@ -89,10 +91,14 @@ def make(x: Tensor) -> Tensor:
     """Give a tensor its memory and its values; the same object. One that is made stays as it is."""
     if isinstance(x, Unmade):
         origin, layout = _taken(x)
-        with torch.no_grad():
-            value = whole(origin) if layout is None else materialise(origin, layout)._local
-            x.untyped_storage().resize_(value.nbytes)
-            x.copy_(value)
+        before, by_stage.here = by_stage.here, True
+        try:
+            with torch.no_grad():
+                value = whole(origin) if layout is None else materialise(origin, layout)._local
+                x.untyped_storage().resize_(value.nbytes)
+                x.copy_(value)
+        finally:
+            by_stage.here = before
     return x
 
 
@@ -140,6 +146,7 @@ def lay_out(x: Tensor, layout: Layout) -> None:
     if not x.dim():
         become(x, materialise(origin, layout))
         return
+    _compare(origin, layout)
     spec = Spec.make(layout, x.shape, contiguous_stride(x.shape), x.dtype, world.device())
     local = _without_memory(layout.local_shape(x.shape) if spec.here else (0,), x.dtype)
     become(x, wrap(local, spec))
@@ -152,6 +159,14 @@ def forget(x: Tensor) -> None:
     """A tensor is not made here: a plain one without memory is left."""
     if isinstance(x, Unmade):
         _taken(x)
+
+
+def _compare(origin: Any, layout: Layout) -> None:
+    """All ranks of a mesh would draw the same for a tensor: asked here, as only its stage's will draw."""
+    record = record_of(origin)
+    for call in record.needed(storage_of(origin)) if record is not None else ():
+        if isinstance(key := call.kwargs.get("generator"), Key):
+            compare_keys(key, call.func, origin.shape, layout.mesh, world.get_rank() in layout.mesh.process_ids)
 
 
 def is_unmade(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ same handlers serve DistTensors and, under ``one_card_random``, plain tensors.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -64,14 +65,23 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
 def key_for(func: Any, like: Any, generator: Any) -> Key:
     """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh."""
     key = new_key(generator)
-    if isinstance(like, DistTensor) and isinstance(key.low, int):
-        _draws.here[like.mesh] += 1
-        count = _draws.here[like.mesh]
-        if count & (count - 1) == 0 and like._spec.here:
-            label, word = f"{like.mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(like.shape)}"
-            when_met(lambda: _compare(label, word))
+    if isinstance(like, DistTensor) and not by_stage.here:
+        compare_keys(key, func, like.shape, like.mesh, like._spec.here)
     return key
 
+
+def compare_keys(key: Key, func: Any, shape: Sequence[int], mesh: Any, here: bool) -> None:
+    """One more draw on a mesh: all of its ranks have the same."""
+    if isinstance(key.low, int):
+        _draws.here[mesh] += 1
+        count = _draws.here[mesh]
+        if count & (count - 1) == 0 and here:
+            label, word = f"{mesh!r}/{count}", f"{key.high << 32 | key.low:016x} for {func} {list(shape)}"
+            when_met(lambda: _compare(label, word))
+
+
+by_stage: Kept[bool] = Kept(bool)
+"""Whether a rank draws what only its own stages have: nothing is compared, as others draw something else."""
 
 _draws: Kept[Counter[Any]] = Kept(Counter)
 
