@@ -62,7 +62,7 @@ class NodeRanks:
         for node in self.nodes:
             self.near[node] = self._body(node)
         self._read_by_stages()
-        self._beside_parameters(owners or {})
+        self._place_states(owners or {})
         self._of: dict[fx.Node, Ranks | None] = {}  # of what is made wherever it is wanted, where it is made of
         outside = [n for n in self.nodes if n.op == "call_function" and part_of(n) is None]
         learning = True
@@ -95,19 +95,19 @@ class NodeRanks:
                 self.stages[node] = tuple(sorted(reads[node]))
                 self.near[node] = Ranks(self.homes[stage] for stage in reads[node])
 
-    def _beside_parameters(self, owners: Mapping[Any, Any]) -> None:
+    def _place_states(self, owners: Mapping[Any, Any]) -> None:
         """States are where their parameters are, whatever they meet first; counts, which have no dims, are kept by all."""
-        self._owners = {where: n for n in self.stages if (where := n.meta["input"].where) is not None}
-        self._states = owners
-        for node in self.nodes:
+        self._read = {n.meta["input"].where: n for n in self.stages}
+        self._owners = owners
+        for node in self.graph.find_nodes(op="placeholder"):
             known = node.meta.get("input")
-            if known is not None and known.kind == "state" and node.meta["tensor"][0]:
-                self.near[node] = self._of_effect(known.where)
+            if known is not None and known.kind == "state" and node.meta["tensor"][0] and node not in self.stages:
+                self.near[node] = self._beside_parameter(known.where)
 
-    def _of_effect(self, where: Any) -> Ranks | None:
-        """Where the parameter is whose gradient, by its own place, or whose state this is; None if no stage reads it."""
-        owner = self._owners.get(self._states.get(where[1:4]) if where[0] == "state" else where)
-        return None if owner is None else self.near[owner]
+    def _beside_parameter(self, where: Any) -> Ranks | None:
+        """Where the parameter is whose state this is, or whose gradient, by its own place; None if no stage reads it."""
+        parameter = self._read.get(self._owners.get(where[1:4]) if where[0] == "state" else where)
+        return None if parameter is None else self.near[parameter]
 
     def _learn(self) -> bool:
         """States of nothing that a stage reads are where what they are used with is, at once or by way of what is made of them
@@ -153,7 +153,7 @@ class NodeRanks:
 
     def of_element(self, node: Any, i: int) -> Ranks | None:
         """Where one element of an operator on lists is done: on all ranks that have what it writes to, or by its operands."""
-        operands = _operands(node, {i})
+        operands = [x[i] for x in _lists(node) if i < len(x) and isinstance(x[i], fx.Node)]
         memory = self.order.memory
         roots = {
             r for x in operands for r in memory.roots[x] if r in memory.writes.get(node, ()) and r.op == "placeholder"
@@ -171,7 +171,7 @@ class NodeRanks:
     def _left_at(self, node: fx.Node, where: Any) -> Ranks:
         """Where an effect is left; counts, which have no dims, where they are made."""
         is_count = where[0] == "state" and not node.meta.get("tensor", ((),))[0]
-        return (None if is_count else self._of_effect(where)) or self.near[node] or self.all
+        return (None if is_count else self._beside_parameter(where)) or self.near[node] or self.all
 
     def _wanted(self, effects_at: Mapping[int, Any]) -> dict[fx.Node, Ranks]:
         wanted: dict[fx.Node, set[int]] = {n: set() for n in self.nodes}
@@ -308,11 +308,6 @@ def _lists(node: fx.Node) -> list[Any]:
 def _elements(node: fx.Node, given: fx.Node) -> set[int] | None:
     """At which places of its lists an operator on lists has an operand; None of another operator."""
     return {i for x in _lists(node) for i, n in enumerate(x) if n is given} if _is_list(node) else None
-
-
-def _operands(node: fx.Node, at: set[int]) -> list[fx.Node]:
-    """Of an operator on lists, those of some elements."""
-    return [x[i] for x in _lists(node) for i in sorted(at) if i < len(x) and isinstance(x[i], fx.Node)]
 
 
 def _is_list(node: Any) -> bool:
