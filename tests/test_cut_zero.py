@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecard as oc
+from onecard import recorded
 from onecard.testing import run_ranks
 from onecard.train.shard import is_elsewhere
+from onecard.train.zero.gathered import GatheredParameter
 
 
 class Bounded(nn.Module):
@@ -116,3 +118,26 @@ def test_stages_send_activations_and_no_gathered_parameters(at: list[str]) -> No
         wanted.append(float(loss.detach()))
     for _, losses in found:
         assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def _looked_at() -> list[int]:
+    """The memory of each parameter that a look at a step gathers, in bytes."""
+    found: list[int] = []
+    allocate = GatheredParameter.allocate
+
+    def seen(self: GatheredParameter) -> None:
+        allocate(self)
+        if recorded.recorder is not None:
+            found.append(self.whole.untyped_storage().nbytes())
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step is told to add to a list, which is this one
+        patch.setattr(GatheredParameter, "allocate", seen)
+        _sent([])
+    return found
+
+
+def test_a_look_at_a_step_has_no_memory_for_gathered_parameters() -> None:
+    """All of them at once would be the whole model, on each rank."""
+    for found in run_ranks(_looked_at, 4, timeout=100.0):
+        assert len(found) >= 16 and not any(found)
