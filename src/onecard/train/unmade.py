@@ -91,14 +91,10 @@ def make(x: Tensor) -> Tensor:
     """Give a tensor its memory and its values; the same object. One that is made stays as it is."""
     if isinstance(x, Unmade):
         origin, layout = _taken(x)
-        before, by_stage.here = by_stage.here, True
-        try:
-            with torch.no_grad():
-                value = whole(origin) if layout is None else materialise(origin, layout)._local
-                x.untyped_storage().resize_(value.nbytes)
-                x.copy_(value)
-        finally:
-            by_stage.here = before
+        with torch.no_grad(), by_stage():
+            value = whole(origin) if layout is None else materialise(origin, layout)._local
+            x.untyped_storage().resize_(value.nbytes)
+            x.copy_(value)
     return x
 
 

@@ -7,7 +7,8 @@ same handlers serve DistTensors and, under ``one_card_random``, plain tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +66,7 @@ def fill(x: Tensor, law: Law, key: Key, name: str = "fill") -> Tensor:
 def key_for(func: Any, like: Any, generator: Any) -> Key:
     """The key of one operator. Ranks compare the first, second, fourth, eighth, ... that they draw on a mesh."""
     key = new_key(generator)
-    if isinstance(like, DistTensor) and not by_stage.here:
+    if isinstance(like, DistTensor) and not _by_stage.here:
         compare_keys(key, func, like.shape, like.mesh, like._spec.here)
     return key
 
@@ -80,8 +81,18 @@ def compare_keys(key: Key, func: Any, shape: Sequence[int], mesh: Any, here: boo
             when_met(lambda: _compare(label, word))
 
 
-by_stage: Kept[bool] = Kept(bool)
-"""Whether a rank draws what only its own stages have: nothing is compared, as others draw something else."""
+_by_stage: Kept[bool] = Kept(bool)
+
+
+@contextmanager
+def by_stage() -> Iterator[None]:
+    """A rank draws what only its own stages have: nothing is compared, as others draw something else."""
+    before, _by_stage.here = _by_stage.here, True
+    try:
+        yield
+    finally:
+        _by_stage.here = before
+
 
 _draws: Kept[Counter[Any]] = Kept(Counter)
 
