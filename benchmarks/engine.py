@@ -47,6 +47,8 @@ from pipeline import Front  # noqa: E402
 TOLERANCE, N_CHECKED = 1e-5, 3
 MAKERS = {"1F1B": pipeline.one_f_one_b, "ZBV": pipeline.zb_v, "VPP": pipeline.interleaved}
 TORCH = {"1F1B": "Schedule1F1B", "ZBV": "ScheduleZBVZeroBubble", "VPP": "ScheduleInterleaved1F1B"}
+SIMULATED = ("recorded ZBV", "recorded 1F1B")
+StageTimes = dict[str, list[list[float]]]
 VARIANTS = ("recorded 1F1B", "recorded ZBV", "by hand 1F1B", "by hand ZBV", "torch 1F1B", "torch ZBV", "torch VPP")
 
 
@@ -231,8 +233,8 @@ def checked(name: str, variant: Variant, args: EngineArgs, expected: list[tuple[
     return faults
 
 
-def measured(args: EngineArgs, expected: list[tuple[float, float]]) -> tuple[dict[str, Found], list[float]]:
-    """On each rank: of all variants, timed in turn; and this rank's times of its stages (`stage_times`)."""
+def measured(args: EngineArgs, expected: list[tuple[float, float]]) -> tuple[dict[str, Found], list[StageTimes]]:
+    """On each rank: of all variants, timed in turn; and the times of all stages (`stage_times`), for each round."""
     torch.set_num_threads(1)
     variants, found = {}, {}
     for name in args.variants:
@@ -240,9 +242,11 @@ def measured(args: EngineArgs, expected: list[tuple[float, float]]) -> tuple[dic
         variants[name] = build(args, name)
         found[name] = Found(checked(name, variants[name], args, expected), [], 0, 0, 0, 0)
     given = batch(args, N_CHECKED)
-    times = stage_times(args, "recorded 1F1B") + stage_times(args, "recorded ZBV")
+    stages = {name: stages_of(args, name) for name in SIMULATED}
+    times = []
     for i in range(args.rounds):
         say(f"timing, round {i + 1} of {args.rounds}")
+        times.append({name: stage_times(args, *of) for name, of in stages.items()})  # in turn, as what they foretell
         names = list(variants)
         for name in names[i % len(names) :] + names[: i % len(names)]:  # no variant always follows the same one
             dist.barrier()
@@ -261,17 +265,16 @@ def measured(args: EngineArgs, expected: list[tuple[float, float]]) -> tuple[dic
     return found, times
 
 
-def stage_times(args: EngineArgs, name: str) -> list[float]:
-    """Seconds of F, I and W of each stage, in order: the least of some, each stage on its own rank, one after the other."""
-    schedule, stages = stages_of(args, name)
+def stage_times(args: EngineArgs, schedule: pipeline.Schedule, stages: dict[int, nn.Sequential]) -> list[list[float]]:
+    """Seconds of F, I and W of each stage, in order: the median of three, each stage on its own rank, one after the other."""
     x, y = (t.chunk(args.microbatches)[0] for t in batch(args, 0))
     times = torch.zeros(schedule.num_stages, 3, dtype=torch.float64)
     for number, stage in stages.items():
         last = number == schedule.num_stages - 1
-        rows = [_stage_times(stage, number, last, x, y, args.config.d_model) for _ in range(3 if args.small else 7)]
-        times[number] = torch.tensor(rows, dtype=torch.float64).amin(0)
+        rows = [_stage_times(stage, number, last, x, y, args.config.d_model) for _ in range(3)]
+        times[number] = torch.tensor(rows, dtype=torch.float64).median(0).values
     dist.all_reduce(times)
-    return times.flatten().tolist()
+    return times.tolist()
 
 
 def _stage_times(stage: nn.Module, number: int, last: bool, x: Tensor, y: Tensor, width: int) -> tuple[float, ...]:
@@ -336,16 +339,19 @@ def ratio(found: dict[str, Found], one: str, other: str) -> str:
     return f"{one} / {other}: {statistics.median(pairs):.3f} ({pairs[len(pairs) // 4]:.3f} to {pairs[-len(pairs) // 4]:.3f})"
 
 
-def simulated(args: EngineArgs, times: list[float]) -> list[str]:
-    """What two schedules take by the stages' times alone, without messages and what runs once."""
-    said, seconds = [], {}
-    for name, start, stages in (("1F1B", 0, 2), ("ZBV", 6, 4)):
-        rows = [times[start + 3 * i : start + 3 * i + 3] for i in range(stages)]
-        forward, inner, weights = (list(kind) for kind in zip(*rows, strict=True))
-        seconds[name] = pipeline.simulate(args.schedule(name), pipeline.Times(forward, inner, weights)).step
-        each = ", ".join("/".join(f"{t * 1e3:.1f}" for t in row) for row in rows)
-        said.append(f"simulated {name}: {seconds[name] * 1e3:.0f} ms of F/I/W {each} ms")
-    return [*said, f"simulated ZBV / 1F1B: {seconds['ZBV'] / seconds['1F1B']:.3f}"]
+def simulated(args: EngineArgs, rounds: list[StageTimes]) -> list[str]:
+    """What two schedules take by the stages' times of each round, without messages and what runs once."""
+    found = {name: Found([], [], 0, 0, 0, 0) for name in SIMULATED}
+    for times in rounds:
+        for name, rows in times.items():
+            kinds = pipeline.Times(*([*kind] for kind in zip(*rows, strict=True)))
+            found[name].seconds.append(pipeline.simulate(args.schedule(name), kinds).step)
+    said = []
+    for name, of in found.items():
+        middle = torch.tensor([times[name] for times in rounds]).median(0).values.tolist()
+        each = ", ".join("/".join(f"{t * 1e3:.1f}" for t in row) for row in middle)
+        said.append(f"simulated {name}: {statistics.median(of.seconds) * 1e3:.0f} ms of F/I/W {each} ms")
+    return [*said, f"simulated: {ratio(found, *SIMULATED)}"]
 
 
 def main(args: EngineArgs) -> int:

@@ -251,9 +251,11 @@ def _beside_zoo(cells: list[tuple[str, str, str]]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("name", MODELS if PROOF else ["unet"])
-def test_models_beside_other_axes(name):
-    cells = [cell for cell in ZOO if cell[0] == name] if PROOF else [("unet", "tp", "1F1B")]
+@pytest.mark.parametrize(
+    ("name", "axis"), [(n, a) for n in MODELS for a in ("dp", "tp")] if PROOF else [("unet", "tp")]
+)
+def test_models_beside_other_axes(name, axis):
+    cells = [cell for cell in ZOO if cell[:2] == (name, axis)] if PROOF else [(name, axis, "1F1B")]
     for errors in run_ranks(_beside_zoo, 4, cells, timeout=patience(300.0)):
         assert len(errors) == len(cells) and max(errors.values()) <= BAR, errors
 
