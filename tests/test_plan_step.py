@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from amounts import PROOF, patience
 from plan_programs import MLP, Program, small, step_of
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import onecard as oc
 from onecard.engine import planned
@@ -50,6 +51,14 @@ TOWER = Program(Tower, lambda: (torch.randn(8, 8), torch.randint(4, (8,))), lamb
 
 
 # -- planned -----------------------------------------------------------------------------------------------------------------
+
+
+def test_operators_that_are_decomposed_are_planned():
+    """Whether a decomposition gives what its operator gives is tried on tensors that are no part of the step."""
+    lay = lambda: nn.Sequential(weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 4))  # noqa: E731
+    program = Program(lay, TOWER.batch, TOWER.loss)
+    _, _, step = step_of(program)
+    assert oc.plan(step, world=2, machine=SLOW, batch=program.batch()).best.world == 2
 
 
 @pytest.mark.parametrize("name", ["mlp", *(["gpt wide"] if PROOF else [])])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onecard._torch.names import OpOverload, no_dispatch
+from onecard.recorded import unrecorded
 
 Path = tuple[int | str, int]  # (position or keyword, index in a list or -1)
 
@@ -142,7 +142,7 @@ class Call:
         """The result tensors without their data. Raises NotImplementedError where data decides their shapes."""
         args, kwargs = self.given
         plain = all(type(x) is Tensor for x in self.operands)  # in a world without data they are of its mode
-        with no_dispatch() if plain else nullcontext():  # who looks on has no business with them
+        with no_dispatch() if plain else unrecorded():  # who looks on has no business with them
             return list(tensors_in(self.func(*args, **kwargs)))
 
     def index(self, name: str) -> int:

@@ -13,7 +13,7 @@ def dead_nodes(graph: fx.Graph) -> bool:
     """A write stays if its memory is an input's or is read by a node that stays."""
     memory = memory_of(graph)
     wanted: set[fx.Node] = set()
-    read: set[fx.Node] = set()  # the memory that nodes that stay, later on, read
+    read = {n for n in graph.nodes if n.op == "placeholder"}  # memory that stays, and what nodes that stay, later on, read
     changed = True
     while changed:  # a write is wanted by a reader after it, whose operand may be another name of the memory
         changed = False
@@ -29,6 +29,4 @@ def dead_nodes(graph: fx.Graph) -> bool:
 def _stays(node: fx.Node, memory: GraphMemory, wanted: set[fx.Node], read: set[fx.Node]) -> bool:
     if not wanted.isdisjoint(node.users) or effects(node):
         return True
-    if node not in memory.writes:
-        return False
-    return any(root.op == "placeholder" or root in read for root in memory.writes[node])
+    return node in memory.writes and not read.isdisjoint(memory.writes[node])
