@@ -109,3 +109,37 @@ def test_gradients_and_states_are_where_their_parameter_is() -> None:
     for rank, found in enumerate(run_ranks(_tables, 2, timeout=100.0)):
         assert [losses for losses, _, _ in found] == [pytest.approx(card, rel=1e-5) for card in cards]
         assert [(has, grad) for _, has, grad in found] == [(rank == 0, rank == 0)] * 3
+
+
+def _with_momentum(plan: oc.Stages | None = None) -> list[float]:
+    """Losses of a net whose last layer looks at how the first layer moves."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 3)
+    model = nn.Sequential(first, nn.Tanh(), last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(first(x))
+        moved = optimizer.state[first.weight]["momentum_buffer"]
+        loss = cross_entropy(last(hidden + hidden @ moved), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run = step if plan is None else oc.to_static(step, stages=plan)
+    return [run(x, y).item() for _ in range(4)]
+
+
+def _read_by_the_last() -> list[float]:
+    return _with_momentum(oc.Stages(2, at=["last"]))
+
+
+def test_states_that_another_stage_reads() -> None:
+    """They stay with the stage that reads them, as a parameter would that two stages use."""
+    card = _with_momentum()
+    assert run_ranks(_read_by_the_last, 2) == [pytest.approx(card, rel=1e-5)] * 2

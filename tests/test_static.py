@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from amounts import share
 from static_programs import assert_replays, gpt, mesh, mixed, seed_000, seed_002, seed_003
+from torch import Tensor, nn
 
 import onecard as oc
 from onecard.testing import run_ranks
@@ -78,3 +81,30 @@ def test_eight_ranks_and_two_meshes() -> None:
 def on_eight_ranks() -> None:
     for name in share(("hybrid_parallel_002", "pipeline_parallel_002"), 1):
         check(name, partial(seed_002, name))
+
+
+def test_modules_that_a_step_calls_itself_are_told_apart():
+    """By their paths in the one model that they are parts of, else by the names under which the step knows them."""
+    encoder, decoder = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+    both = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    kept = SimpleNamespace(head=nn.Linear(4, 4))
+
+    def of_one(x: Tensor) -> Tensor:
+        return both["decoder"](both["encoder"](x))
+
+    def by_names(x: Tensor) -> Tensor:
+        return kept.head(decoder(encoder(x)))
+
+    @torch.no_grad()
+    def paths(step: Any) -> list[str]:
+        run = oc.to_static(step)
+        for _ in range(2):
+            run(torch.randn(2, 4))
+        (recording,) = run.recordings
+        return [n.meta["module"] for n in recording.graph.nodes if n.op == "call_function"]
+
+    found = paths(of_one)
+    assert [*dict.fromkeys(found)] == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    found = paths(by_names)
+    assert [*dict.fromkeys(found)] == ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "kept.head"]
+    assert {*paths(lambda x: encoder(x))} == {"0", "1"}

@@ -258,10 +258,10 @@ class Capture:
 
     def _roots(self) -> list[tuple[str, Any]]:
         roots = self.ran.seen.outermost(self.given_roots)
-        for kind, found in (("module", self.phases.roots), ("optimizer", self.phases.optimizers)):
-            for x in found:
-                if all(x is not known for _, known in roots):
-                    roots.append((f"{kind}{len(roots)}", x))
+        for x in (*self.phases.roots, *self.phases.optimizers):
+            if all(x is not known for _, known in roots):
+                roots.append((f"{'optimizer' if isinstance(x, Optimizer) else 'module'}{len(roots)}", x))
+        self.phases.say_roots(self.recorder.graph.nodes, roots)
         return roots
 
     def _output(self, x: Tensor | Number) -> Output:

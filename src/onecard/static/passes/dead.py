@@ -13,7 +13,9 @@ def dead_nodes(graph: fx.Graph) -> bool:
     """A write stays if its memory is an input's or is read by a node that stays."""
     memory = memory_of(graph)
     wanted: set[fx.Node] = set()
-    read = {n for n in graph.nodes if n.op == "placeholder"}  # memory that stays, and what nodes that stay, later on, read
+    read = {
+        n for n in graph.nodes if n.op == "placeholder"
+    }  # memory that stays, and what nodes that stay, later on, read
     changed = True
     while changed:  # a write is wanted by a reader after it, whose operand may be another name of the memory
         changed = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,6 +28,7 @@ class Phases:
         self.optimizers: list[Optimizer] = []
         self.operators = self._entries = 0
         self._stack: list[str] = []
+        self._root = 0
         self._buffers: list[
             tuple[dict[str, Any], dict[str, Any]]
         ] = []  # of modules, as they were when the first one ran
@@ -48,8 +49,23 @@ class Phases:
         """
         phase = "optimizer" if self._stepping else "backward" if _torch.in_backward() else "forward"
         module = self._stack[-1] if self._stack and phase == "forward" else ""  # the outermost one's path is "", too
-        numbers = {"call": _torch.call_number(), "operator": self.operators, "entry": self._entries}
+        numbers = {"call": _torch.call_number(), "operator": self.operators, "entry": self._entries, "root": self._root}
         return {"phase": phase, "module": module, "inside": bool(self._stack), **numbers}
+
+    def say_roots(self, nodes: Iterable[fx.Node], known: Iterable[tuple[str, Any]]) -> None:
+        """Where a step calls several modules, paths begin with who they are: parts of one model by their paths in it, others
+        by the names under which the program knows them."""
+        if len(self.roots) < 2:
+            return
+        modules = [(name, base) for name, base in known if isinstance(base, nn.Module)]
+        within = {id(m): (name, path) for name, base in reversed(modules) for path, m in base.named_modules()}
+        found = [within[id(root)] for root in self.roots]
+        several = len({name for name, _ in found}) > 1
+        heads = [".".join(part for part in (name if several else "", path) if part) for name, path in found]
+        for node in nodes:
+            if "module" in node.meta and node.meta.get("phase") == "forward" and node.meta.get("inside"):
+                inner, head = node.meta["module"], heads[node.meta["root"]]
+                node.meta["module"] = f"{head}.{inner}" if head and inner else head or inner
 
     @contextmanager
     def watched(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> Iterator[None]:
@@ -62,6 +78,8 @@ class Phases:
                 self.roots.append(module)
                 self._paths.update({id(m): name for name, m in module.named_modules()})
                 self._buffers += [(m._buffers, dict(m._buffers)) for m in module.modules()]
+            if not self._stack:
+                self._root = self.roots.index(module)
             self._stack.append(self._paths.get(id(module), type(module).__name__))
             if torch.is_grad_enabled():  # else it may be one of a call that has one backward
                 self.operators += 1
