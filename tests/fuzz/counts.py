@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -57,13 +58,50 @@ def drawn(seed: int) -> str:
     """The text of a loss of ``o``, ``x`` and ``y``."""
     r = random.Random(seed)
 
+    written = partial(_written, random.Random(~seed))
+
     def term() -> str:
         w, e = r.choice(WEIGHTS), r.choice(EACH)
         parts = {"w": w, "e": e, "i": r.randrange(CLASSES)}
-        total, count = (r.choice(table).format(**parts) for table in (SUMS, COUNTS))
+        parts |= {name: written(parts[name]) for name in ("w", "e")}
+        total, count = (written(r.choice(table).format(**parts)) for table in (SUMS, COUNTS))
         return r.choice(("", "0.1 * ", "2 * ")) + "(" + r.choice(WHOLE).format(sum=total, count=count, **parts) + ")"
 
     return " + ".join(term() for _ in range(r.choice((1, 1, 1, 2, 2, 3))))
+
+
+def _written(r: random.Random, text: str) -> str:
+    """The text, or the same by way of memory that it is written to."""
+    return f"{r.choice([*WRITTEN])}({text})" if r.random() < 0.15 else text
+
+
+def _added(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape).add_(x)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape).copy_(x)
+
+
+def _entry(x: Tensor) -> Tensor:
+    made = torch.zeros(2, *x.shape)
+    made[1] = x
+    return made[1]
+
+
+def _twice(x: Tensor) -> Tensor:
+    made = 0.5 * x
+    made += made
+    return made
+
+
+def _cleared(x: Tensor) -> Tensor:
+    made = x.float().clone()
+    made[x.detach() < 0] = 0
+    return made
+
+
+WRITTEN = {f.__name__: f for f in (_added, _copied, _entry, _twice, _cleared)}
 
 
 def hot(y: Tensor) -> Tensor:
@@ -76,7 +114,7 @@ def trained(text: str, k: int | None) -> tuple[Tensor, list[str]]:
     net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
     table = torch.linspace(0.5, 2, CLASSES)
-    loss: Loss = eval(f"lambda o, x, y: {text}", {"torch": torch, "F": F, "table": table, "hot": hot})
+    loss: Loss = eval(f"lambda o, x, y: {text}", {"torch": torch, "F": F, "table": table, "hot": hot, **WRITTEN})
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

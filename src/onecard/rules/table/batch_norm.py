@@ -79,7 +79,8 @@ def _forward(
 
 
 def _average(running: Tensor, new: Tensor, momentum: float) -> None:
-    running.mul_(1 - momentum).add_(cast(new, running.dtype), alpha=momentum)
+    # One write, of the batch: a step in microbatches tells of writes that are the same for each.
+    running.copy_((running * (1 - momentum)).add_(cast(new, running.dtype), alpha=momentum))
 
 
 def _across(x: Tensor) -> list[int]:

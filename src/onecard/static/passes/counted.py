@@ -83,32 +83,31 @@ class CountFinder:
     def __init__(self, graph: fx.Graph, once: Once, k: int) -> None:
         self.order, self.memory, self.k = {n: i for i, n in enumerate(graph.nodes)}, once.memory, k
 
-    def of(self, node: Any, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
-        """The count that is ``then`` of a node's value; None if that depends on more than the batch."""
-        needed = self._needed(node)
+    def of(self, node: Any, at: fx.Node, then: Callable[[Tensor], Tensor] | None = None) -> Count | None:
+        """The count that is ``then`` of a node's value, as another one reads it; None if that depends on more than the batch."""
+        needed = self._needed(node, at)
         number = {n: i for i, n in enumerate(needed)}
         steps = [_step(n, number) for n in needed]
         if None in steps:
             return None
-        if then is not None:
-            steps.append((then, (_At(len(steps) - 1),), {}))
+        steps.append((then or _itself, (_At(number[node]),), {}))
         return Count(tuple(steps), self.k)
 
-    def counts(self, node: fx.Node) -> bool:
-        """Whether no parameter is in a node's value, and it is not drawn."""
-        needed = self._needed(node)
+    def counts(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether no parameter is in a node's value, as another one reads it, and it is not drawn."""
+        needed = self._needed(node, at)
         learns = any(n.op == "placeholder" and n.meta["input"].kind == "parameter" for n in needed)
         return not learns and not any(n.op == "call_function" and effects(n) for n in needed)
 
-    def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """What a node depends on, through memory too, in order."""
-        end, found, wanted = self.order[node], set[fx.Node](), [node]
+    def _needed(self, node: fx.Node, at: fx.Node) -> list[fx.Node]:
+        """What a node depends on, as another one reads it, through memory too, in order."""
+        end, found, wanted = self.order[at], set[fx.Node](), [node]
         while wanted:
             if (one := wanted.pop()) not in found:
                 found.add(one)
                 wanted += [_labels(one)[0]] if _labels(one) else one.all_input_nodes
-                wanted += [n for n in self.memory.writers_to(one) if self.order[n] <= end]
-        return sorted((n for n in found if self.order[n] <= end), key=self.order.__getitem__)
+                wanted += [n for n in self.memory.writers_to(one) if self.order[n] < end]
+        return sorted(found, key=self.order.__getitem__)
 
 
 def _step(node: fx.Node, number: dict[fx.Node, int]) -> Any:
@@ -122,6 +121,10 @@ def _step(node: fx.Node, number: dict[fx.Node, int]) -> Any:
     if target is again.message:
         return _as_here, given[:2], {}
     return None if node.op != "call_function" or effects(node) else (target, given, named)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def not_ignored(labels: Tensor, ignored: int) -> Tensor:

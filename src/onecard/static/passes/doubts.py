@@ -76,13 +76,13 @@ def _divided(graph: fx.Graph, once: Once, k: int) -> Iterator[tuple[str, Count |
             if weights is not None:
                 yield _of_division(words(node), "the weights of its labels"), None
             else:
-                count = counts.of(labels, partial(not_ignored, ignored=ignored))
+                count = counts.of(labels, node, partial(not_ignored, ignored=ignored))
                 yield _of_division(words(node), "how many of its labels are not ignored"), count
         elif not any(map(is_whole, node.args)):
-            numbers = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and n in once.own]
+            numbers = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and once.has_own(n, node)]
             for by in numbers:
-                if node.target in DIVISIONS or counts.counts(by):  # a product of losses is no count
-                    yield _of_division(words(node), "a value"), counts.of(by)
+                if node.target in DIVISIONS or counts.counts(by, node):  # a product of losses is no count
+                    yield _of_division(words(node), "a value"), counts.of(by, node)
 
 
 def _bent(graph: fx.Graph, once: Once) -> Iterator[fx.Node]:

@@ -55,6 +55,7 @@ class Once:
         self._wrote: set[Any] = set()
         self._varied: set[Any] = set()  # memory that a microbatch writes to
         nodes = list(graph.nodes)
+        self._order = {n: i for i, n in enumerate(nodes)}
         stepping = next((i for i, n in enumerate(nodes) if phase_of(n) == "optimizer"), len(nodes))
         backward = [i for i, n in enumerate(nodes[:stepping]) if phase_of(n) == "backward"]
         if not backward and (training or any(phase_of(n) == "optimizer" for n in nodes)):
@@ -67,6 +68,11 @@ class Once:
                 self._sort(node, i > end)
         self.head = self._find_head([n for n in nodes if n.op == "call_function"])
         self._find_same(nodes)
+
+    def has_own(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether a node's value, as another one reads it, has something of the microbatch: also if it was written there."""
+        until = self._order[at]
+        return node in self.own or any(w in self.own and self._order[w] < until for w in self.memory.writers_to(node))
 
     def _find_same(self, nodes: list[fx.Node]) -> None:
         """What the tail writes to later on does not count: every microbatch has run by then."""
@@ -131,7 +137,7 @@ class Once:
             self._touched |= read | written
             self._wrote |= written
             return
-        if effects(node) or any(n in self.own for n in node.all_input_nodes):
+        if effects(node) or any(self.has_own(n, node) for n in node.all_input_nodes):
             self.own.add(node)
         if phase_of(node) == "backward":
             self._varied |= written

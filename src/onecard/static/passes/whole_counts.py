@@ -105,7 +105,8 @@ class _Rewrite:
         if node.target in NLL and node.args[3] == MEAN:
             by = [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]
         elif scales(node) and (self.rows or result_facts(node)[:1] == ((),)):
-            by = [n for n in (node.args[i] for i in scales(node)) if is_number(n) and n in self.once.own]
+            numbers: list[Any] = [n for n in (node.args[i] for i in scales(node)) if is_number(n)]
+            by = [n for n in numbers if self.once.has_own(n, node)]
         if (count := next(filter(None, (self._count(n, node) for n in by)), None)) is not None:
             self.at[node] = count
 
