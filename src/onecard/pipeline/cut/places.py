@@ -232,6 +232,8 @@ class NodeRanks:
             self._check_memory(root, nodes)
         for root, writers in self.writers.items():
             self._check_written(root, [node for node in writers if part_of(node) is None])
+            if root.op == "call_function":
+                self._check_left(root, [node for node in writers if part_of(node) is not None])
         for node in self.graph.find_nodes(op="placeholder"):
             had = {self.homes[stage] for stage in node.meta.get("stages", ())}
             if had and not self.holders(node) <= had:
@@ -279,6 +281,16 @@ class NodeRanks:
                 f"{words(missed)} writes to it on {sorted(self.at[missed])} alone: the others would go on with what it was. "
                 "Use it where it is written (in the update of the parameter that it belongs to), or write a copy of it"
             )
+
+    def _check_left(self, root: fx.Node, writers: list[fx.Node]) -> None:
+        """What stages have written to is read behind them as they have left it, not as another rank has made it."""
+        there = frozenset[int]().union(*(self.at[w] for w in writers))
+        begun = False
+        for node in self.nodes if writers else ():
+            begun |= node in writers
+            names = [n for n in node.all_input_nodes if root in self.order.memory.roots[n] and n not in writers]
+            if begun and part_of(node) is None and not all(self.at[n] <= there for n in names):
+                raise self._inside(root, writers[-1])
 
     def _given(self) -> set[fx.Node]:
         return {n for n in self.nodes if n.op == "placeholder" and _is_everywhere(n)}

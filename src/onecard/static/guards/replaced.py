@@ -17,6 +17,7 @@ def put_back(seen: Seen, optimizers: Iterable[Optimizer]) -> Guard | None:
 
     Only such as the step had read there: they are what its next call would go on with.
     """
+    seen.look_at_left()
     followed = {id(x) for optimizer in optimizers for x in parts_of(optimizer)}
     found: Guard | None = None
     for guard in seen.guards:

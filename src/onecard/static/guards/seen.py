@@ -154,6 +154,10 @@ class Seen:
         if not any(file is x or file is getattr(x, "buffer", None) for x in shown) and not is_installed(line):
             self._written = self._written or (name, line)
 
+    def look_at_left(self) -> None:
+        """What the step leaves is what is there now: the places get back what they had."""
+        self._left = {k: (partial(_same, now()), name, line) for k, (now, name, line) in self._left.items()}
+
     def left_behind(self, states: Collection[int] = ()) -> str:
         """What the step leaves that a replay would not, in words: tensors, numbers that may change, longer lists, files.
 
@@ -278,6 +282,10 @@ def _mark(place: Place) -> tuple[Any, ...]:
 
 class _Added(int):
     """How much longer a container has become."""
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _added(x: Any, length: int) -> Any:

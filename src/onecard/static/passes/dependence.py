@@ -48,7 +48,8 @@ class Verdict:
         noted: the numbers of calls, and what they were given that was made in the step without the batch, by what they are and
             the line (None: no number). ``unsure``: some may be counts of rows; ``open``: nobody can tell whether they are.
         values: of leaves of what the step gives back in which there is nothing of the batch: numbers, and tensors of one.
-        normalized: the lines that normalize a batch by its own mean and variance.
+        normalized: the lines that normalize a batch by its own mean and variance; ``summed``: that add a sum over rows to a value
+            in which there is nothing of the batch.
     """
 
     losses: list[Kind] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Verdict:
     noted: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
     normalized: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
     unsure: bool = False
     open: bool = False
 

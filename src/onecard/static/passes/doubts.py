@@ -14,7 +14,7 @@ from onecard._torch.names import OpOverload
 from onecard.comm.base.state import faked
 from onecard.static.passes.count_chain import NLL
 from onecard.static.passes.counted import Count, CountFinder, not_ignored
-from onecard.static.passes.dependence import Doubt
+from onecard.static.passes.dependence import Doubt, Verdict
 from onecard.static.passes.once import Once, phase_of, words
 from onecard.static.passes.row_kinds import is_linear, makes_alike
 from onecard.static.passes.whole_counts import DIVISIONS, MEAN, is_number, is_whole, scales
@@ -23,8 +23,12 @@ from onecard.static.price.price import call_of
 aten = torch.ops.aten
 
 
-def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[list[Doubt], tuple[Count, ...]]:
+def doubts(
+    graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once, seen: Verdict | None = None
+) -> tuple[list[Doubt], tuple[Count, ...]]:
     """What to tell the user, from the graph of one microbatch and the arguments of the whole step; and what to look at later.
+
+    ``seen``: what a run has shown; without it a loop over microbatches is meant, and may keep what is a microbatch's.
 
     A loss that is divided by a count of its microbatch is a mean of means, unless the counts are equal. Those that are not the
     whole batch's (``whole_counts``) are computed from the batch that is recorded, on this rank, and from later ones, as labels
@@ -45,6 +49,15 @@ def doubts(graph: fx.Graph, k: int, leaves: Sequence[Any], once: Once) -> tuple[
             False,
         )
         for n in once.repeated()
+    ]
+    said += [
+        Doubt(
+            f"{words(n)} writes into the program what each microbatch has its own of, {k} times a call, where one card writes "
+            "what the batch gives, once: return it, and keep it behind the call (a sum over rows may be added: += x.sum())",
+            False,
+        )
+        for n in once.kept()
+        if not (seen is None or "batch_norm" in str(n.target) or n.meta["line"] in (*seen.normalized, *seen.summed))
     ]
     said += [
         Doubt(

@@ -15,6 +15,7 @@ from torch import fx
 
 from onecard._torch.names import OpOverload
 from onecard.errors import RecordingError
+from onecard.rules.call import schema_of
 from onecard.static.passes.adding import added
 from onecard.static.passes.count_chain import AFTER, AVERAGE, EACH, SUM
 from onecard.static.passes.once import Once, cut, phase_of, words
@@ -232,7 +233,7 @@ class _Merge:
             return self._in_tail(node, node) if isinstance(node, fx.Node) else node
         if is_whole(node):
             return self.each[0][node]
-        parts = [names[node] for names in self.each]
+        parts = self._as_left(node)
         facts = node.meta.get("tensor")
         if facts is not None and i in self.results:
             shape, _, dtype, _ = facts
@@ -246,6 +247,15 @@ class _Merge:
             f"k_steps: the step {'returns' if i in self.results else 'leaves in the program'} what {words(node)} gives, and "
             "each microbatch has its own: return what is as long as the batch and cut as it is, or one number"
         )
+
+    def _as_left(self, node: fx.Node) -> list[fx.Node]:
+        """Each microbatch's part of a result, by the last operator that has written to it: so it is known who gives it."""
+        *_, last = (node, *self.memory.writers_to(node))
+        if last is not node and not (last.args and last.args[0] is node and _is_in_place(last)):
+            last = node
+        for names in self.each:
+            names[last].meta.setdefault("tensor", node.meta.get("tensor"))
+        return [names[last] for names in self.each]
 
     def _interleaved(self, rows: int, spec: Any) -> int:
         """How many ranks' rows follow each other in a result of a microbatch; 0 of a result that is not as long as it."""
@@ -274,3 +284,11 @@ class _Merge:
         for part in parts[1:]:
             total = added(self.made, node, aten.add.Tensor, total, part)
         return added(self.made, node, aten.mul.Tensor, total, 1 / self.k) if mean else total
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether an operator gives its first operand back, changed."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    schema = schema_of(node.target)
+    return schema.name != schema.functional and not schema.out

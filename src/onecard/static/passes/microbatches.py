@@ -170,7 +170,7 @@ class Microbatches:
         if once is None:
             recording = self.counting(recording, seen)
             once = Once(recording.graph, training=not self.sketched)
-        told, counts = doubts(recording.graph, self.k_steps, leaves, once)
+        told, counts = doubts(recording.graph, self.k_steps, leaves, once, seen if self.avg is None else None)
         if self.avg is None and seen is not None:
             out: Any = next(iter(reversed(recording.graph.nodes))).args[0]
             whole_ones = {i for i, at in enumerate(_positions(recording)) if is_whole(out[at])}

@@ -87,6 +87,7 @@ class Once:
             else:
                 still = all(n in self.same and not self.memory.roots[n] & written for n in node.all_input_nodes)
                 alike = still and node.op == "call_function" and node not in varies and not effects(node)
+                alike &= not any(w in self.own for w in self.memory.writers_to(node))
             if alike:
                 self.same.add(node)
 
@@ -117,6 +118,14 @@ class Once:
             if _PROGRAM in self._places_of(self.memory.writes[n])
             and not (n in self.tail or n in self.head or n in self.own or _counts_batches(n))
             and phase_of(n) == "forward"
+        ]
+
+    def kept(self) -> list[fx.Node]:
+        """What writes into the program, ahead of the backward pass, of what each microbatch has its own."""
+        return [
+            n
+            for n, places in self.memory.writes.items()
+            if n in self.own and n not in self.tail and phase_of(n) == "forward" and _PROGRAM in self._places_of(places)
         ]
 
     def _sort(self, node: fx.Node, late: bool) -> None:

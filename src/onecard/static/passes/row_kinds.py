@@ -32,6 +32,8 @@ class Kinds(RowNumbers):
         self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor], ours: Sequence[bool]
     ) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
+        if call.schema.written and call.schema.functional in ("add", "sub") and kinds[0] is None and _is_sum(kinds[-1]):
+            self.verdict.summed.append(record.user_line())
         if not known or _fills(call.schema):
             return [self._made_alike(call, kinds, ours[r], r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
@@ -244,6 +246,10 @@ class Kinds(RowNumbers):
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
         return bound is None or all({i for i, _ in told} & {*term} for term in bound.terms)
+
+
+def _is_sum(kind: Kind | None) -> bool:
+    return kind is not None and kind.how in (ADDS, COUNT) and kind.degree == 1
 
 
 _FILLED = ("zeros", "ones", "full", "empty", "zero", "fill", "scalar_tensor", "empty_strided")
