@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -22,7 +23,7 @@ from torch import nn
 
 import onecard as oc
 from onecard.auto.entrance import Entrance
-from onecard.auto.rank import Job, begin
+from onecard.auto.rank import Job, begin, watching
 from onecard.commands.run import main
 from onecard.errors import PlanError
 from onecard.testing import RankError, run_ranks
@@ -180,6 +181,27 @@ def _adversaries(ranks: bool) -> str:
 def test_a_model_that_runs_ahead_of_the_plans():
     (wanted,) = run_ranks(_adversaries, 1, False)
     assert run_ranks(_adversaries, 2, True) == [wanted] * 2
+
+
+def _let_go() -> list[bool]:
+    """Whether an optimizer and a module that a program has replaced are let go, and count as laid out no longer."""
+    begin(Job(oc.Plan(dp=2, per_host=0)).to_json())
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    head, optimizers = weakref.ref(model[1]), []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        optimizers.append(weakref.ref(optimizer))
+        model[1] = nn.Linear(2, 1)
+    gc.collect()
+    numbers = {id(x) for x in watching.here._done}
+    return [optimizers[0]() is None, head() is None, numbers <= {id(x) for x in gc.get_objects()}]
+
+
+def test_what_is_laid_out_is_not_known_by_its_number():
+    """Else a new optimizer with the number of a module that is gone counts as laid out, on a rank where it has this number."""
+    assert run_ranks(_let_go, 2) == [[True] * 3] * 2
 
 
 def _printed() -> list[Any]:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onecard._torch.leaves import is_transformed
 from onecard._torch.uncompiled import is_wrapper
@@ -128,10 +129,11 @@ class ProgramWatch:
     def __init__(self, job: Job, label: str = "auto") -> None:
         self.job, self.label = job, label
         self.applied = Applied(job.plan)
-        self._optimizers: list[Optimizer] = []
-        self._done: set[int] = set()  # modules that are laid out
+        self._waiting: list[Optimizer] = []  # not laid out yet
+        # Modules and optimizers that are laid out. Not by their numbers: a new one may have that of one that is gone.
+        self._done = WeakIdKeyDictionary()
         self.roots: list[nn.Module] = []
-        self._placed = self._transformed = False
+        self._placed = self._transformed = self._steps = False
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
@@ -140,13 +142,14 @@ class ProgramWatch:
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer."""
-        self._optimizers.append(optimizer)
+        self._waiting.append(optimizer)
+        self._steps = True
 
     def forward(self, module: nn.Module, args: Any) -> Any:
         """A module is about to run: the first one that trains is laid out."""
         if self.roots and not self._placed and self._trains_by_hand(module):
             raise self._of_another_program()
-        if id(module) in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
+        if module in self._done or is_wrapper(module) or not torch.is_grad_enabled() or not module.training:
             return None
         parameters = [p for p in module.parameters() if p.requires_grad]
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
@@ -167,14 +170,14 @@ class ProgramWatch:
         self._same_on_all(module)
         entrance = self.applied.model(module, placed=first)
         self.roots.append(module)
-        self._done.update(id(m) for m in module.modules())
-        for optimizer in self._optimizers:
+        self._done.update((m, True) for m in module.modules())
+        for optimizer in [*self._waiting]:
             self._lay_out(optimizer)
         return entrance(module, args, {})[0]  # torch has listed this call's hooks already
 
     def _trains_by_hand(self, module: nn.Module) -> bool:
         """Whether a module that is laid out runs again, with gradients that no optimizer of the program takes."""
-        runs_again = not self._optimizers and any(module is root for root in self.roots)
+        runs_again = not self._steps and any(module is root for root in self.roots)
         return runs_again and any(p.grad is not None for p in module.parameters())
 
     def _says_transformed(self, module: nn.Module) -> None:
@@ -218,9 +221,10 @@ class ProgramWatch:
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Divide its states, as soon as all of its parameters lie on the mesh."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if id(optimizer) in self._done or not all(isinstance(p, DistTensor) for p in params):
+        if optimizer in self._done or not all(isinstance(p, DistTensor) for p in params):
             return
-        self._done.add(id(optimizer))
+        self._done[optimizer] = True
+        self._waiting = [other for other in self._waiting if other is not optimizer]
         self.applied.optimizer(optimizer, self.roots[0] if len(self.roots) == 1 else None)
 
     def step(self, optimizer: Optimizer) -> None:
