@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import onecard as oc
 from onecard.comm.agree import meeting
 from onecard.errors import OnecardError
+from onecard.pipeline.cut import starts
 from onecard.testing import RankError, run_ranks
 
 
@@ -245,3 +246,14 @@ def test_a_mistake_of_one_rank_ends_all() -> None:
     with pytest.raises(RankError, match="has 6 rows, which cannot be cut in 4") as caught:
         run_ranks(_alone, 2, timeout=60.0)
     assert "rank 1: RecordingError" in str(caught.value)  # as rank 0 quotes it
+
+
+def test_a_cut_is_named_with_or_without_the_name_of_the_model():
+    graph = fx.Graph()
+    paths = ("model.blocks.0", "model.blocks.2.up", "head.0", "encoder.0", "encoder.last")
+    nodes = [graph.placeholder(f"n{i}") for i in range(len(paths))]
+    for node, path in zip(nodes, paths, strict=True):
+        node.meta["module"] = path
+    asked = ("model.blocks.2", "blocks.2", "head", "last", "0", "blocks.1")
+    found = [starts._first_inside(nodes, path) for path in asked]
+    assert found == [nodes[1], nodes[1], nodes[2], nodes[4], None, None]  # two models have a "0"

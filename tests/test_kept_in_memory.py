@@ -35,6 +35,12 @@ def total(meter: Meter, o: Tensor, y: Tensor, loss: Tensor) -> Tensor:
     return made
 
 
+def correct(meter: Meter, o: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    made = torch.tensor(0)
+    made += (o.argmax(1) == y).sum()
+    return made
+
+
 def copied(meter: Meter, o: Tensor, y: Tensor, loss: Tensor) -> Tensor:
     made = torch.empty(())
     made.copy_(loss)
@@ -94,7 +100,7 @@ def kept(meter: Meter, o: Tensor, y: Tensor, loss: Tensor) -> Tensor:
     return loss
 
 
-RIGHT = {f.__name__: f for f in (total, copied, entry, of_entries, into, rows)}
+RIGHT = {f.__name__: f for f in (total, correct, copied, entry, of_entries, into, rows)}
 ADDED = {f.__name__: f for f in (hits, by_rows)}
 TOLD: dict[str, tuple[After, str]] = {
     "losses": (losses, "add_ at .* writes into the program what each microbatch has its own of, 4 times a call"),

@@ -108,3 +108,9 @@ def test_modules_that_a_step_calls_itself_are_told_apart():
     found = paths(by_names)
     assert [*dict.fromkeys(found)] == ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "kept.head"]
     assert {*paths(lambda x: encoder(x))} == {"0", "1"}
+    loss = nn.MSELoss()
+    assert {*paths(lambda x: loss(encoder(x), x))} == {
+        "0",
+        "1",
+        "loss",
+    }  # a loss has no parameters: the model needs no name

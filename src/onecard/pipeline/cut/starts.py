@@ -105,7 +105,7 @@ def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node
     found: list[fx.Node] = []
     order = {n: i for i, n in enumerate(nodes)}
     for path in at:
-        first = next((n for n in nodes if _inside(n, path)), None)
+        first = _first_inside(nodes, path)
         if first is None:
             known = sorted({str(n.meta.get("module", "")) for n in nodes} - {""})
             near = get_close_matches(path, known, 3, 0.0)
@@ -125,6 +125,17 @@ def _named(nodes: list[fx.Node], stages: int, at: Sequence[str]) -> list[fx.Node
             f"stages: at={at[0]!r} is the first module that runs, so that the first stage would be empty"
         )
     return found
+
+
+def _first_inside(nodes: list[fx.Node], path: str) -> fx.Node | None:
+    """The first node of a module, which may be named without the name of the one among several models that has such a path."""
+    if (first := next((n for n in nodes if _inside(n, path)), None)) is not None:
+        return first
+    heads = dict.fromkeys(str(n.meta.get("module", "")).partition(".")[0] for n in nodes)
+    found = {
+        head: n for head in heads if (n := next((n for n in nodes if _inside(n, f"{head}.{path}")), None)) is not None
+    }
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _inside(node: fx.Node, path: str) -> bool:

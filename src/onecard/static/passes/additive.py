@@ -171,6 +171,8 @@ class Additive(DispatchMode):
         if written:
             for other in {id(o): o for o in [*others, *_bases(x)] if o is not x}.values():
                 before = self.known.get(other)
+                if before is not None and before.zero and kind.how == ALIKE:
+                    self.known[other] = before = replace(before, zero=kind.zero)
                 if before != kind and not (kind.how == ALIKE and before is None):
                     self._keep(other, self._seen_in(other, kind))
         self._keep(x, kind)

@@ -22,6 +22,7 @@ class Kind:
         length: of ADDS and COUNT without parameters: how many of these factors are numbers, each a microbatch's length.
         where: what made it so, with its line.
         learns: whether parameters are in it.
+        zero: of ALIKE: whether it was made of zeros, to which something is added.
     """
 
     how: str
@@ -33,6 +34,7 @@ class Kind:
     learns: bool = False
     dims: frozenset[int] | None = None
     length: int = 0
+    zero: bool = False
 
     def alike(self, dim: int) -> bool:
         """Whether all along a dim are the same."""

@@ -20,7 +20,7 @@ from onecard.rules.rule import Bound
 from onecard.rules.traits import traits_of
 from onecard.static.passes import row_places
 from onecard.static.passes.dependence import ADDS, ALIKE, COUNT, MIXED, PLACES, ROWS, UNKNOWN, Kind, degree_of, told
-from onecard.static.passes.row_numbers import SCALES, RowNumbers
+from onecard.static.passes.row_numbers import SCALES, RowNumbers, value_of
 
 _MEAN = 1  # torch's number for reduction="mean"
 
@@ -32,10 +32,14 @@ class Kinds(RowNumbers):
         self, call: Call, given: list[Tensor], kinds: list[Kind | None], made: list[Tensor], ours: Sequence[bool]
     ) -> list[Kind | None]:
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
-        if call.schema.written and call.schema.functional in ("add", "sub") and kinds[0] is None and _is_sum(kinds[-1]):
-            self.verdict.summed.append(record.user_line())
+        if call.schema.written and call.schema.functional in ("add", "sub") and _is_sum(kinds[-1]):
+            first, summed = kinds[0], self.verdict.summed
+            if first is None or any(
+                line in first.where for line in summed
+            ):  # of the program, with what was added before
+                summed.append(record.user_line())
         if not known or _fills(call.schema):
-            return [self._made_alike(call, kinds, ours[r], r) for r in range(count)]
+            return [self._made_alike(call, given, kinds, ours[r], r) for r in range(count)]
         learns = any(k.learns for k in known) or any(_trains(x) for x in given)
         for how in (MIXED, UNKNOWN):
             if lost := [k for k in known if k.how == how]:
@@ -46,13 +50,13 @@ class Kinds(RowNumbers):
             return self._of_rows(call, given, kinds, count, learns)
         return [self._of_sums(call, given, kinds, learns)] * count
 
-    def _made_alike(self, call: Call, kinds: list[Kind | None], ours: bool, r: int) -> Kind | None:
+    def _made_alike(self, call: Call, given: list[Tensor], kinds: list[Kind | None], ours: bool, r: int) -> Kind | None:
         """A value in which there is nothing of the batch: whether it is the same for all rows."""
         name = call.schema.functional
         if self.follows and not ours:
             return self._mixed(call, "takes the length of a microbatch, which is not the batch's", learns=True)
         if makes_alike(call.schema) or lifts(call.schema, call.results[r]):
-            return Kind(ALIKE)
+            return Kind(ALIKE, zero="zero" in name or (bool(given) and "lift" in name and value_of(given[0]) == 0))
         if name == "arange" and tuple(call.results[r].shape) == (self.rows,) and not call.values.get("start"):
             return Kind(PLACES, size=self.rows)
         if kind := row_places.moved(call, kinds):
@@ -202,7 +206,7 @@ class Kinds(RowNumbers):
         told = [(i, k) for i, k in enumerate(kinds) if k is not None and k.how in (ADDS, COUNT)]
         first = next((k for _, k in told if k.how == ADDS), told[0][1])
         if not learns:
-            return self._of_counts(call, told, first)
+            return self._of_counts(call, told, first, kinds)
         name = call.schema.functional
         if name in ("div", "mul") and len(told) == 2 and not given[1].dim():
             # By a count, which is the whole batch's (``whole_counts``), or else compared with other microbatches' (``doubts``).
@@ -215,16 +219,16 @@ class Kinds(RowNumbers):
             return self._bent(call, learns)
         if len({k.degree for _, k in told}) > 1:
             return self._mixed(call, "puts a sum over rows and a mean over rows together", learns)
-        if first.degree == 1 and not self._all_terms(call, told):
+        if first.degree == 1 and not self._all_terms(call, kinds):
             return self._mixed(call, "adds what is no sum over rows to a sum over rows", learns)
         return replace(first, degree=first.degree + self._degree(call), learns=learns)
 
-    def _of_counts(self, call: Call, counts: list[tuple[int, Kind]], first: Kind) -> Kind:
+    def _of_counts(self, call: Call, counts: list[tuple[int, Kind]], first: Kind, kinds: list[Kind | None]) -> Kind:
         """Of what the batch gives alone: a sum or a mean of rows, or made of such, with numbers that may be its length."""
         name, more = call.schema.functional, self._degree(call)
         degree = degree_of(name, {i: k.degree for i, k in counts}) + more
         length = degree_of(name, {i: k.length for i, k in counts}) + more
-        rounds, whole = call.values.get("rounding_mode") is not None, self._all_terms(call, counts)
+        rounds, whole = call.values.get("rounding_mode") is not None, self._all_terms(call, kinds)
         linear = is_linear(call, {i for i, _ in counts}) and not rounds
         kept = linear and len({k.length for _, k in counts}) == 1 and (whole or not first.length)
         if (more or any(k.length for _, k in counts)) and not kept and (rounds or name not in SCALES):
@@ -240,12 +244,14 @@ class Kinds(RowNumbers):
         """Whether no number is added to what a call is given."""
         return not (call.schema.functional in _SUMS and len(call.operands) == 1 and call.values["other"])
 
-    def _all_terms(self, call: Call, told: list[tuple[int, Kind]]) -> bool:
+    def _all_terms(self, call: Call, kinds: list[Kind | None]) -> bool:
+        """Whether each term is of what all rows have given, or of zeros."""
         if call.schema.functional in _SUMS and len(call.operands) == 1:
             return self._adds_nothing(call)
         row = find(call.func)
         bound = row.bound_for(call) if row is not None else None
-        return bound is None or all({i for i, _ in told} & {*term} for term in bound.terms)
+        given = {i for i, k in enumerate(kinds) if k is not None and (k.how in (ADDS, COUNT) or k.zero)}
+        return bound is None or all(given & {*term} for term in bound.terms)
 
 
 def _is_sum(kind: Kind | None) -> bool:

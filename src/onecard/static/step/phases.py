@@ -53,15 +53,20 @@ class Phases:
         return {"phase": phase, "module": module, "inside": bool(self._stack), **numbers}
 
     def say_roots(self, nodes: Iterable[fx.Node], known: Iterable[tuple[str, Any]]) -> None:
-        """Where a step calls several modules, paths begin with who they are: parts of one model by their paths in it, others
-        by the names under which the program knows them."""
+        """Where a step calls several modules, paths say which: of parts of one model by their paths in it, of others by the names
+        under which the program knows them. The one model beside others without parameters (losses) needs no name."""
         if len(self.roots) < 2:
             return
         modules = [(name, base) for name, base in known if isinstance(base, nn.Module)]
         within = {id(m): (name, path) for name, base in reversed(modules) for path, m in base.named_modules()}
         found = [within[id(root)] for root in self.roots]
-        several = len({name for name, _ in found}) > 1
-        heads = [".".join(part for part in (name if several else "", path) if part) for name, path in found]
+        names = {name for name, _ in found}
+        trained = {
+            name for (name, _), root in zip(found, self.roots, strict=True) if next(root.parameters(), None) is not None
+        }
+        if len(only := trained or names) == 1:
+            names -= only
+        heads = [".".join(part for part in (name if name in names else "", path) if part) for name, path in found]
         for node in nodes:
             if "module" in node.meta and node.meta.get("phase") == "forward" and node.meta.get("inside"):
                 inner, head = node.meta["module"], heads[node.meta["root"]]
