@@ -105,6 +105,19 @@ class Net(nn.Module):
         return x, seen
 
 
+def _put(value: Tensor, how: str, made: Tensor | None) -> Tensor:
+    """A result by way of memory, which may have been made before the net has run."""
+    made = torch.zeros(2, *value.shape) if made is None else made
+    if how == "copied":
+        return made[0].copy_(value)
+    if how == "added":
+        total = torch.zeros(value.shape)
+        total += value
+        return total
+    made[1] = value
+    return made[1]
+
+
 def _through_a_view(x: Tensor, other: Tensor) -> Tensor:
     """Writes to what it returns under another name."""
     made = x * 0.5
@@ -143,7 +156,12 @@ def drawn(seed: int) -> Cut:
     copies = [p.detach().clone() for p in net.parameters()]
     clip, extra, rows = draw.choice([None, True, False]), draw.random() < 0.3, draw.random() < 0.3
 
+    kept = random.Random(~seed)  # draws of its own, so that a seed's net stays what it was
+    how = kept.choice(("", "", "copied", "added", "entry"))
+    ahead = kept.random() < 0.3
+
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = torch.zeros(2) if ahead else None
         out, seen = net(x)
         loss = F.mse_loss(out, y) if y.is_floating_point() else F.cross_entropy(out, y)
         if extra:
@@ -151,7 +169,7 @@ def drawn(seed: int) -> Cut:
         if net.norm_in_loss:
             loss = loss + 0.01 * sum(p.square().sum() for p in net.parameters() if p.requires_grad)
         loss.backward()
-        found = [loss.detach()]
+        found = [_put(loss.detach(), how, made) if how else loss.detach()]
         if clip is not None:
             found.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5, foreach=clip))
         for optimizer in optimizers:
@@ -161,7 +179,8 @@ def drawn(seed: int) -> Cut:
             with torch.no_grad():
                 for copy, p in zip(copies, net.parameters(), strict=True):
                     copy.lerp_(p, 0.1)
-        return (*found, *([out.detach()] if rows else []))
+        given = _put(out.detach(), how, None) if how else out.detach()
+        return (*found, *([given] if rows else []))
 
     modes = [mode for mode in MODES if mode != "DualPipeV" or draw.random() < 0.5]
     ranks, k = draw.randint(2, 4), draw.choice([1, 2, 3, 4, 6, 8])

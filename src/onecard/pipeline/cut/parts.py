@@ -171,7 +171,9 @@ class Parts:
                 f"stages: {words(node)} needs {words(wrong[0])}, a gradient of one microbatch, in a forward pass: a pipeline's "
                 "stages do forward, then backward. Leave the pipeline out for this step, or take the second pass out of it"
             )
-        at = self._modules.get(node.meta.get("module", ""), 0) if node.meta.get("inside") else 0
+        # Memory for results is made where most of what is written to it is.
+        otherwise = 0 if node.all_input_nodes else self.last
+        at = self._modules.get(node.meta.get("module", ""), 0) if node.meta.get("inside") else otherwise
         return max([at, *(self._stage[n] for n in before)])
 
     # -- halves of backward ----------------------------------------------------------------------------------------------------
