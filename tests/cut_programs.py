@@ -147,7 +147,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 MARKS: dict[str, dict[str, int]] = {
-    "gpt": {r"qkv\.(weight|bias)": 0, r"out\.weight": 1},
+    "gpt": {r".*\.qkv\.(weight|bias)": 0, r".*\.out\.weight": 1},
     "resnet": {r"(convs|norms)\.[024]\..*": 0, r"convs\.[135]\.weight": 1},
     # What down.0 makes is read along a skip, too, where it meets whole channels. A transposed weight is (in, out, ...).
     "unet": {r"(down\.0|middle|norm)\..*": 0, r"down\.1\.weight": 1, r"up\.0\.weight": 0},
