@@ -34,9 +34,8 @@ class Kinds(RowNumbers):
         count, known = len(made), [kind for kind in kinds if kind is not None and told(kind)]
         if call.schema.written and call.schema.functional in ("add", "sub") and _is_sum(kinds[-1]):
             first, summed = kinds[0], self.verdict.summed
-            if first is None or any(
-                line in first.where for line in summed
-            ):  # of the program, with what was added before
+            # Of the program, with what was added to it before; the space tells line 3 from line 31.
+            if first is None or any(f" at {line} " in first.where for line in summed):
                 summed.append(record.user_line())
         if not known or _fills(call.schema):
             return [self._made_alike(call, given, kinds, ours[r], r) for r in range(count)]
