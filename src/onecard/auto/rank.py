@@ -133,7 +133,7 @@ class ProgramWatch:
         # Modules and optimizers that are laid out. Not by their numbers: a new one may have that of one that is gone.
         self._done = WeakIdKeyDictionary()
         self.roots: list[nn.Module] = []
-        self._placed = self._transformed = self._steps = False
+        self._placed = self._transformed = self._has_optimizer = False
 
     def begin(self, stack: ExitStack) -> None:
         """Until the stack closes."""
@@ -143,7 +143,7 @@ class ProgramWatch:
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer."""
         self._waiting.append(optimizer)
-        self._steps = True
+        self._has_optimizer = True
 
     def forward(self, module: nn.Module, args: Any) -> Any:
         """A module is about to run: the first one that trains is laid out."""
@@ -177,7 +177,7 @@ class ProgramWatch:
 
     def _trains_by_hand(self, module: nn.Module) -> bool:
         """Whether a module that is laid out runs again, with gradients that no optimizer of the program takes."""
-        runs_again = not self._steps and any(module is root for root in self.roots)
+        runs_again = not self._has_optimizer and any(module is root for root in self.roots)
         return runs_again and any(p.grad is not None for p in module.parameters())
 
     def _says_transformed(self, module: nn.Module) -> None:

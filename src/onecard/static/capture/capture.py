@@ -229,6 +229,7 @@ class Capture:
         for value, node in recorder.reads:
             recorder.conditions.append((operator.eq, (node, value), True))
         self.places = places = Places(self._roots(), self.leaves, self.names)
+        self.phases.say_roots(recorder.graph.nodes, places.roots)
         for leaf in () if self.taken_back else self.leaves:  # x.requires_grad_(): each call is given another x
             before.begins(leaf)
         places.gradients_of(before)
@@ -261,7 +262,6 @@ class Capture:
         for x in (*self.phases.roots, *self.phases.optimizers):
             if all(x is not known for _, known in roots):
                 roots.append((f"{'optimizer' if isinstance(x, Optimizer) else 'module'}{len(roots)}", x))
-        self.phases.say_roots(self.recorder.graph.nodes, roots)
         return roots
 
     def _output(self, x: Tensor | Number) -> Output:
