@@ -27,9 +27,7 @@ def quiet():
 def test_random_cuts_are_as_on_one_card():
     said = {seed: tried(seed) for seed in seeds(0, 4, 300)}
     assert not {seed: what for seed, what in said.items() if what.startswith("wrong")}
-    assert sum(what == "right" for what in said.values()) >= amount(
-        3, 250
-    )  # places are drawn, also within chains of writes
+    assert sum(what == "right" for what in said.values()) >= amount(3, 270)
 
 
 def _no_check(m: pytest.MonkeyPatch) -> None:

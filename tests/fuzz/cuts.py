@@ -139,8 +139,8 @@ def _optimizers(draw: random.Random, net: Net) -> list[torch.optim.Optimizer]:
     return [draw.choice(kinds)(ps) for ps in (params[:cut], params[cut:]) if ps]
 
 
-def drawn(seed: int) -> Cut:
-    """The program of a seed, cut.
+def drawn(seed: int, again: int = 0) -> Cut:
+    """The program of a seed, cut; ``again``: at other places, the first, second, ... of them.
 
     Raises:
         RecordingError: it cannot be cut there. Says why.
@@ -158,7 +158,7 @@ def drawn(seed: int) -> Cut:
 
     kept = random.Random(~seed)  # draws of its own, so that a seed's net stays what it was
     how = kept.choice(("", "", "copied", "added", "entry"))
-    ahead = kept.random() < 0.3
+    ahead = kept.random() < 0.1  # mostly refused: the first stage makes it, and the last one writes to it
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         made = torch.zeros(2) if ahead else None
@@ -191,7 +191,8 @@ def drawn(seed: int) -> Cut:
         nodes = forward_of(graph, Once(graph, training=False))
         if len(nodes) < schedule.num_stages:
             raise RecordingError("more stages than nodes")
-        at = sorted(draw.sample(range(1, len(nodes)), schedule.num_stages - 1))
+        places = random.Random(f"{seed} {again}") if again else draw
+        at = sorted(places.sample(range(1, len(nodes)), schedule.num_stages - 1))
         return [nodes[i] for i in at]
 
     size = 4 * k
@@ -214,9 +215,17 @@ class Options:
 
 
 def tried(seed: int) -> str:
-    """ "right", "refused: why" or "wrong: what"."""
+    """ "right", "refused: why" or "wrong: what". Where places lie within a chain of writes, others are drawn, five times."""
+    for again in range(6):
+        said = _tried(seed, again)
+        if "written in place" not in said:
+            break
+    return said
+
+
+def _tried(seed: int, again: int) -> str:
     try:
-        found = drawn(seed).differences()
+        found = drawn(seed, again).differences()
     except (RecordingError, ScheduleError) as why:
         return f"refused: {str(why)[:100]}"
     except AssertionError as fault:
