@@ -220,7 +220,5 @@ def trained(
         with oc.one_card_random() if stages is None else nullcontext(), warnings.catch_warnings():
             # The program on one card is the loop of microbatches, batch norm's statistics as well.
             warnings.filterwarnings("ignore", ".*batch norm at .* normalizes each microbatch")
-            # A rank that waits says so after five seconds: where many ranks share few cores that is no fault.
-            warnings.filterwarnings("ignore", ".*have not come to record it yet")
             found.append([float(v) for v in run(*given)])
     return found, model, run
