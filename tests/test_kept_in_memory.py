@@ -109,20 +109,26 @@ TOLD: dict[str, tuple[After, str]] = {
 }
 
 
-def trained(after: After, ahead: bool = False, **options: Any) -> tuple[list[Any], Meter, list[str]]:
-    """What the step gives, the meter, and what was told. ``ahead``: memory for the result is made before the model runs."""
+def trained(after: After, ahead: str = "", **options: Any) -> tuple[list[Any], Meter, list[str]]:
+    """What the step gives, the meter, and what was told. ``ahead``: memory for the result is made before the model runs, and
+    what is given back is an entry of it, all of it, or another name of it.
+    """
     torch.manual_seed(0)
     model, meter = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), Meter()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step(x: Tensor, y: Tensor) -> Any:
-        made = torch.zeros(2) if ahead else None
+        made = torch.zeros(2 if ahead == "entry" else ())
+        name = made[...]
         o = model(x)
         loss = F.cross_entropy(o, y)
         given = after(meter, o, y, loss.detach())
-        if made is not None:
+        if ahead == "entry":
             made[1] = given
             given = made[1]
+        elif ahead:
+            made += given
+            given = made if ahead == "all" else name
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -169,19 +175,23 @@ def test_a_vector_of_a_microbatchs_values_is_refused() -> None:
         trained(all_entries, k_steps=4)
 
 
-def _in_stages() -> tuple[dict[str, list[Any]], str, str]:
+def _in_stages() -> tuple[dict[str, list[Any]], list[str], str]:
     stages = oc.Stages(4, at=["2"])
     found = {name: trained(RIGHT[name], stages=stages)[0] for name in RIGHT}
-    with pytest.raises(RecordingError) as refused:
-        trained(entry, ahead=True, stages=stages)
-    return found, str(refused.value), " ".join(trained(kept, stages=stages)[2])
+    refused = []
+    for ahead in ("entry", "name"):
+        with pytest.raises(RecordingError) as why:
+            trained(entry, ahead, stages=stages)
+        refused.append(str(why.value))
+    found["ahead"] = trained(entry, "all", stages=stages)[0]
+    return found, refused, " ".join(trained(kept, stages=stages)[2])
 
 
 def test_in_stages() -> None:
     """Who writes sends it, to all ranks; what one stage makes and another one writes to in part is refused."""
-    wanted = {name: trained(RIGHT[name])[0] for name in RIGHT}
+    wanted = {name: trained(RIGHT[name])[0] for name in RIGHT} | {"ahead": trained(entry, "all")[0]}
     for found, refused, told in run_ranks(_in_stages, 2, timeout=100.0):
         for name, values in wanted.items():
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values))
-        assert "a cut goes through what is written in place: zeros at" in refused
+        assert all("a cut goes through what is written in place: zeros at" in words for words in refused)
         assert "the step sets meter.last at" in told
